@@ -1,6 +1,6 @@
-"""Training code of the demo pair: corpus, tokenizer, target, EAGLE-3 head and their evaluation.
+"""Training code of the demo's models: corpus, tokenizer, target, EAGLE-3 head, and their evaluation.
 
-The code needs only torch, transformers, tokenizers and safetensors, so that anyone can rerun the training.
-The main commands are ``python -m outrider.train.target``, ``python -m outrider.train.eagle3`` and
-``python -m outrider.train.evaluate``.
+The code needs only torch, transformers, tokenizers and safetensors, so that anyone can repeat the training.
+Run the modules ``target``, ``eagle3`` and ``evaluate`` in this order, for example with ``python -m
+outrider.train.target``.
 """

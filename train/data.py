@@ -15,15 +15,15 @@ from outrider.train.corpus.base import Split
 from outrider.train.corpus.conversations import Mix, conversation
 from outrider.train.tokenizer import BOS_ID, segments
 
-_CHARS_PER_TOKEN = 6.5  # A high estimate, because a low estimate would produce short, padded rows.
+_CHARS_PER_TOKEN = 6.5  # This estimate is high, because a low estimate would produce short rows with padding.
 
 
 @dataclass(frozen=True, slots=True)
 class RowJob:
-    """A shard of rows that one process generates.
+    """The part of the rows that one process generates.
 
     Attributes:
-        seed: Seed of this shard. The random choices depend on nothing else.
+        seed: Seed of this part. It determines all random choices.
         count: Number of rows.
         length: Number of tokens per row.
         tokenizer: Path of tokenizer.json.
@@ -47,7 +47,7 @@ def make_mix(split: Split, gsm8k_file: Path | None, gsm8k_rate: float) -> Mix:
 
 
 def sample_texts(seed: int, count: int, mix: Mix, chars: int) -> list[str]:
-    """Generate ``count`` templated conversations of at least ``chars`` characters, to train a tokenizer."""
+    """Generate ``count`` conversations of at least ``chars`` characters, on which to train a tokenizer."""
     rng = Random(seed)
     return ["".join(text for text, _ in segments(*conversation(rng, mix, chars))) for _ in range(count)]
 

@@ -1,4 +1,4 @@
-"""Trains the EAGLE-3 head of a target by training-time test, on text that the target itself generates.
+"""Trains a target's EAGLE-3 head with training-time test, on text that the target itself generates.
 
 In training-time test (EAGLE-3, Li et al., arXiv 2503.01840), the head is unrolled for several
 steps and reads its own features, as it does when it drafts.
@@ -59,7 +59,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def regenerate(target: Llama, tokenizer: Tokenizer, rows: Tensor, batch: int, seed: int) -> Tensor:
-    """Keep the start of each row as a prompt, and replace the text after the prompt by the target's own text.
+    """Keep the start of each row as a prompt, and replace the rest of the row by the target's own text.
 
     A quarter of the rows are continued at temperature 0 (greedy), a quarter at 0.7 and half at 1.0.
     """
@@ -91,7 +91,7 @@ def draft_vocabulary(rows: Tensor, vocab: int, size: int) -> tuple[Tensor, float
 
 
 class Trainer(nn.Module):
-    """Computes the loss of a batch. Only the unrolled head has gradients, because the target is frozen."""
+    """Computes the loss of a batch. The target is frozen, so only the unrolled head has gradients."""
 
     def __init__(self, target: Llama, head: Eagle3Head, num_steps: int, decay: float) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ class Trainer(nn.Module):
         self.in_draft = in_draft.index_fill(0, head.draft_ids, True)
 
     def forward(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the loss, and the fraction of rows whose argmax equals the target's, [num_steps]."""
+        """Return the loss, and for each step the fraction of rows with the target's argmax, [num_steps]."""
         length = rows.shape[1] - self.num_steps
         with torch.no_grad():
             logits, features = self.target(rows)
@@ -123,7 +123,7 @@ class Trainer(nn.Module):
 
 
 def main(argv: list[str] | None = None) -> dict[str, object]:
-    """Run the command. Returns the numbers that the command also writes to ``training.json``."""
+    """Run the command. Return the numbers that the command also writes to ``training.json``."""
     args = _parser().parse_args(argv)
     if args.smoke:
         args.rows, args.generate_batch, args.length, args.batch, args.steps, args.draft_vocab = (

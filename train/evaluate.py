@@ -1,4 +1,4 @@
-"""Measures the accept length of a head with the plain drafter in `reference`, and the quality of the target.
+"""Measures a head's accept length with the plain drafter in `reference`, and measures the target's quality.
 
     python -m outrider.train.evaluate --target models/demo/target --head models/demo/eagle3 \\
         --prompts bench/prompts/heldout.jsonl
@@ -80,13 +80,13 @@ def measure(
     mode: Sampling,
     check: bool,
 ) -> dict[str, Any]:
-    """Run all prompts in one mode.
+    """Run all prompts with one setting of sampling and speculation.
 
     Returns:
-        ``accept_length`` is the number of emitted tokens, bonus tokens included, divided by the number of
-        rounds, over all prompts. ``per_topic`` has the same ratio for each topic. ``histogram`` counts rounds
-        by the number of emitted tokens. ``accept_length_within_answer`` ignores tokens after the first end of
-        turn.
+        A dict. ``accept_length`` is the number of emitted tokens, including bonus tokens, divided by the
+        number of rounds, over all prompts. ``per_topic`` contains this ratio for each topic. ``histogram``
+        contains the number of rounds for each number of emitted tokens. ``accept_length_within_answer`` is
+        the same ratio without the tokens after the first end of turn.
     """
     rounds: dict[str, list[int]] = {}
     equal = answer_tokens = answer_rounds = 0
@@ -113,12 +113,12 @@ def measure(
 
 
 def losses(directory: Path, count: int) -> dict[str, float]:
-    """Return the target's loss, in nats per token, on these fresh conversations.
+    """Return the target's loss, in nats per token, on three kinds of conversations that training did not use.
 
-    - ``fresh``: training templates and entities in new combinations, from seeds that training did not use.
-    - ``rephrased_answers``: answers to held-out templates about known entities.
-    - ``heldout_answers``: answers to held-out templates about held-out entities. The model has never seen the
-      facts about these entities.
+    - ``fresh``: training templates and entities in new combinations, generated from other seeds.
+    - ``rephrased_answers``: answers to questions with held-out templates about training entities.
+    - ``heldout_answers``: answers to questions with held-out templates about held-out entities. Training did
+      not contain the facts about these entities.
     """
     model = load_target(directory)
     length = min(1025, model.shape.max_position_embeddings)
@@ -131,14 +131,14 @@ def losses(directory: Path, count: int) -> dict[str, float]:
 
 
 def exact_answers(target: ReferenceTarget, tokenizer: Any, split: Split, count: int) -> dict[str, float]:
-    """Return the fraction of greedy answers that equal the corpus's answer exactly, by factual topic."""
+    """Return, for each factual topic, the fraction of greedy answers that equal the corpus's answer."""
     result = {}
     for topic in (t for t in TOPICS if t.name in FACTUAL):
         rng = Random(4242)
         right = 0
         for _ in range(count):
             question, answer = topic.make(rng, split)[0]
-            # Skip free lists, which have no unique answer.
+            # Skip questions for any list of countries, because these have no unique answer.
             while question.endswith("capitals.") or "countries" in question:
                 question, answer = topic.make(rng, split)[0]
             expected = tokenizer.encode(answer + END, add_special_tokens=False)
@@ -149,7 +149,7 @@ def exact_answers(target: ReferenceTarget, tokenizer: Any, split: Split, count: 
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
-    """Run the command. Returns the numbers that the command writes to ``--out``."""
+    """Run the command. Return the numbers that the command also writes to ``--out``."""
     args = _parser().parse_args(argv)
     shape = TreeShape(args.num_steps, args.topk, args.num_draft_tokens)
     if not 2 <= shape.num_draft_tokens <= 1 + shape.topk + (shape.num_steps - 1) * shape.topk**2:

@@ -10,14 +10,16 @@ from outrider.train.tokenizer import START_ID
 def cut_points(
     rows: Tensor, generator: torch.Generator, assistant_id: int, header: int, latest: int
 ) -> Tensor:
-    """Choose the position in each row after which the target continues: usually the first assistant header.
+    """Choose how many tokens of each row to keep. After these, the target continues the row.
+
+    Seven of ten rows are cut after their first assistant header, and the others after any assistant header.
 
     Args:
         rows: [n, length] conversations.
         generator: CPU generator for the choices.
         assistant_id: First token of the word ``assistant``.
         header: Number of tokens in ``<|im_start|>assistant\\n``.
-        latest: Last position at which a row may be cut.
+        latest: Largest number of tokens to keep.
 
     Returns:
         [n] int64: number of leading tokens to keep.
@@ -39,7 +41,7 @@ def cut_points(
 
 @torch.no_grad()
 def continue_rows(model: Llama, rows: Tensor, cuts: Tensor, temperature: Tensor, seed: int) -> Tensor:
-    """Keep ``rows[i, :cuts[i]]`` and sample the other tokens with the target, even after an end of turn.
+    """Keep ``rows[i, :cuts[i]]`` and sample the rest of the row with the target, even after an end of turn.
 
     Args:
         model: The target, on its device.

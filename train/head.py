@@ -1,8 +1,8 @@
 """The EAGLE-3 head as a trainable module. Only the trainer uses this module.
 
 The draft service runs heads with `services.draft.heads.eagle3`, and the evaluation runs them with
-`train.reference`. Tensor names are those of published checkpoints. The forward pass is the training-time test
-of the EAGLE-3 paper (Li et al., arXiv 2503.01840).
+`train.reference`. The tensors have the names of published checkpoints. The forward pass is the training-time
+test of the EAGLE-3 paper (Li et al., arXiv 2503.01840).
 """
 
 import json
@@ -21,7 +21,8 @@ from outrider.train.tokenizer import BOS_ID, END_ID
 class MidLayer(nn.Module):
     """The head's decoder layer.
 
-    The layer attends over [norm(embedding); norm(feature)]. Its residual is the feature before the norm.
+    The input of the attention is the concatenation [norm(embedding); norm(feature)]. The residual connection
+    adds the feature before the norm.
     """
 
     def __init__(self, shape: LlamaShape) -> None:
@@ -55,7 +56,7 @@ class Eagle3Head(nn.Module):
     def _attend(self, x: Tensor, step: int, steps: list[tuple[Tensor, Tensor]]) -> Tensor:
         """Attend at unrolled step ``step``.
 
-        Each row sees step 0 causally. In every later step, it sees only its own row.
+        Of step 0, each row sees itself and all earlier rows. Of each later step, it sees only itself.
         """
         attn = self.midlayer.self_attn
         length = x.shape[1]
@@ -145,7 +146,7 @@ def save_head(head: Eagle3Head, target: Llama, directory: Path) -> None:
 
 
 def soft_loss(logits: Tensor, target: Tensor, mask: Tensor) -> Tensor:
-    """Return the mean cross entropy of the logits against soft labels.
+    """Return the mean cross entropy between the logits and the target's probabilities.
 
     Args:
         logits: [bs, S, draft_vocab].

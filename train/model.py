@@ -1,4 +1,4 @@
-"""A plain Llama for training. Parameter names equal Hugging Face's, so the state dict is the checkpoint."""
+"""A plain Llama for training. It uses Hugging Face's parameter names, so its state dict is the checkpoint."""
 
 import json
 from dataclasses import asdict, dataclass
@@ -30,7 +30,7 @@ class LlamaShape:
     max_position_embeddings: int = 2048
 
     def aux_layer_ids(self) -> tuple[int, int, int]:
-        """Return the indices of the layers whose *outputs* EAGLE-3 reads: 1, L//2-1 and L-4."""
+        """Return the indices of the layers whose *outputs* EAGLE-3 reads: 1, L//2-1 and L-4 for L layers."""
         n = self.num_hidden_layers
         return (1, n // 2 - 1, n - 4)
 
@@ -69,7 +69,7 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Grouped-query attention. In an EAGLE-3 head, ``in_size`` is 2*hidden."""
+    """Grouped-query attention. ``in_size`` is the input's width, which is 2*hidden in an EAGLE-3 head."""
 
     def __init__(self, shape: LlamaShape, in_size: int) -> None:
         super().__init__()

@@ -70,7 +70,7 @@ class Optimiser:
         self.peak_lr = peak_lr
 
     def step(self, factor: float) -> None:
-        """Clip the gradients, update at ``factor`` times the peak rate, and clear the gradients."""
+        """Clip the gradients, update at ``factor`` times the peak learning rate, and clear the gradients."""
         nn.utils.clip_grad_norm_(self.params, 1.0)
         for group in self.adam.param_groups:
             group["lr"] = self.peak_lr * factor
@@ -81,7 +81,7 @@ class Optimiser:
 
 
 class Clock:
-    """Training budget in steps and minutes. Training ends when the steps or the minutes are used up."""
+    """Training budget in steps and minutes. Training ends as soon as one of the two is used up."""
 
     def __init__(self, steps: int, minutes: float) -> None:
         self.steps, self.seconds = steps, minutes * 60
@@ -89,7 +89,7 @@ class Clock:
         self.start = time.monotonic()
 
     def progress(self) -> float:
-        """Return the used fraction of the budget. It is at least 1 once the budget is used up."""
+        """Return the used fraction of the budget. The fraction is at least 1 when the budget is used up."""
         return max(self.done / self.steps, (time.monotonic() - self.start) / self.seconds)
 
     def tick(self) -> None:
@@ -99,8 +99,8 @@ class Clock:
     def factor(self) -> float:
         """Return the learning-rate factor.
 
-        The factor rises for 50 warm-up steps, stays constant, and decays linearly over the second half of the
-        budget.
+        The factor rises during 50 warm-up steps and is then constant. It falls linearly in the second half of
+        the budget.
         """
         p = self.progress()
         return min(1.0, (self.done + 1) / 50, max(0.02, (1 - p) / 0.5))

@@ -1,11 +1,11 @@
-"""Plain reference of EAGLE-3 drafting and tree verification in torch, for batch size 1.
+"""A plain reference implementation of EAGLE-3 drafting and tree verification in torch, for batch size 1.
 
-Only `evaluate` uses this module; the trainer and the services do not. The code is short, slow and independent
-of the trainer and of the serving code. It reads the head from its published file layout and runs the target
-with ``transformers``, so that a mistake in the export changes the results here.
+Only `evaluate` uses this module. The code is short and slow, and it shares nothing with the trainer and the
+services. It reads the head from the published file layout and runs the target with ``transformers``, so that
+a mistake in an exported checkpoint changes the measured results.
 
 The notation follows Li et al. (arXiv 2503.01840). L is the number of committed tokens without the root. Row t
-of the head's input is the pair (feature of position t, token x_{t+1}).
+of the head's input consists of the feature of position t and the token x_{t+1}.
 """
 
 import json
@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 @dataclass(frozen=True, slots=True)
 class TreeShape:
-    """Settings of the dynamic tree. ``num_draft_tokens`` includes the root."""
+    """Settings of the dynamic tree. ``num_draft_tokens`` limits its nodes, including the root."""
 
     num_steps: int = 5
     topk: int = 4
@@ -31,10 +31,10 @@ class TreeShape:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """Sampling settings. Temperature 0 is greedy; other temperatures add noise before the argmax.
+    """Sampling settings. Temperature 0 is greedy. Higher temperatures add noise before the argmax.
 
-    The noise depends on (seed, position). With ``coupled``, the drafter ranks its candidates with the same
-    noise.
+    The noise depends only on the seed and the position. If ``coupled`` is True, the drafter adds the same
+    noise when it ranks its candidates.
     """
 
     temperature: float
@@ -53,7 +53,7 @@ class Candidate:
 
 
 def gumbel(seed: int, position: int, vocab: int) -> Tensor:
-    """Return the Gumbel noise for an absolute position: [vocab] fp32."""
+    """Return the Gumbel noise of an absolute position, [vocab] fp32."""
     uniform = torch.rand(vocab, generator=torch.Generator().manual_seed(seed * 1_000_003 + position))
     return -torch.log(-torch.log(uniform.clamp(1e-10, 1 - 1e-7)))
 
@@ -70,7 +70,7 @@ def choose(logits: Tensor, sampling: Sampling, position: int) -> int:
 
 
 class ReferenceTarget:
-    """The target, run by ``transformers``. Its cache keeps only accepted tree nodes."""
+    """The target, run by ``transformers``. After each round, its cache contains no rejected nodes."""
 
     def __init__(self, directory: Path) -> None:
         model: Any = AutoModelForCausalLM
@@ -87,13 +87,13 @@ class ReferenceTarget:
 
     @torch.no_grad()
     def forward(self, tokens: list[int], depths: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
-        """Run new rows after the cached rows.
+        """Run the model on new rows, which follow the cached rows.
 
         Args:
-            tokens: n token ids.
+            tokens: The n token ids of the new rows.
             depths: [n] int64, position of each row relative to the cached length.
             visible: [n, n] bool, True where a new row (first axis) sees a new row (second axis). Each row
-                sees itself.
+                must see itself.
 
         Returns:
             Logits [n, vocab] and aux features [n, 3*hidden].
@@ -112,7 +112,7 @@ class ReferenceTarget:
         return out.logits[0], torch.cat([out.hidden_states[i][0] for i in self.aux_inputs], -1)
 
     def keep(self, rows: list[int]) -> None:
-        """Keep only these rows of the rows that the last forward pass appended to the cache."""
+        """Of the rows that the last forward pass appended to the cache, keep only these."""
         index = torch.tensor([*range(self.length), *(self.length + r for r in rows)])
         layers: list[Any] = self.cache.layers
         for layer in layers:
@@ -162,19 +162,20 @@ class ReferenceHead:
         values: Tensor,
         visible: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Run n rows.
+        """Run the head on n rows.
 
         Args:
             feature: [n, hidden], after ``fc``. Apply ``fc`` to the target's features before the call.
-            tokens: n token ids, each one position after the feature of its row.
+            tokens: n token ids. The token of each row is one position after the row's feature.
             positions: [n] positions for the rotary embedding.
             keys: [kv_heads, m, head_dim], keys of earlier rows.
             values: [kv_heads, m, head_dim], values of earlier rows.
-            visible: [n, m + n] bool, True where a row sees an earlier or new row.
+            visible: [n, m + n] bool, True where a new row (first axis) sees an earlier or a new row (second
+                axis).
 
         Returns:
-            Hidden states [n, hidden] before the final norm, and the keys and values of all rows: the earlier
-            ones, followed by the new ones.
+            Hidden states [n, hidden] before the final norm, and the keys and values of the earlier rows
+            followed by those of the new rows.
         """
         c, p = self.config, "midlayer.self_attn."
         n, dim = len(tokens), c["head_dim"]
@@ -197,9 +198,9 @@ class ReferenceHead:
         return h + F.linear(gate, self.w["midlayer.mlp.down_proj.weight"]), keys, values
 
     def extend(self, features: Tensor, tokens: list[int]) -> Tensor:
-        """Append rows that have true target features [n, 3*hidden] to the committed rows of the cache.
+        """Append rows with the target's own features, [n, 3*hidden], to the committed rows of the cache.
 
-        Returns the last row's hidden state [1, hidden].
+        Returns the last row's hidden state, [1, hidden].
         """
         done, n = self.keys.shape[1], len(tokens)
         visible = torch.cat(
@@ -212,7 +213,7 @@ class ReferenceHead:
         return h[-1:]
 
     def scores(self, hidden: Tensor, sampling: Sampling, position: int) -> Tensor:
-        """Return log-scores [n, draft_vocab] of the tokens at the absolute position ``position``."""
+        """Return log-scores [n, draft_vocab] of the candidates for the absolute position ``position``."""
         log_q = F.log_softmax(F.linear(self._norm(hidden, "norm"), self.w["lm_head.weight"]), -1)
         if not (sampling.coupled and sampling.temperature > 0):
             return log_q
@@ -276,7 +277,7 @@ class ReferenceHead:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Result of one prompt: the emitted tokens, and the number of tokens that each round emitted."""
+    """The result for one prompt: the emitted tokens, and the number of tokens that each round emitted."""
 
     tokens: list[int]
     emitted: list[int]

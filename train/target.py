@@ -21,7 +21,7 @@ from outrider.train.data import build_rows, make_mix, read_rows, sample_texts
 from outrider.train.model import Llama, LlamaShape, save_target
 from outrider.train.optim import Clock, Optimiser
 
-IGNORE = -100  # Label with which cross_entropy ignores a token.
+IGNORE = -100  # Label of tokens that cross_entropy ignores.
 SMOKE_SHAPE = LlamaShape(
     vocab_size=512,
     hidden_size=32,

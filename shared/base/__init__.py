@@ -1,4 +1,4 @@
-"""Shared by every service: errors, settings, shutdown, and parameters and statistics of a generation.
+"""Base code of every service: errors, settings, shutdown, and the parameters and statistics of a generation.
 
 Imports neither torch nor gRPC.
 """

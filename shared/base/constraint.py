@@ -1,4 +1,4 @@
-"""The form that a client demands of the output: a JSON schema, a regular expression, a grammar, a choice."""
+"""Output constraints: the form that a client demands (JSON schema, regular expression, grammar or choice)."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from enum import Enum
 from outrider.shared.base.errors import InvalidRequestError
 
 JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""JSON is written like Python's `json.dumps` writes it, so a model cannot lose itself in white space."""
+"""Constrained JSON has the white space of Python's `json.dumps`, so a model cannot emit endless white space.
+"""
 MAX_SOURCE_BYTES = 256 * 1024
 MAX_CHOICES = 1024
 MAX_MARKER_CHARS = 256
 
 
 class ConstraintKind(Enum):
-    """What the source of a constraint is.
+    """The kinds of constraints, which differ in the meaning of the constraint's source.
 
     Attributes:
         JSON_SCHEMA: A JSON schema, as JSON text.
@@ -33,16 +34,19 @@ class ConstraintKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """The form of an output. The defaults of the markers let the form begin with the first token.
+    """The form of an output. By default, the form begins with the first token.
 
     Attributes:
-        kind: What the source is.
+        kind: The kind of the source.
         source: The schema, expression, grammar or choices, as text.
-        begins_after: Text after which the form begins, such as ``</think>``. Everything up to this text is
-            free, but does not end the output.
-        opening: Text that may begin the output instead of the form, such as ``<think>``. The form then begins
-            after `begins_after`. Without such a text, the output begins with the free part.
-        field: Name of the client's field, for errors.
+        begins_after: Text after which the form begins, such as ``</think>``. The output before this text is
+            free, but the output must not end before it. If `begins_after` is empty, the form begins with the
+            first token.
+        opening: Text, such as ``<think>``, with which a free part of the output may begin. If the output
+            begins with this text or the prompt ends with it, the form begins after `begins_after`. Otherwise,
+            the form begins with the first token. If `opening` is empty, the output always begins with the
+            free part.
+        field: Name of the request field that the client used, for error messages.
     """
 
     kind: ConstraintKind
@@ -52,7 +56,7 @@ class Constraint:
     field: str = field(default="constraint", compare=False)
 
     def check(self) -> None:
-        """Check the sizes.
+        """Check that the source is not empty, and that no text is too large.
 
         Raises:
             InvalidRequestError: The constraint is empty or too large. The error names the field.
@@ -72,10 +76,10 @@ class Constraint:
 
 
 def choices_of(constraint: Constraint) -> list[str]:
-    """Return the texts of a choice.
+    """Return the texts of a constraint of kind CHOICE.
 
     Raises:
-        InvalidRequestError: The source is no list of 1 to `MAX_CHOICES` texts. The error names the field.
+        InvalidRequestError: The source is not a list of 1 to `MAX_CHOICES` texts. The error names the field.
     """
     try:
         choices = json.loads(constraint.source)

@@ -34,7 +34,8 @@ class OutriderError(Exception):
         code: The kind of error. By default, the class's own `code`.
         reason: Machine-readable reason, e.g. ``context_length_exceeded``.
         field: The request field, flag, file or checkpoint key at fault, if there is one.
-        retry_after_s: Seconds after which a retry may succeed. Used with the statuses 429 and 503.
+        retry_after_s: Number of seconds after which a retry may succeed. Used with the HTTP statuses 429 and
+            503.
     """
 
     code = ErrorCode.INTERNAL
@@ -114,7 +115,7 @@ class ConfigurationError(OutriderError):
 
 
 class ProtocolError(OutriderError):
-    """A peer broke the protocol. The connection, or only the affected sequence, is dropped."""
+    """A peer broke the protocol. Either the connection is dropped, or only the affected sequence."""
 
     code = ErrorCode.INVALID_ARGUMENT
     reason = "protocol_violation"

@@ -18,7 +18,7 @@ class SpeculationMode(Enum):
 
     Attributes:
         AUTO: The target's controller chooses the tree shape of each round.
-        ON: Every round uses exactly the given shape.
+        ON: Every round uses exactly the tree shape that the request specifies.
         OFF: Plain decoding.
     """
 
@@ -37,7 +37,7 @@ class FinishReason(Enum):
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How the next token is chosen from the logits. The defaults leave the distribution unchanged.
+    """How the next token is chosen from the logits. The default values leave the distribution unchanged.
 
     Attributes:
         temperature: 0 means greedy.
@@ -46,9 +46,9 @@ class SamplingParams:
             the filter.
         min_p: Drop tokens whose probability is below this fraction of the highest probability; 0 disables the
             filter.
-        seed: 64-bit key of the sampling noise.
-        choice_index: Index of this answer among the `n` answers to one prompt.
-        rules: Changes of the logits before temperature and filters, such as penalties.
+        seed: 64-bit seed of the sampling noise.
+        choice_index: Index of this sequence among the `n` sequences that the client requested for one prompt.
+        rules: Rules that change the logits before the temperature and the filters apply, such as penalties.
     """
 
     temperature: float = 1.0
@@ -91,8 +91,9 @@ class TraceNode:
         token: Token id.
         parent: Index of the parent node, or -1 for the root.
         depth: Distance from the root.
-        logprob: Log-probability under the draft.
-        text: The token's text behind its parent. The gateway sets it, if it has a tokenizer.
+        logprob: Natural logarithm of the probability that the draft gave the token.
+        text: The text that the token adds after its parent. The gateway sets `text` if the gateway has a
+            tokenizer.
     """
 
     token: int
@@ -107,15 +108,15 @@ class RoundTrace:
     """Trace of one speculation round.
 
     Attributes:
-        round: Number of the round, counted over all requests of the target.
-        base_len: Committed length before the round. The root is the token at index `base_len - 1`.
+        round: Number of the round. The target counts the rounds of all requests together.
+        base_len: Number of committed tokens before the round. The root is the token at index `base_len - 1`.
         nodes: The verified tree. Node 0 is the root, and parents precede their children.
-        accepted: Indices of the accepted nodes, in the order of the path from the root. The root is not
-            included.
+        accepted: Indices of the accepted nodes in `nodes`, in order from the root. The root is not included.
         emitted: Tokens that the round added to the sequence.
         draft_ms: Time spent on drafting, in milliseconds.
         verify_ms: Time spent on verification, in milliseconds.
-        emitted_text: The text that each emitted token completes. The gateway sets it, if it has a tokenizer.
+        emitted_text: For each emitted token, the text that the token completes. The gateway sets this field
+            if it has a tokenizer.
     """
 
     round: int
@@ -133,8 +134,8 @@ class SpeculationReport:
     """Speculation statistics of one sequence.
 
     Attributes:
-        accept_length: Mean number of tokens emitted per round. Only rounds that verified at least one draft
-            node count.
+        accept_length: Mean number of tokens emitted per round, over the rounds that verified at least one
+            draft node.
         rounds: Number of all rounds, including those without draft nodes.
         draft_tokens: Number of draft tokens that were verified.
         accepted_tokens: Number of draft tokens that were accepted.

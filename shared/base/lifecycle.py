@@ -3,7 +3,7 @@
 Every service shuts down in this order:
 
 1. Report NOT_SERVING. This must come first, because ``server.stop`` refuses new calls immediately.
-2. Wait for the notice period, so that callers see the change.
+2. Wait for the notice period, so that callers notice the new status.
 3. Stop admitting requests.
 4. Let running streams finish.
 5. Stop the server.
@@ -31,8 +31,7 @@ class StopSignal:
     A second signal restores the default action, so that a third signal kills the process.
 
     For blocking services: ``with StopSignal() as stop: server.start(); stop.wait(); run_steps([...])``.
-    Signal handlers can only be installed from the main thread. On other threads, e.g. in tests, call `set`
-    instead.
+    Only the main thread can install signal handlers. On other threads, e.g. in tests, call `set` instead.
     """
 
     def __init__(self) -> None:
@@ -97,7 +96,7 @@ class DrainStep:
 
 
 def run_steps(steps: Sequence[DrainStep]) -> bool:
-    """Run all steps in order, even if a step fails. Log failures. Return whether every step succeeded."""
+    """Run all steps in order, even if a step fails. Log failures. Return True if every step succeeded."""
     succeeded = True
     for step in steps:
         try:

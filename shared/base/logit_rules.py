@@ -1,4 +1,4 @@
-"""Options that change the logits before a token is sampled, and the logprobs that a client asks for."""
+"""Options that change the logits before a token is sampled, and options for the logprobs of a request."""
 
 from __future__ import annotations
 
@@ -22,16 +22,20 @@ class LogitRules:
     """Rules that change the logits of the next token. The defaults change nothing.
 
     The rules apply in this order: bias, repetition penalty, frequency and presence penalty, forbidden tokens.
-    "Output" means the tokens that the request has generated so far, on the path of the token's tree node.
+    "Output" means the tokens that were generated before the next token. In a draft tree, these include the
+    tokens on the path from the root to the node after which the next token is chosen.
 
     Attributes:
-        presence_penalty: Subtracted from the logit of each token that the output contains.
-        frequency_penalty: Subtracted once for every occurrence of a token in the output.
-        repetition_penalty: Divides the positive and multiplies the negative logits of the tokens that the
-            prompt or the output contains; above 0.
-        logit_bias: Tokens and the numbers that are added to their logits; at most one number per token.
-        min_tokens: Number of output tokens before which no token may end the text.
-        allowed_token_ids: The only tokens that may be chosen. None allows all tokens.
+        presence_penalty: Number that is subtracted from the logit of each token that the output contains.
+        frequency_penalty: Number that is subtracted from a token's logit for each occurrence of the token in
+            the output.
+        repetition_penalty: Positive number for the logits of the tokens that the prompt or the output
+            contains. Positive logits are divided by this number, and negative logits are multiplied by it.
+        logit_bias: Pairs of a token id and the number that is added to its logit. A token id occurs at most
+            once.
+        min_tokens: Smallest number of output tokens. Before this number is reached, tokens that end the text
+            are forbidden.
+        allowed_token_ids: The only tokens that may be chosen. With None, all tokens are allowed.
         bad_words: Token sequences that the output must not contain.
     """
 
@@ -104,7 +108,7 @@ class LogitRules:
 
     @property
     def forbids(self) -> bool:
-        """True if the rules may forbid every token."""
+        """True if the rules may forbid tokens, possibly every token."""
         return bool(self.allowed_token_ids or self.bad_words or self.min_tokens)
 
     def check_vocabulary(self, vocab_size: int) -> None:
@@ -137,14 +141,14 @@ NO_RULES = LogitRules()
 
 @dataclass(frozen=True, slots=True)
 class LogprobParams:
-    """The log-probabilities that a client asks for, under the model's own distribution.
+    """The log-probabilities that a client requests, under the model's own distribution.
 
-    The distribution is the softmax of the logits before any rule, temperature or filter.
+    This distribution is the softmax of the logits before any rule, temperature or filter is applied.
 
     Attributes:
-        top: Number of the most likely tokens to report beside each output token. None reports no logprobs of
-            output tokens.
-        prompt_top: The same for prompt tokens.
+        top: Number of most likely tokens to report for each output token, in addition to the token itself.
+            With None, no logprobs of output tokens are reported.
+        prompt_top: As `top`, but for prompt tokens.
         prompt_start: Index of the first prompt token to report. Token 0 has no logprob.
     """
 
@@ -178,8 +182,9 @@ class TokenLogprob:
     """The log-probability of one token, and the most likely tokens at the same position.
 
     Attributes:
-        logprob: Natural logarithm of the token's probability.
-        top: The most likely tokens and their logprobs, best first. Ties are in the order of the token ids.
+        logprob: The natural logarithm of the token's probability.
+        top: The most likely tokens and their logprobs, the most likely first. Tokens of equal probability are
+            in the order of their ids.
     """
 
     logprob: float

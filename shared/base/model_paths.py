@@ -1,5 +1,4 @@
-"""Names model folders, and explains why a file in a model folder cannot be opened although its name
-exists."""
+"""Returns the names of model folders, and explains symbolic links in them whose destinations are missing."""
 
 from __future__ import annotations
 
@@ -12,8 +11,8 @@ CACHE_PREFIX = "models--"
 def model_name(folder: Path) -> str:
     """Return the name of the model in a folder, as clients see it.
 
-    A snapshot in the Hugging Face cache (``models--ORG--NAME/snapshots/COMMIT``) is named ``ORG/NAME``. Any
-    Any other folder is named by its last path component.
+    A snapshot in the Hugging Face cache (``models--ORG--NAME/snapshots/COMMIT``) is named ``ORG/NAME``. The
+    name of any other folder is the last component of its path.
     """
     folder = folder.resolve()
     repository = folder.parent.parent.name
@@ -23,10 +22,10 @@ def model_name(folder: Path) -> str:
 
 
 def dangling_link(path: Path) -> str:
-    """Explain a link whose destination is missing.
+    """Explain a symbolic link whose destination is missing.
 
     Returns:
-        A sentence that names the link, its destination and the fix. Empty if `path` is no such link.
+        A sentence that names the link, its destination and the fix. Empty if `path` is not such a link.
     """
     if not path.is_symlink() or path.exists():
         return ""

@@ -1,7 +1,7 @@
 """Settings of a service, resolved once from command-line flags, environment variables, a file and defaults.
 
-A flag overrides the environment, the environment overrides the file, and the file overrides the default. The
-result is frozen. Unknown keys are refused.
+A flag overrides an environment variable, which overrides the file, which overrides the default. The resolved
+settings cannot be changed. Unknown keys are refused.
 
 Each service has its own prefix for environment variables (``OUTRIDER_GATEWAY_PORT``,
 ``OUTRIDER_TARGET_MODEL``, ``OUTRIDER_DRAFT_LISTEN``), so that one environment can configure all three
@@ -50,7 +50,10 @@ def settings_config(service: str) -> SettingsConfigDict:
 
 
 class ServiceSettings(BaseSettings):
-    """Base class of the services' settings. Tuple fields also accept comma-separated text or a JSON list."""
+    """Base class of the services' settings.
+
+    The text for a tuple field is comma-separated or a JSON list.
+    """
 
     model_config = settings_config("service")
 
@@ -72,8 +75,9 @@ class ServiceSettings(BaseSettings):
         """Resolve the settings.
 
         Args:
-            flags: Values from the command line, by field name. None means that the flag was not given.
-            config_file: A TOML or JSON file of field values.
+            flags: Values from the command line, by field name. A value of None means that the flag was not
+                given.
+            config_file: A TOML or JSON file that contains values by field name.
 
         Raises:
             ConfigurationError: A key is unknown or a value is wrong. The message names the field, its flag
@@ -118,7 +122,10 @@ class ServiceSettings(BaseSettings):
         return ConfigurationError("; ".join(parts) + ".", field=field)
 
     def for_log(self) -> dict[str, Any]:
-        """Return the values for the log at start: those that differ from the defaults; in JSON, all."""
+        """Return the values to log at start-up.
+
+        JSON logs get all values. Other logs get the values that differ from the defaults.
+        """
         values = self.resolved()
         if getattr(self, "log_json", False):
             return values
@@ -158,7 +165,7 @@ def read_settings_file(path: Path) -> dict[str, Any]:
     """Read a TOML or JSON file of settings.
 
     Raises:
-        ConfigurationError: The file cannot be read, or does not contain a table.
+        ConfigurationError: The file cannot be read, or its content is not a table of names and values.
     """
     try:
         text = path.read_text(encoding="utf-8")

@@ -14,9 +14,9 @@ def power_of_2(count: int) -> int:
 def batch_buckets(limit: int) -> tuple[int, ...]:
     """Return the sizes to which batches are padded: powers of two, sizes half-way between them, and `limit`.
 
-    The half-way sizes start at 24. Padding a small batch is almost free, because a pass over it takes about
-    as long as a pass over one row. In a large batch, every padding row costs time. More sizes would waste
-    fewer rows but make start-up longer.
+    The smallest half-way size is 24. Below it, padding is almost free, because a pass over a small batch
+    takes about as long as a pass over one row. In a large batch, every padding row costs time. With more
+    sizes, there would be fewer padding rows, but start-up would take longer.
     """
     powers = powers_of_2(limit)
     halfway = (size + size // 2 for size in powers if size >= 16)
@@ -24,11 +24,11 @@ def batch_buckets(limit: int) -> tuple[int, ...]:
 
 
 def powers_of_2(limit: int) -> tuple[int, ...]:
-    """Return 1, 2, 4 … below `limit`, and `limit` itself."""
+    """Return the powers of two below `limit` (1, 2, 4 …), and `limit` itself."""
     return (*(1 << power for power in range((limit - 1).bit_length())), limit)
 
 
 def bucket(sizes: Seq[int], count: int) -> int | None:
-    """Return the first of the ascending `sizes` that is at least `count`, or None if there is none."""
+    """Return the smallest of the ascending `sizes` that is at least `count`, or None if all are smaller."""
     index = bisect_left(sizes, count)
     return sizes[index] if index < len(sizes) else None

@@ -1,11 +1,11 @@
-"""Caches CUDA graphs by key. The first run of a key records a graph, and later runs replay the graph.
+"""Caches CUDA graphs by key. The first run of a key records a graph, and later runs replay it.
 
-Without CUDA, the same code runs eagerly.
+Without CUDA, the functions run eagerly.
 
-A graph replays fixed addresses. A recorded function must therefore:
+A replay uses the same memory addresses as the recording. A recorded function must therefore:
 
 - read its inputs from tensors that never move,
-- derive from its key every host number that affects its work,
+- depend on a number of the host only if the key determines the number,
 - never wait for the device,
 - return tensors that the next replay may overwrite.
 """
@@ -31,20 +31,22 @@ WARM_UP_RUNS = 2
 During these runs, Triton compiles kernels, cuBLAS allocates its workspaces, and caches of addresses fill.
 """
 MAX_LATE_GRAPHS = 96
-"""Largest number of graphs recorded after start-up that are kept.
+"""Largest number of kept graphs that were recorded after start-up.
 
-Fewer graphs are in use at any time. This number of graphs takes little memory compared with a model.
+At any time, requests need fewer graphs than this. The graphs take little memory compared with a model.
 """
 RECORD_AFTER = 8
-"""Number of times that a key not recorded at start-up runs eagerly before it is recorded.
+"""Number of eager runs of a key before its graph is recorded, if it was not recorded at start-up.
 
-Recording takes as long as some tens of rounds.
+A recording takes as long as some tens of rounds.
 """
 MOST_LATE_S = 0.03
-"""Longest time in seconds that a recording may take while requests wait for it."""
+"""Longest time, in seconds, that a recording may take while requests wait for it."""
 LAUNCHES_PER_RECORDING = 2.0
-"""Expected time of a recording without warm-up runs, as a multiple of the time that the host needs to launch
-the same work. A capture calls the same functions, and then builds the graph."""
+"""Expected time of a recording without warm-up runs, relative to the host's time to launch the work.
+
+A capture calls the same functions as a launch, and then builds the graph.
+"""
 
 Result = TypeVar("Result")
 
@@ -54,7 +56,8 @@ _log = logging.getLogger("outrider.engine")
 class GraphObserver(Protocol):
     """Receives a call whenever a graph is recorded, replayed or dropped.
 
-    With tensor parallelism, the observer makes the other ranks record, replay and drop their graphs too.
+    With tensor parallelism, the observer uses these calls to make the other ranks do the same with their
+    graphs.
     """
 
     def recording(self, graph: int) -> None:
@@ -91,29 +94,29 @@ class RecordedGraph:
 class GraphCache:
     """CUDA graphs of one device.
 
-    All graphs share one memory pool, so replay them on one stream, one after the other.
+    All graphs share one memory pool, so two replays must not overlap: replay all graphs on one stream.
 
-    A result of `run` is valid until the next `run` or `capture` of *any* key of this cache, because another
-    graph may place its intermediate values at the same addresses. To keep a value longer, let the function
-    copy it to a tensor that was allocated outside the function.
+    A result of `run` is valid until the next `run` or `capture` of *any* key of this cache, because the graph
+    of another key may place its intermediate values at the same addresses. To keep a value longer, let the
+    function copy the value to a tensor that was allocated outside the function.
 
-    Graphs recorded inside `keeping`, at start-up, are permanent. Of the graphs recorded later, the cache
-    keeps the `max_late_graphs` most recently used. Client requests determine which keys occur, so the number
-    of graphs would otherwise grow without bound.
+    Graphs that are recorded inside `keeping`, at start-up, are permanent. Of the graphs that are recorded
+    later, the cache keeps only the `max_late_graphs` that were used most recently. Without this limit, the
+    number of graphs could grow without bound, because client requests determine which keys occur.
 
     Args:
         device: The device that the functions run on.
-        enabled: If False, every function runs eagerly, even on CUDA.
+        enabled: If False, every function runs eagerly on every device.
         observer: An observer to call for every recording, replay and drop, or None.
-        max_late_graphs: Largest number of graphs to keep that were recorded outside `keeping`.
-        most_late_s: Longest expected time in seconds of a recording outside `keeping`, if the work was run by
-            `run_eagerly` before.
+        max_late_graphs: Largest number of graphs to keep among those that were recorded outside `keeping`.
+        most_late_s: Longest expected time, in seconds, of a recording outside `keeping`. Applies to keys
+            whose work `run_eagerly` has run before.
 
     Attributes:
-        enabled: Whether functions are recorded.
-        most_late_s: See above.
-        provisional_runs: Number of runs by `run_eagerly` of keys that will be recorded soon. Such a run takes
-            longer than later runs of the key.
+        enabled: True if functions are recorded, which requires CUDA.
+        most_late_s: The value of the argument.
+        provisional_runs: Number of calls of `run_eagerly` whose key will be recorded soon. Such a run takes
+            longer than the replays that follow.
     """
 
     def __init__(
@@ -164,9 +167,9 @@ class GraphCache:
     def memory_bytes(self) -> int:
         """Bytes of device memory used by the recordings.
 
-        Includes the workspaces and compiled kernels of their warm-up runs. The number is the decrease of the
-        device's free memory, because the allocator does not see a graph's own structures. Memory that other
-        processes allocate during a recording is therefore included.
+        The number includes the workspaces and compiled kernels of the warm-up runs. It is measured as the
+        decrease of the device's free memory, because torch's allocator does not count a graph's own
+        structures. It therefore also includes memory that other processes allocate during a recording.
         """
         return self._memory_bytes
 
@@ -182,7 +185,8 @@ class GraphCache:
     def keeping(self) -> Iterator[None]:
         """Make the graphs recorded in this block permanent, unless they are dropped explicitly.
 
-        Once the first such block has ended, at most `max_late_graphs` other graphs are kept.
+        After the first such block has ended, the cache keeps at most `max_late_graphs` graphs that were
+        recorded outside such a block.
         """
         self._keeping = True
         try:
@@ -194,14 +198,14 @@ class GraphCache:
         """Return whether to call `run` for this key now. Otherwise, the caller runs the function eagerly.
 
         A key that was not recorded at start-up becomes due after it has occurred `RECORD_AFTER` times,
-        because it is then likely to occur often enough to repay the recording. A key whose recording would
-        take longer than `most_late_s` does not become due. During start-up, a key is due immediately unless
-        it is counted under a name.
+        because it is then likely to occur often enough to make up for the time of the recording. A key never
+        becomes due if its recording would take longer than `most_late_s`. During start-up, a key is due
+        immediately, unless it is counted under a name.
 
         Args:
             key: The key of `run`.
             counted_as: Name under which occurrences are counted, even during start-up. Keys with the same
-                name share one count and become due together. None counts `key` alone.
+                name share one count and become due together. With None, `key` has a count of its own.
         """
         if self.holds(key) or (not self._started and counted_as is None):
             return True
@@ -214,11 +218,11 @@ class GraphCache:
         return self._met[counted] > RECORD_AFTER and self._is_quick(key)
 
     def expect(self, counted_as: Hashable) -> None:
-        """Make every key that is counted under this name due the next time it occurs."""
+        """Make the keys that are counted under this name due from their next occurrence on."""
         self._met[counted_as] = RECORD_AFTER
 
     def run_eagerly(self, key: Hashable, function: Callable[[], Result]) -> Result:
-        """Run a function that `key` does not replay, and measure how long the host takes to launch its work.
+        """Run a function without a graph, and measure how long the host takes to launch its work.
 
         Args:
             key: The key under which the function would be recorded.
@@ -240,14 +244,15 @@ class GraphCache:
         """Record a graph for `key` unless there is one. Does nothing on a CPU. Waits for the device.
 
         Before the capture, `record` runs eagerly `WARM_UP_RUNS` times, unless `run_eagerly` has run the work
-        often enough. Call this while the static inputs contain idle rows (lengths 0, slots -1), so that these
-        runs store nothing that is read later.
+        often enough. Call this method while the static inputs contain idle rows (lengths 0, slots -1).
+        Otherwise, the eager runs would write data that is read later.
 
-        Some functions cannot be captured, for example because they query the device. Such a failure is
-        logged, and the function runs eagerly from then on. With an observer, the error is raised instead.
+        Some functions cannot be captured, for example because they query the device. Without an observer, the
+        cache logs such a failure, and runs the function eagerly from then on. With an observer, it raises the
+        error.
 
         In a rehearsal (`kernels.ahead`, a dry run that finds the kernels to compile), `record` runs once and
-        no graph is recorded. This also applies if graphs are disabled.
+        no graph is recorded, whether graphs are enabled or not.
         """
         if rehearsing():
             if key not in self._recorded:
@@ -326,7 +331,7 @@ class GraphCache:
     def _give_up(self, graph: torch.cuda.CUDAGraph) -> None:
         """Clean up after a failed capture.
 
-        torch stops at the error, so its allocator and random generator would otherwise stay in capture mode.
+        torch stops the capture at the error and leaves its allocator and random generator in capture mode.
         """
         torch.cuda.synchronize()
         # Keep the graph alive: the allocator calls into the graph until the capture has ended.
@@ -341,7 +346,7 @@ class GraphCache:
     def run(self, key: Hashable, record: Callable[[], Result]) -> Result:
         """Run `record` eagerly, or replay the graph recorded under `key`.
 
-        If the key is new, record its graph first; see `capture`.
+        If there is no graph for the key yet, record one first (`capture`).
 
         Returns:
             The result of `record`. A replay returns the tensors that were made during the recording.

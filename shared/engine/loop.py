@@ -1,4 +1,4 @@
-"""The engine thread, which runs steps while there is work and otherwise sleeps until an event.
+"""The engine thread, which runs an engine's steps while there is work, and otherwise sleeps until an event.
 
 All forward passes run on this thread.
 """
@@ -35,16 +35,16 @@ class Steppable(Protocol):
         ...
 
     def next_wakeup(self) -> float | None:
-        """Return the `time.monotonic()` at which work is due even if `wake` is not called, or None."""
+        """Return the `time.monotonic()` at which the next work is due without a `wake`, or None."""
         ...
 
     def step_failed(self, error: Exception) -> None:
-        """Handle an error of `step`: fail the requests that the step worked on, and keep all others."""
+        """Handle an error of `step`: fail the requests that the step worked on, and let the others run."""
         ...
 
 
 class WakeUp(Protocol):
-    """The event that the thread sleeps on: a `threading.Event`, or an event with further reasons to wake."""
+    """The event that the thread sleeps on: a `threading.Event`, or one that also wakes for other reasons."""
 
     def set(self) -> None:
         """End the current or the next `wait`. May be called from any thread."""
@@ -60,17 +60,17 @@ class WakeUp(Protocol):
 
 
 class EngineThread:
-    """Runs one engine until `stop`. `wake` is cheap and may be called from any thread.
+    """Runs one engine until `stop`. The method `wake` is cheap and may be called from any thread.
 
     Args:
         engine: The engine to run.
         name: The thread's name.
-        on_start: Called first on the thread, e.g. to select its CUDA device.
+        on_start: Function that the thread calls first, e.g. to select its CUDA device.
         event: The event that the thread sleeps on when the engine has no work. By default, a new
             `threading.Event`.
 
     Attributes:
-        clock: How long the running step has taken.
+        clock: A `StepClock`, which measures how long the running step has taken.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Shows other threads whether the engine still makes progress."""
+"""Measures how long the engine's running step has taken, so that other threads can detect a stuck engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""CUDA graphs of passes over the new rows of one sequence, with the number of rows padded to a few sizes."""
+"""CUDA graphs of passes over the new rows of one sequence. The number of rows is padded to a few sizes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Inputs = TypeVar("Inputs", bound=HasRows)
 
 
 class RecordedRows(ABC, Generic[Inputs]):
-    """Chooses the size of a recorded pass and keeps the static inputs of each size.
+    """Pads passes to a recorded number of rows, and keeps the static inputs for each of these numbers.
 
     Use from the engine thread only.
 

@@ -1,6 +1,6 @@
 """Structured logging to stderr: one event per line, with request ids from the context.
 
-Prompt text appears at DEBUG only.
+Text of prompts appears only at level DEBUG.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def configure_logging(
     def add_service(
         _logger: Any, _method: str, event: structlog.typing.EventDict
     ) -> structlog.typing.EventDict:
-        # In text, the name of the logger tells the service.
+        # In text, the name of the logger identifies the service.
         if json:
             event.setdefault("service", service)
         return event
@@ -95,7 +95,7 @@ def _to_milliseconds(
 def _escape_values(
     _logger: Any, _method: str, event: structlog.typing.EventDict
 ) -> structlog.typing.EventDict:
-    """Escape control characters in all texts, which may come from clients or other libraries.
+    """Escape control characters in all texts, because the texts may come from clients or other libraries.
 
     Tracebacks keep their line breaks, because they are rendered later.
     """
@@ -108,6 +108,7 @@ def _escape_values(
 def get_logger(name: str) -> FilteringBoundLogger:
     """Return a logger.
 
-    Keyword arguments of its methods become fields: ``log.info("draft connected", address=address)``.
+    The keyword arguments of its methods become fields of the event: ``log.info("draft connected",
+    address=address)``.
     """
     return cast(FilteringBoundLogger, structlog.stdlib.get_logger(name))

@@ -1,6 +1,6 @@
-"""Prometheus helpers: one registry per service, a common name prefix, shared bucket edges, text exposition.
+"""Prometheus helpers: one registry per service, a common name prefix, shared bucket edges, text output.
 
-The process-wide default registry is never used.
+The helpers never use the default registry of the process.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ STEP_BUCKETS_S = (
 class Metrics:
     """A service's metrics.
 
-    Pass names without the prefix, and counters without ``_total``, which the library appends.
+    Pass all names without the prefix, and pass names of counters without ``_total``, which the library
+    appends.
     """
 
     def __init__(self) -> None:
@@ -74,12 +75,14 @@ class Metrics:
 
 
 def join_expositions(own: str, others: Sequence[tuple[Mapping[str, str], str]]) -> str:
-    """Append the expositions of other services to ours. Each metric family appears once.
+    """Append other services' metrics to this service's. Each metric family appears once in the result.
 
     Args:
-        own: Our exposition. The families of ours are skipped in the others.
-        others: Labels that are added to each sample of a service, and the service's exposition. Families of
-            several services are joined, with the first service's help text.
+        own: This service's metrics, in Prometheus text format. Families with the same name are skipped in
+            `others`.
+        others: For each other service, the labels to add to its samples, and its metrics in text format. If
+            several services have the same family, their samples are joined under the first service's help
+            text.
     """
     ours = {line.split(" ", 3)[2] for line in own.splitlines() if line.startswith("# TYPE ")}
     heads: dict[str, dict[str, str]] = {}
@@ -100,7 +103,7 @@ def join_expositions(own: str, others: Sequence[tuple[Mapping[str, str], str]]) 
 
 
 def _labelled(sample: str, added: str) -> str:
-    """Return a sample with more labels in front of its own."""
+    """Return a sample line with more labels before its own."""
     brace, space = sample.find("{"), sample.find(" ")
     if 0 <= brace < space:
         rest = sample[brace + 1 :]

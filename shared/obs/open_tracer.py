@@ -13,11 +13,13 @@ def open_tracer(service: str, endpoint: str, share: float = 1.0) -> Tracer:
 
     Args:
         service: gateway, target or draft.
-        endpoint: Address of an OpenTelemetry collector (OTLP over HTTP). Empty records nothing.
-        share: Share of the traces that are recorded, 0 to 1. A sampled `traceparent` is always followed.
+        endpoint: Address of an OpenTelemetry collector (OTLP over HTTP). If it is empty, no traces are
+            recorded.
+        share: Share of the traces that are recorded, 0 to 1. If a caller's `traceparent` is marked as
+            sampled, the trace is always recorded.
 
     Raises:
-        ConfigurationError: The endpoint is no URL, or OpenTelemetry is not installed.
+        ConfigurationError: The endpoint is not a URL, or OpenTelemetry is not installed.
     """
     if not endpoint:
         return Tracer()

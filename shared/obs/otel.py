@@ -58,8 +58,9 @@ class OtelTracer(Tracer):
 
     Args:
         service: gateway, target or draft.
-        processor: Gets the ended spans.
-        share: Share of the traces that are recorded, unless the caller has decided.
+        processor: The span processor that receives the ended spans.
+        share: Share of the traces that are recorded, 0 to 1. If a request has a ``traceparent``, the flag in
+            the ``traceparent`` decides instead.
     """
 
     active = True
@@ -77,7 +78,8 @@ class OtelTracer(Tracer):
     def begin(self, name: str, traceparent: str = "") -> Span:
         """Begin a span; see the base class."""
         parent = _PROPAGATOR.extract({TRACEPARENT: traceparent}) if traceparent else None
-        # An explicit context: this task may run in the context of another span of the host program.
+        # Pass the context explicitly, because this task may run in the context of another span of the host
+        # program.
         return OtelSpan(self._tracer, self._tracer.start_span(name, parent or Context()))
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Escapes control characters, so that text of other programs and clients cannot forge log lines."""
+"""Escapes control characters, so that text from clients and other programs cannot forge log lines."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _UNSAFE = re.compile("[\x00-\x08\x0a-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u20
 
 
 def printable(text: str) -> str:
-    r"""Return `text` with its control characters as escapes, such as ``\x1b``. Tabs stay."""
+    r"""Return `text` with its control characters replaced by escapes such as ``\x1b``. Tabs stay."""
     return _UNSAFE.sub(_escape, text)
 
 

@@ -14,19 +14,19 @@ from collections import deque
 from typing import Any, NoReturn, TextIO
 
 MAX_QUEUED_CHARS = 4 * 1024 * 1024
-"""Number of characters that may wait for the reader of the log. Further lines are dropped and counted."""
+"""Largest number of queued characters while nothing reads the log. Further lines are dropped and counted."""
 EXIT_DRAIN_S = 1.0
-"""Longest wait for the reader of the log when the process ends."""
+"""Longest time to wait at the end of the process until the queued text is read."""
 MAX_WRITE_BYTES = 64 * 1024
 
 
 class QueuedStream(io.TextIOBase):
     """A text stream whose `write` never blocks and never raises.
 
-    A thread writes the text to the underlying stream. While the reader of that stream stalls, up to
-    `max_chars` characters are kept, and further text is dropped. A line in the output reports how many
-    lines are missing. Text that cannot be written, for example because the disk is full, is dropped in the
-    same way.
+    A thread writes the text to the underlying stream. If nothing reads that stream for a while, up to
+    `max_chars` characters are kept, and further text is dropped. If the thread cannot write the text, for
+    example because the disk is full, the text is dropped too. A line in the output reports how many lines are
+    missing.
 
     Args:
         behind: The underlying stream.
@@ -72,7 +72,7 @@ class QueuedStream(io.TextIOBase):
         """Do nothing: the thread writes without delay."""
 
     def drain(self, timeout_s: float) -> bool:
-        """Wait until all text is written, at most `timeout_s`. Return True if it is."""
+        """Wait up to `timeout_s` seconds until all text is written. Return True if all text is written."""
         deadline = time.monotonic() + timeout_s
         with self._changed:
             return self._changed.wait_for(
@@ -104,11 +104,12 @@ class QueuedStream(io.TextIOBase):
             try:
                 self._write_out(text)
             except Exception:
-                # The service goes on without this part of its log.
+                # The service continues without this part of its log.
                 with self._changed:
                     self._missing += missing + text.count("\n") - bool(missing)
             with self._changed:
-                # Text counts until it is written, so at most twice `max_chars` characters are in memory.
+                # Text counts as queued until it is written, so at most twice `max_chars` characters are in
+                # memory.
                 self._chars = sum(map(len, self._texts))
                 self._writing = False
                 self._changed.notify_all()
@@ -128,10 +129,11 @@ class QueuedStream(io.TextIOBase):
 
 
 def queue_stderr() -> None:
-    """Replace `sys.stderr` by a `QueuedStream`. At the end of the process, write the text that is still
-    queued.
+    """Replace `sys.stderr` by a `QueuedStream`.
 
-    A stream that tests or other programs have installed is not replaced.
+    At the end of the process, the text that is still queued is written.
+
+    If tests or other programs have replaced `sys.stderr`, their stream stays.
     """
     if sys.__stderr__ is None or sys.stderr is not sys.__stderr__:
         return
@@ -141,7 +143,7 @@ def queue_stderr() -> None:
 
 
 def exit_now(code: int) -> NoReturn:
-    """End this process like `os._exit`, but first write the text that a queued `sys.stderr` still holds."""
+    """End this process like `os._exit`, but first write the text that is still queued for `sys.stderr`."""
     if isinstance(sys.stderr, QueuedStream):
         sys.stderr.drain(EXIT_DRAIN_S)
     os._exit(code)

@@ -1,8 +1,9 @@
 """Traces of requests through the services: names, W3C trace contexts, and a tracer that records nothing.
 
-A trace of a request has a span of each service: the gateway's, below it one of the target for each sequence,
-and below that one of a draft that has its own process. W3C's ``traceparent`` joins them. Services without an
-endpoint for traces use the tracer here.
+The trace of a request begins with a span of the gateway. The target adds a child span for each sequence. A
+draft in its own process adds a span below the target's. Services pass the W3C header ``traceparent`` to each
+other, so that their spans belong to one trace. A service that has no endpoint for traces uses the tracer of
+this module.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import re
 from collections.abc import Mapping
 
 TRACEPARENT = "traceparent"
-"""Name of the HTTP header and of the gRPC metadata."""
+"""Name of the HTTP header, and of the gRPC metadata key, for the trace context."""
 
 # Names of OpenTelemetry's conventions for generative models.
 MODEL = "gen_ai.response.model"
@@ -29,7 +30,7 @@ _TRACEPARENT = re.compile(r"00-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a
 
 
 def checked_traceparent(text: object) -> str:
-    """Return a ``traceparent`` of a client if it is valid, else an empty text."""
+    """Return the client's ``traceparent`` if it is valid. Otherwise, return an empty text."""
     return text if isinstance(text, str) and _TRACEPARENT.fullmatch(text) else ""
 
 
@@ -37,7 +38,8 @@ class Span:
     """A span that records nothing.
 
     Attributes:
-        traceparent: What the next service gets: this span, or without tracing what the client sent.
+        traceparent: The value to send to the next service. With tracing, the value names this span. Without
+            tracing, it is the value that this service received.
     """
 
     __slots__ = ("traceparent",)
@@ -55,8 +57,8 @@ class Span:
 
         Args:
             attributes: Values to record.
-            error: Why the work failed, or an empty text.
-            name: A better name than at the beginning, or None.
+            error: The reason why the work failed. Empty if the work succeeded.
+            name: A new name for the span. With None, the span keeps its name.
         """
 
 

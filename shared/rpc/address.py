@@ -1,7 +1,7 @@
 """Parses and checks the addresses ``host:port``, ``unix:/path`` and ``ipc:///path``.
 
-Refuses internal listeners that other hosts could reach. ``ipc:///path`` connects a target and a draft on one
-host.
+Also refuses a listen address of an internal service if other hosts could reach the address. ``ipc:///path``
+connects a target and a draft on one host.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ IPC_SUFFIX = ".ipc"
 
 @dataclass(frozen=True, slots=True)
 class IpcAddress:
-    """An ``ipc:///path`` address, which stands for two unix sockets.
+    """An ``ipc:///path`` address, from which the paths of two unix sockets follow.
 
     One socket carries the streams between target and draft. The other one, in the same folder, serves gRPC.
 
@@ -36,7 +36,7 @@ class IpcAddress:
 
     @property
     def grpc(self) -> str:
-        """gRPC address for health, weights and information, and for targets that lack the ipc transport."""
+        """gRPC address for health, weights and information, and for targets that do not support ipc."""
         return f"unix:{self.path}"
 
     @classmethod

@@ -30,7 +30,7 @@ class BlobStaging:
 
     @staticmethod
     def settle(blob: torch.Tensor) -> None:
-        """Wait for the current stream of the blob's device. Polls, as a sleeping thread wakes up late."""
+        """Wait for the current stream of the blob's device. Polls, since a sleeping thread wakes up late."""
         if blob.is_cuda:
             torch.cuda.current_stream(blob.device).synchronize()
 
@@ -41,11 +41,11 @@ class BlobStaging:
         same pinned buffer.
 
         Args:
-            data: The message's bytes, which become the blob.
+            data: The message's bytes, which become the content of the blob.
             number: The number of the round.
             blob: The destination.
-            least_bytes: Smallest accepted length of `data`. A shorter `data` leaves the end of the blob
-                unchanged. None means that `data` must fill the blob.
+            least_bytes: Smallest accepted length of `data`. If `data` is shorter than the blob, the end of
+                the blob stays unchanged. With None, `data` must be as long as the blob.
 
         Raises:
             ProtocolError: `data` has a wrong size.

@@ -55,7 +55,7 @@ def error_to_proto(error: OutriderError) -> common_pb2.ErrorDetail:
 
 
 def error_from_proto(detail: common_pb2.ErrorDetail) -> OutriderError:
-    """Return the error that a peer reported. An unknown status becomes an internal error."""
+    """Return the error that a peer's message describes. An unknown status becomes an internal error."""
     return OutriderError(
         detail.message or "The peer gave no reason.",
         code=_code_of_http(detail.status),
@@ -68,8 +68,8 @@ def error_from_proto(detail: common_pb2.ErrorDetail) -> OutriderError:
 def error_to_status(error: OutriderError) -> status_pb2.Status:
     """Return the error as google.rpc.Status.
 
-    The status details are ErrorInfo, BadRequest (only if a field is at fault) and RetryInfo (only if a delay
-    is known).
+    The status details always contain ErrorInfo. They contain BadRequest if the error names a field, and
+    RetryInfo if it names a delay.
     """
     metadata = {"http_status": str(error.code.value)}
     details = [
@@ -89,7 +89,7 @@ def error_to_status(error: OutriderError) -> status_pb2.Status:
 def error_from_status(status: status_pb2.Status, code: grpc.StatusCode) -> OutriderError:
     """Return the error in a google.rpc.Status.
 
-    `code` is the status of the call. This status is used if the peer sent no ErrorInfo.
+    `code` is the status code of the call, which determines the kind of error if the peer sent no ErrorInfo.
     """
     error = OutriderError(status.message, code=CODE_OF_STATUS.get(code, ErrorCode.INTERNAL))
     for detail in status.details:

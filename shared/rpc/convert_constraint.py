@@ -1,4 +1,4 @@
-"""Converts constraints of outputs to and from protobuf, for the gateway and the target."""
+"""Converts constraints of the output (`shared.base.constraint`) to and from protobuf."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def constraint_from_proto(message: common_pb2.Constraint) -> Constraint:
 
 
 def constraint_to_proto(constraint: Constraint | None) -> common_pb2.Constraint | None:
-    """Return the message of a constraint, or None without one."""
+    """Return the protobuf message of a constraint. Return None if `constraint` is None."""
     if constraint is None:
         return None
     message = common_pb2.Constraint(

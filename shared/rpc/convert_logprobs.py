@@ -1,4 +1,4 @@
-"""Converts rules for logits and logprobs to and from protobuf, for the gateway and the target."""
+"""Converts logit rules and logprobs (`shared.base.logit_rules`) to and from protobuf."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from outrider.shared.base.logit_rules import LogitRules, LogprobParams, TokenLog
 
 
 def rules_from_proto(options: common_pb2.SamplingOptions) -> LogitRules:
-    """Return the rules of a request. Absent fields change nothing.
+    """Return the rules of a request. A field that is absent leaves its rule neutral.
 
     Raises:
         InvalidRequestError: A value is outside its range. The error names the field.
@@ -24,7 +24,7 @@ def rules_from_proto(options: common_pb2.SamplingOptions) -> LogitRules:
 
 
 def set_rules(options: common_pb2.SamplingOptions, rules: LogitRules) -> None:
-    """Write rules into the sampling options of a request. Neutral rules write nothing."""
+    """Write rules into the sampling options of a request. Fields of neutral rules stay absent."""
     if rules.neutral:
         return
     options.presence_penalty = rules.presence_penalty
@@ -52,7 +52,7 @@ def logprobs_from_proto(options: common_pb2.LogprobOptions) -> LogprobParams:
 
 
 def logprobs_to_proto(wanted: LogprobParams) -> common_pb2.LogprobOptions | None:
-    """Return the message that asks for logprobs. None if none are wanted."""
+    """Return the message that requests these logprobs, or None if no logprobs are wanted."""
     if not wanted.wanted:
         return None
     return common_pb2.LogprobOptions(
@@ -70,5 +70,5 @@ def logprob_to_proto(one: TokenLogprob) -> common_pb2.TokenLogprob:
 
 
 def logprob_from_proto(message: common_pb2.TokenLogprob) -> TokenLogprob:
-    """Return the logprobs of one token. Surplus ids or logprobs are dropped."""
+    """Return the logprobs of one token. Ids without a logprob are dropped, and logprobs without an id."""
     return TokenLogprob(message.logprob, tuple(zip(message.top_ids, message.top_logprobs, strict=False)))

@@ -8,7 +8,7 @@ that receives the core's completion event handles the message:
     server to client   sending thread → core ~~~ core → client's thread in `receive`
 
 `shared.rpc.direct_server` contains the server side. Client and server use the layer below grpcio's public
-interface (`grpc._cython.cygrpc`), as grpcio's own calls do. The bytes on the wire are the same as grpcio's.
+interface (`grpc._cython.cygrpc`), as grpcio's own calls do. They send the same bytes as grpcio does.
 """
 
 from __future__ import annotations
@@ -30,13 +30,14 @@ from outrider.shared.rpc.polling import PollWindow
 
 NO_FLAGS = 0
 WATCH_S, LONGEST_WATCH_S = 0.005, 0.05
-"""Shortest and longest interval between the reader's checks whether the borrower has returned the stream.
+"""Shortest and longest interval at which the reader checks whether the borrower has returned the stream.
 
-`ClientStream` explains the reader and the borrower. Longer waits have longer intervals, because each check
-takes the GIL from working threads. The deadline of a wait is always checked on time.
+`ClientStream` explains the reader and the borrower. During longer waits the intervals are longer, because
+each check takes the GIL from working threads. The deadline of a wait is always checked on time.
 """
 KEEP_S = 0.05
-"""How long a borrower keeps a `ClientStream` after `receive_within`, because another call may follow."""
+"""How long a borrower keeps a `ClientStream` after `receive_within`, because it may call the method again.
+"""
 STATUS_OF_NUMBER = {status.value[0]: status for status in grpc.StatusCode}
 
 
@@ -67,7 +68,7 @@ class _Tag(Enum):
     STATUS = auto()  # the call has ended
     SENT = auto()  # a message is on its way
     RECEIVED = auto()  # a message arrived, or the end of the stream
-    LOOK = auto()  # makes the reading thread check whether it should stop; posted by another thread
+    LOOK = auto()  # posted by another thread, to make the reading thread check whether it should stop
     PEEKED = auto()  # posted by `look` behind the finished events, so that `look` stops waiting there
 
 
@@ -78,10 +79,9 @@ class ClientStream:
 
     - The reader: one fixed thread, always in `receive`.
     - The borrower: another thread, e.g. the engine's, in `receive_within`. While the borrower reads, the
-      reader does not read. The reader then only enforces the borrower's deadline, because the core's wait for
-      events has no timeout.
+      reader only enforces the borrower's deadline, because the core's wait for events has no timeout.
 
-    A take-over in time order:
+    How the borrower takes the stream and returns it, in time order:
 
         borrower                              reader
                                               in `receive`, waits for events
@@ -95,7 +95,7 @@ class ClientStream:
     Args:
         channel: Made by `connect`.
         method: ``/package.Service/Method``.
-        poll_window: Decides when waits poll instead of sleeping.
+        poll_window: Decides whether a wait polls or sleeps.
     """
 
     def __init__(self, channel: grpc.Channel, method: str, poll_window: PollWindow) -> None:
@@ -116,7 +116,7 @@ class ClientStream:
         self._deadline = math.inf
         # `seconds` of the last `receive_within`.
         self._patience = 0.0
-        # Number of messages that the reader has handled, now and at the borrower's last check respectively.
+        # Number of messages that the reader has handled: until now, and until the borrower's last check.
         self._handled = 0
         self._handled_known = 0
         self._handling = False
@@ -173,11 +173,11 @@ class ClientStream:
         self.look()  # without a reading thread, the event that ends the current send would stay unprocessed
 
     def receive(self) -> bytes | None:
-        """Wait for the next message that is left to the reader. Only the reader may call this method.
+        """Wait for the next message that the borrower does not read. Only the reader may call this method.
 
         Return None if the stream ended with status OK.
 
-        Calling `receive` again signals that the previous message has been handled.
+        The next call of `receive` means that the reader has handled the previous message.
 
         Raises:
             StreamEndedError: The stream ended with another status.
@@ -213,7 +213,7 @@ class ClientStream:
         """Wait for the next message for at most `seconds`.
 
         Return None if no message arrived in time, if the reader handled a message in the meantime, or if the
-        stream has ended. If the stream has ended, `receive` reports the status.
+        stream has ended. In the last case, `receive` reports the status.
         """
         deadline = time.monotonic() + seconds
         with self._lock:
@@ -232,13 +232,13 @@ class ClientStream:
         return message
 
     def give_back(self) -> None:
-        """Return the stream to the reader. The borrower calls this when no message is due soon."""
+        """Return the stream to the reader. The borrower calls this method when it expects no message soon."""
         with self._lock:
             self._taken = False
             self._sooner.notify()
 
     def poll(self) -> list[bytes]:
-        """Return the messages received so far, without waiting. Return none while the reader reads.
+        """Return the messages received so far, without waiting. While the reader reads, return no messages.
 
         Only the borrower may call this method.
         """
@@ -311,9 +311,10 @@ class ClientStream:
             self.look()
 
     def _next_look(self, now: float) -> float:
-        """Return the time at which the watching thread wakes up, which is no later than the deadline.
+        """Return the time at which the watching thread wakes up.
 
-        If the deadline has passed, return the end of a short pause in which the borrower reacts to the LOOK.
+        The time is the deadline or earlier. If the deadline has passed, it is the end of a short pause, in
+        which the borrower reacts to the LOOK.
         """
         if self._deadline <= now:
             return now + WATCH_S

@@ -21,7 +21,7 @@ _NO_CALLBACKS: _Callbacks = (None, ())
 
 
 class ServerStream:
-    """Exchanges the messages of a bidirectional call. grpcio itself handles the call's first messages.
+    """Exchanges the messages of a bidirectional call, except the first ones. grpcio exchanges those.
 
     The call's handler is an ordinary grpcio handler. The handler reads the first messages from its iterator
     and yields at least one reply. It then calls `start`. After that call, the handler neither reads nor
@@ -30,14 +30,15 @@ class ServerStream:
     Args:
         context: The call's context.
         on_message: Called with every further message, one at a time, on the server's only polling thread.
-            While `on_message` blocks, all other calls of the server wait. The draft's callback waits for its
-            GPU. That wait needs no time limit, because the GPU already has all its input and finishes after
-            one pass.
-        on_end: Called at least once, on any thread. The argument is None if the peer has ended the stream or
-            disconnected. Otherwise the argument is the exception that `on_message` raised.
-        max_unsent: Largest number of messages to queue for a peer that does not read. A further message ends
+            While `on_message` blocks, all other calls of the server wait. The draft's `on_message` may wait
+            for the draft's GPU without a time limit, because the GPU already has all its input and finishes
+            after one pass.
+        on_end: Called at least once after the stream's end, on any thread. The argument is None if the peer
+            has ended the stream or disconnected. Otherwise, the argument is the exception that `on_message`
+            raised.
+        max_unsent: Largest number of messages to queue for a peer that does not read. The next message ends
             the stream.
-        poll_window: Decides when the server's polling thread busy-polls instead of sleeping.
+        poll_window: Decides whether the server's polling thread busy-polls or sleeps while it waits.
     """
 
     def __init__(
@@ -74,8 +75,8 @@ class ServerStream:
 
         Args:
             message: The bytes.
-            then: Called once the message is on its way, on the server's polling thread. Never called if the
-                stream ends before that.
+            then: Called on the server's polling thread when the message is on its way. Never called if the
+                stream ends earlier.
         """
         with self._lock:
             if self._ended:

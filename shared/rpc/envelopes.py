@@ -4,8 +4,8 @@ A protobuf message class copies a blob two or three times when the message is se
 received. Here the bytes around the blob are encoded before the blob is computed. Sending then copies the blob
 once. Receiving returns a view and copies nothing.
 
-The result has the same bytes as protobuf's. The blob must be the last field of an inner message, and the
-inner message must be the only field of the message that is sent.
+The encoded bytes are those that protobuf would produce. The blob must be the last field of an inner message,
+and the inner message must be the only field of the message that is sent.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Envelope:
 
     Attributes:
         outer_tag: Tag bytes of the outer message's only field.
-        inner: The encoded fields of the inner message except the blob, followed by the blob's tag.
+        inner: The inner message's encoded fields before the blob, followed by the blob's tag.
     """
 
     outer_tag: bytes

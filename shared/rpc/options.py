@@ -21,11 +21,11 @@ def _limits(max_message_bytes: int, max_received_bytes: int | None = None) -> Op
 def server_options(
     max_message_bytes: int = INTERNAL_MESSAGE_LIMIT, max_received_bytes: int | None = None
 ) -> Options:
-    """Return the server's options. `max_received_bytes` limits received messages; by default, as for sent
-    ones.
+    """Return the server's options.
 
-    The server tolerates keepalive pings on quiet streams. By default, gRPC would answer such pings by closing
-    the connection (GOAWAY, too_many_pings).
+    `max_received_bytes` is the largest message to receive. With None, the limit is that of sent messages. The
+    server tolerates keepalive pings on quiet streams. With gRPC's own defaults, it would close the connection
+    after a few such pings (GOAWAY, too_many_pings).
     """
     return [
         *_limits(max_message_bytes, max_received_bytes),

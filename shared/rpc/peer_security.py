@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     import grpc
 
 TOKEN_KEY = "x-outrider-token"
-"""Metadata key of the token, which every call between services has."""
+"""Metadata key of the token, which every call between services must contain if a token is configured."""
 MIN_TOKEN_CHARS = 16
 
 
 @dataclass(frozen=True, slots=True)
 class PeerSecurity:
-    """What a service needs to trust its peers. Secrets are not part of the `repr`.
+    """The certificates and the token of a service. The `repr` omits secrets.
 
     Attributes:
         certificate: PEM certificate chain of this service. A server with a certificate accepts only TLS.
@@ -41,11 +41,14 @@ class PeerSecurity:
 
     @property
     def guards_servers(self) -> bool:
-        """True if a server is encrypted and refuses strangers, so that other hosts may reach it."""
+        """True if servers use TLS and require a client certificate or the token.
+
+        Other hosts may then reach the servers.
+        """
         return bool(self.certificate and (self.token or self.ca))
 
     def server_credentials(self) -> grpc.ServerCredentials | None:
-        """Return the credentials of a server, or None without a certificate."""
+        """Return the credentials of a server, or None if there is no certificate."""
         import grpc
 
         if not self.certificate:
@@ -53,7 +56,7 @@ class PeerSecurity:
         return grpc.ssl_server_credentials([(self.key, self.certificate)], self.ca or None, bool(self.ca))
 
     def channel_credentials(self) -> grpc.ChannelCredentials | None:
-        """Return the credentials of a channel, which contain the token, or None without a CA."""
+        """Return the credentials of a channel, including the token, or None if there is no CA."""
         import grpc
 
         if not self.ca:
@@ -71,7 +74,7 @@ class PeerSecurity:
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """The metadata of every call: the token, if there is one."""
+        """Metadata to add to every call: the token, if there is one."""
         return ((TOKEN_KEY, self.token),) if self.token else ()
 
 
@@ -80,13 +83,13 @@ _process = NO_SECURITY
 
 
 def use_in_this_process(security: PeerSecurity) -> None:
-    """Make `security` the default of the channels that this process opens."""
+    """Make `security` the default for the channels and servers of this process."""
     global _process
     _process = security
 
 
 def of_this_process() -> PeerSecurity:
-    """Return the default of channels."""
+    """Return the default for the channels and servers of this process."""
     return _process
 
 
@@ -100,7 +103,7 @@ def load_security(
         key: PEM private key. Other users must not be able to read the file.
         ca: PEM certificates of the authority.
         token: File with the token. Other users must not be able to read the file.
-        prefix: Prefix of the settings in error messages.
+        prefix: Text before the names of the settings in error messages.
 
     Raises:
         ConfigurationError: A file cannot be read, is not valid, or can be read by other users.

@@ -28,7 +28,7 @@ class PeerSettings(TracedSettings):
     )
 
     def peer_security(self) -> PeerSecurity:
-        """Read the files.
+        """Read the certificates, the key and the token from their files.
 
         Raises:
             ConfigurationError: A file cannot be read, is not valid, or can be read by other users.
@@ -36,7 +36,7 @@ class PeerSettings(TracedSettings):
         return load_security(self.peer_tls_cert, self.peer_tls_key, self.peer_tls_ca, self.peer_token_file)
 
     def secure_process(self) -> None:
-        """Use these files for all channels and servers of this process. Raises as `peer_security` does."""
+        """Use these files for all channels and servers of this process. Raises like `peer_security`."""
         use_in_this_process(self.peer_security())
 
 
@@ -51,8 +51,8 @@ class ListenerSettings(PeerSettings):
         """Check the address of this service, and the files.
 
         Raises:
-            ConfigurationError: As `peer_security`, or if other hosts could reach the address, but there is no
-                certificate or no token.
+            ConfigurationError: A file is wrong (`peer_security`), or other hosts could reach the address
+                although the certificate or the token is missing.
         """
         trusted = self.peer_security().guards_servers
         check_listen_address(address, "listen", allow_remote=self.insecure or trusted)

@@ -1,6 +1,7 @@
-"""The token between services as metadata: checks it in servers, and adds it to calls of channels without TLS.
+"""The shared token of the services: checks it in servers, and adds it to calls on channels without TLS.
 
-Channels with TLS add the token by their credentials (`peer_security`).
+The token is part of a call's metadata. The credentials of a channel with TLS add the token themselves
+(`peer_security`).
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ _metadata_of: WeakKeyDictionary[grpc.Channel, Metadata] = WeakKeyDictionary()
 
 
 def check_token(token: str, details: grpc.HandlerCallDetails) -> None:
-    """Check the token of a call in constant time. Health checks need none.
+    """Check the token of a call in constant time. Health checks need no token.
 
     Raises:
-        OutriderError: UNAUTHENTICATED.
+        OutriderError: The token is missing or wrong. The code is UNAUTHENTICATED.
     """
     if str(details.method).startswith(HEALTH_PREFIX):
         return
@@ -38,7 +39,7 @@ def check_token(token: str, details: grpc.HandlerCallDetails) -> None:
 
 
 class TokenCheck(grpc.ServerInterceptor):
-    """Requires the token in `grpc.server`."""
+    """Interceptor of `grpc.server` that requires the token in every call."""
 
     def __init__(self, token: str) -> None:
         self._token = token
@@ -53,7 +54,7 @@ class TokenCheck(grpc.ServerInterceptor):
 
 
 class AioTokenCheck(grpc.aio.ServerInterceptor):
-    """Requires the token in `grpc.aio.server`."""
+    """Interceptor of `grpc.aio.server` that requires the token in every call."""
 
     def __init__(self, token: str) -> None:
         self._token = token

@@ -1,9 +1,10 @@
 """Makes gRPC's waiting threads watch the sockets themselves and busy-poll while a message is due.
 
 By default grpcio leaves the sockets to the threads of its event engine, which wake the waiting Python thread.
-Waking a sleeping core takes as long as a small kernel. On a virtual machine it takes 150 µs. Between target
-and draft, the waiting thread therefore watches the sockets itself (`watch_sockets`). While a message is due
-within milliseconds, the thread does not sleep (`PollWindow`). It polls in C, without holding the GIL.
+Waking a sleeping core takes as long as a small GPU kernel, and on a virtual machine it takes 150 µs. Between
+target and draft, the waiting thread therefore watches the sockets itself (`watch_sockets`). While a message
+is due within milliseconds, the thread does not sleep (`PollWindow`). The polling loop is C code that does not
+hold the GIL.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from outrider.shared.rpc.ipc.frames import MANY_CORES
 EXPERIMENTS = "GRPC_EXPERIMENTS"
 WITHOUT_EVENT_ENGINE = "-event_engine_client,-event_engine_listener,-event_engine_callback_cq"
 SLEEP_MS = 200
-"""How long grpcio's waits sleep before they check for signals. This is grpcio's own value."""
+"""Longest sleep within a wait before grpcio checks for signals. This value is grpcio's own."""
 AWAKE_MS = -10
-"""Period that makes a wait poll. The wait's deadline is then in the past, so the wait does not sleep.
+"""Sleep period that makes a wait poll. A negative period puts the end of each sleep in the past.
 
-With the value 0, the wait would sleep, because grpcio rounds the deadline up to the next millisecond.
+With the value 0, the wait would sleep, because grpcio rounds the end of the sleep up to the next millisecond.
 """
 LIBRARY = "grpc._cython.cygrpc"
 
@@ -47,14 +48,14 @@ def watch_sockets() -> None:
 
 
 class PollWindow:
-    """Decides when the waits of this process poll instead of sleeping.
+    """Decides whether the waits of this process poll or sleep.
 
-    Waits sleep unless `expect` was called. A running wait keeps its mode (polling or sleeping) until its next
-    event.
+    Waits sleep unless `expect` was called. A wait that is already running keeps its mode (polling or
+    sleeping) until its next event.
 
     Args:
-        enabled: Whether waits may poll. None allows polling if there are enough cores and waiting threads
-            watch the sockets themselves. In all other cases, polling would be useless.
+        enabled: Whether waits may poll. With None, waits may poll if the host has enough cores and the
+            waiting threads watch the sockets themselves, because polling would otherwise be useless.
     """
 
     def __init__(self, enabled: bool | None = None) -> None:
@@ -93,9 +94,10 @@ def give_way() -> None:
 
 
 def _period_of_library() -> ctypes.c_int | None:
-    """Return grpcio's polling period in milliseconds, as a mutable C int. None if grpcio does not export it.
+    """Return grpcio's sleep period in milliseconds, as a mutable C int.
 
-    grpcio's extension module exports this variable to other extension modules.
+    grpcio's extension module exports this variable to other extension modules. Return None if this version of
+    grpcio does not.
     """
     exported = getattr(sys.modules.get(LIBRARY), "__pyx_capi__", {}).get("g_interrupt_check_period_ms")
     if exported is None:

@@ -1,17 +1,16 @@
-"""Enqueues rounds before their data arrives over gRPC. The CUDA stream waits for a word that the host writes.
+"""Enqueues rounds before their data arrives over gRPC. The CUDA stream waits until the host writes a word.
 
-The stream uses a mailbox, as between two processes on one host (`shared.rpc.ipc.doorbells`). In this module,
+The stream uses the same mailbox and words as two processes on one host (`shared.rpc.ipc.doorbells`). Here,
 however, the other side of the mailbox is this process's own CPU, which copies blobs to and from messages:
 
     peer's message arrives  →  host copies it to pinned memory  →  host writes the word  →  stream continues
 
-When a message arrives, all work is already launched. The copies and the graph behind the wait run
-immediately.
+When a message arrives, the copies and the graph after the wait are already enqueued, so they run immediately.
 
-Between enqueuing a wait and its end, the host must not request anything of the device that completes only
-after the wait. A synchronisation, an allocation or the first launch of a kernel may be such a request. If the
-host makes such a request nevertheless, the watchdog ends the wait at its limit. A kernel that has run before
-can be launched safely on another stream; see `StreamRelay.call`.
+While a wait is enqueued or running, the host must make no call that returns only after the wait has ended. A
+synchronisation, an allocation or the first launch of a kernel may be such a call. If the host makes such a
+call nevertheless, the watchdog ends the wait at its limit. A kernel that has run before can be launched
+safely on another stream; see `StreamRelay.call`.
 """
 
 from __future__ import annotations
@@ -33,19 +32,19 @@ from outrider.shared.rpc.ipc.doorbells import Doorbells, Side
 from outrider.shared.rpc.ipc.slots import SharedMemory
 
 STATE_BYTES = 512 * 1024
-"""Bytes of the largest state. In bf16, it has room for ten sequences with 6 rows each, of width 4096.
+"""Largest state in bytes. It has room for ten sequences with 6 bf16 rows of width 4096 each.
 
-A state contains all rows, including rejected ones. For larger batches, rounds through the host transfer fewer
-bytes.
+A state also contains the rows of rejected tokens. Larger batches use rounds through the host, which send
+fewer bytes.
 """
 NUMBER = struct.Struct("<i")
 LEAST_STATE_BYTES = 256
-"""Size of a state's header. A received state may end anywhere after the header.
+"""Size of a state's header, which is the smallest size of a received state.
 
-The missing bytes belong to unused rows.
+A received state may lack unused rows at its end.
 """
 TREES_BYTES = 64 * 1024
-"""Bytes of the largest trees: those of ten sequences with 800 nodes each."""
+"""Largest trees in bytes. They have room for ten sequences with 800 nodes each."""
 LAYOUT = BlobLayout(STATE_BYTES, TREES_BYTES, inside=False)
 
 log = get_logger("outrider.rpc")
@@ -117,7 +116,7 @@ class StreamRelay:
 
     @property
     def broken(self) -> bool:
-        """Whether a wait has ended without its blob since `mend`, because the peer is late or gone."""
+        """True if a wait has ended without its blob since the last successful `mend`."""
         return self._mailbox.broken
 
     def fits(self, state: torch.Tensor, trees: torch.Tensor) -> bool:
@@ -134,13 +133,13 @@ class StreamRelay:
         self._mailbox.receive(number, blob, expected, limit_s)
 
     def call(self) -> None:
-        """Make the GPU switch to this process as soon as the GPU is otherwise idle.
+        """Make the GPU switch to this process as soon as no other process uses the GPU.
 
-        This launches a trivial kernel that waits for nothing.
+        This method launches a trivial kernel that waits for nothing.
 
-        Processes that share a GPU without MPS are time-sliced. A switch that starts only when a stream's wait
-        ends delays the stream by 160 µs (H200). After an early call, the switch happens while the data that
-        ends the wait is still on its way between the processes.
+        Processes that share a GPU without MPS are time-sliced. If the GPU switches only when a stream's wait
+        ends, the switch delays the stream by 160 µs (H200). If this method is called early, the GPU switches
+        while the data that ends the wait is still on its way.
         """
         with torch.cuda.stream(self._aside):
             self._trifle.zero_()
@@ -152,17 +151,19 @@ class StreamRelay:
     def settle(self, number: int, num_bytes: int) -> NDArray[np.uint8]:
         """Wait until the device has copied this side's blob of a round to the host, and return the blob.
 
-        The array is valid until the round after the next round is enqueued.
+        The array for round n is valid until round n + 2 is enqueued.
         """
         self._given[number % SLOTS].synchronize()  # polls without holding the GIL
         start = self._out(number)
         return self._slots.array[start : start + num_bytes]
 
     def put(self, number: int, data: Blob) -> None:
-        """Pass the peer's blob of an enqueued round to the waiting stream. A state may lack its unused end.
+        """Pass the peer's blob of an enqueued round to the waiting stream.
+
+        A state may lack unused rows at its end.
 
         Raises:
-            ProtocolError: The blob has a wrong size. The wait continues.
+            ProtocolError: The blob has a wrong size. The stream continues to wait.
         """
         enqueued, num_bytes = self._sizes[number % SLOTS]
         size = len(data)
@@ -178,7 +179,8 @@ class StreamRelay:
     def release(self, number: int) -> None:
         """End the wait for a round without a blob.
 
-        The header in the slot still contains the number of an earlier round.
+        The reader of the slot detects this, because the header in the slot still contains the number of an
+        earlier round.
         """
         self._peer.give(number)
 

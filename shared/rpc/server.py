@@ -33,9 +33,10 @@ NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 class PatientHealth(health.HealthServicer):  # type: ignore[misc]  # the library has no types
     """Health checks whose watchers may leave at any time.
 
-    grpc's health library removes a leaving watcher under its lock, on the thread that also completes sends.
-    The library holds the same lock while it waits for a status to be sent. A watcher that leaves at that
-    moment would therefore block the whole server. This class removes watchers on the health workers instead.
+    When a watcher leaves, grpc's health library takes its lock to remove the watcher, on the thread that also
+    completes sends. The library holds the same lock while it waits until a status has been sent. If a watcher
+    left at that moment, the whole server would therefore block. This class removes watchers on the threads of
+    the health checks instead.
     """
 
     def __init__(self) -> None:
@@ -43,12 +44,12 @@ class PatientHealth(health.HealthServicer):  # type: ignore[misc]  # the library
         super().__init__(experimental_non_blocking=True, experimental_thread_pool=self._pool)
 
     def Watch(self, request: Any, context: Any, send_response_callback: Any = None) -> Any:
-        """Watch a service's status. The end of the call is handled on a health worker."""
+        """Watch a service's status. A health worker handles the end of the call."""
         return super().Watch(request, _CallsBackElsewhere(context, self._pool), send_response_callback)
 
 
 class _CallsBackElsewhere:
-    """The part of a call's context that `Watch` uses. It runs callbacks on a thread pool."""
+    """The part of a call's context that `Watch` uses. Callbacks run on a thread pool."""
 
     def __init__(self, context: Any, pool: ThreadPoolExecutor) -> None:
         self._context = context
@@ -87,7 +88,7 @@ class SyncServer:
             self._health.set(name, SERVING if serving else NOT_SERVING)
 
     def stop(self, grace_s: float) -> None:
-        """Refuse new calls immediately, cancel running calls after `grace_s`, and wait for their end."""
+        """Refuse new calls, cancel running calls after `grace_s` seconds, and wait until all have ended."""
         self.set_serving(False)
         self._server.stop(grace_s).wait()
 
@@ -124,7 +125,7 @@ class AioServer:
             await self._health.set(name, SERVING if serving else NOT_SERVING)
 
     async def stop(self, grace_s: float) -> None:
-        """Refuse new calls immediately, and cancel running calls after `grace_s`."""
+        """Refuse new calls immediately, and cancel running calls after `grace_s` seconds."""
         await self.set_serving(False)
         await self._server.stop(grace_s)
 
@@ -148,7 +149,8 @@ def sync_server(
         max_workers: Number of threads. Every open stream occupies one thread.
         max_message_bytes: Largest message to send or receive, in bytes.
         interceptors: Interceptors that run inside the error interceptor, so they may raise `OutriderError`.
-        security: TLS and token of a TCP address. None selects those of this process (`peer_security`).
+        security: TLS and token, for TCP addresses. With None, the server uses the settings of this process
+            (`peer_security`).
 
     Raises:
         ConfigurationError: The address is malformed or in use.
@@ -181,7 +183,7 @@ def aio_server(
     """Build and bind an asyncio server.
 
     Call this inside the running loop. `max_received_bytes` is the largest message to receive, by default
-    `max_message_bytes`. Other arguments and errors are those of `sync_server`.
+    `max_message_bytes`. The other arguments and the errors are those of `sync_server`.
     """
     security = _applied(security, address)
     checks = [AioTokenCheck(security.token)] if security.token else []

@@ -1,7 +1,7 @@
-"""Versions and features of the target's gRPC service: what this release supports, and what a peer supports.
+"""Versions and features of the target's gRPC service, and how gateway and target agree on them.
 
-A target sends its range and its features in GetInfoReply. The gateway passes the reply to `agree_with_target`
-and uses only what both sides support.
+A target sends its range of versions and its features in GetInfoReply. The gateway passes the reply to
+`agree_with_target`, and uses only the features that both sides support.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from outrider.target.v1 import target_pb2
 MIN_TARGET_VERSION, MAX_TARGET_VERSION = 1, 1
 """Lowest and highest version of the target's service that this release supports, in targets and gateways.
 
-Increment the highest for any change that the previous release would reject or misread. A new optional field
-needs no increment if an older peer may ignore it. If an older peer must not ignore it, add a feature instead.
+Increment the highest version for any change that the previous release would reject or misread. A new optional
+field needs no increment. If an older peer must not ignore the field, add a feature for it.
 """
 
 
@@ -40,7 +40,8 @@ def offer_to(reply: target_pb2.GetInfoReply) -> None:
 def agree_with_target(reply: target_pb2.GetInfoReply) -> frozenset[TargetFeature]:
     """Return the features that this gateway and the target that sent `reply` both support.
 
-    A target that sends no range supports version 1 without features. Unknown features are ignored.
+    If a target sends no range of versions, it supports version 1 without features. Unknown features are
+    ignored.
 
     Raises:
         ProtocolError: There is no common version. The message names both ranges and the side to update.

@@ -1,7 +1,8 @@
-"""Converts tensors to and from messages: one inline `TensorData`, or a `TensorChunk` stream for weights.
+"""Converts tensors to and from protobuf: one inline `TensorData`, or a stream of `TensorChunk`s for weights.
 
-Every field is checked before use: dtype, shape against byte count, order of chunks, size limits, SHA-256.
-Imports torch, so the gateway must not import this module.
+Every field of a received message is checked before use: the dtype, whether the shape matches the number of
+bytes, the order of chunks, size limits, and the SHA-256. The gateway must not import this module, because the
+module imports torch.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ DTYPE_OF_WIRE: Mapping[int, torch.dtype] = {wire: dtype for dtype, wire in WIRE_
 
 
 def wire_dtype(dtype: torch.dtype) -> common_pb2.DataType.ValueType:
-    """Return the wire format's value for a dtype. Raise ProtocolError if the dtype has no such value."""
+    """Return the protobuf value of a torch dtype. Raise ProtocolError if the dtype has no protobuf value."""
     wire = WIRE_OF_DTYPE.get(dtype)
     if wire is None:
         raise ProtocolError(
@@ -43,7 +44,7 @@ def wire_dtype(dtype: torch.dtype) -> common_pb2.DataType.ValueType:
 
 
 def torch_dtype(wire: int, name: str = "tensor") -> torch.dtype:
-    """Return the torch dtype of a wire value.
+    """Return the torch dtype of a protobuf value.
 
     Raises:
         ProtocolError: This build does not support the value. The error text begins with `name`, the name of
@@ -58,7 +59,7 @@ def torch_dtype(wire: int, name: str = "tensor") -> torch.dtype:
 
 
 def on_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor's copy in host memory, or the tensor itself if it is already in host memory.
+    """Return a copy of a tensor in host memory, or the tensor itself if it is there already.
 
     Copies from a GPU use pinned memory, which torch caches.
     """
@@ -78,7 +79,7 @@ def tensor_bytes(tensor: torch.Tensor) -> bytes:
 
 
 def encode_tensor(tensor: torch.Tensor) -> common_pb2.TensorData:
-    """Return a tensor of any device as one inline message. A tensor on a GPU is copied to the host first."""
+    """Return a tensor on any device as one inline message. A tensor on a GPU is first copied to the host."""
     data = common_pb2.TensorData()
     fill_tensor(data, tensor)
     return data
@@ -95,7 +96,7 @@ def fill_tensor(data: common_pb2.TensorData, tensor: torch.Tensor) -> None:
 
 
 class TensorWriter(Protocol):
-    """Writes rows into a message itself, or into memory that the reader has mapped.
+    """Writes rows into a message, or into memory that the reader of the message has mapped.
 
     Used by one thread at a time.
     """
@@ -115,8 +116,8 @@ class TensorReader(Protocol):
         """Return the ``[rows, columns]`` tensor of a message as a new tensor.
 
         Raises:
-            ProtocolError: The data is malformed or uses another transport. The error text begins with
-                `name`, the name of the field.
+            ProtocolError: The data is malformed, or its message uses another transport than this reader. The
+                error text begins with `name`, the name of the field.
         """
         ...
 
@@ -129,7 +130,8 @@ class InlineTensors:
     """The `TensorWriter` and `TensorReader` for messages that contain the tensor's bytes.
 
     Args:
-        device: Device of the tensors that `read` returns. Copies to a GPU are enqueued without waiting.
+        device: Device of the tensors that `read` returns. If it is a GPU, `read` enqueues the copy and does
+            not wait.
     """
 
     def __init__(self, device: torch.device = CPU) -> None:
@@ -159,7 +161,7 @@ def decode_tensor(
     Args:
         data: The message.
         name: Name of the tensor, for errors.
-        columns: If given, the tensor must be ``[rows, columns]``.
+        columns: If given, the shape of the tensor must be ``[rows, columns]``, with any number of rows.
         device: Device of the result. On a GPU, the tensor is ready in stream order. The copy uses pinned
             memory, which torch caches.
 
@@ -223,11 +225,11 @@ def split_tensor(
 def join_tensors(
     chunks: Iterable[common_pb2.TensorChunk], *, max_bytes: int
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the (name, tensor) pairs of a chunk stream, each as soon as its tensor is complete.
+    """Yield a (name, tensor) pair for each tensor of a chunk stream, as soon as the tensor is complete.
 
     Args:
         chunks: Chunks of one or more tensors, one after the other, as made by `split_tensor`.
-        max_bytes: Size of the largest accepted tensor. No larger tensor is allocated.
+        max_bytes: Size of the largest accepted tensor. Memory for a larger tensor is never allocated.
 
     Raises:
         ProtocolError: A chunk is out of order, a tensor is too large or has a wrong size, a digest does not

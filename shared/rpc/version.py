@@ -1,7 +1,7 @@
-"""Versions and features of the draft protocol: what this release supports, and how two peers agree.
+"""Versions and features of the draft protocol, and how target and draft agree on them.
 
-Target and draft each send an `Offer`, in Hello and HelloAck. Both sides pass the two offers to `agree`, which
-returns the same result on both.
+The target sends an `Offer` in Hello, and the draft sends one in HelloAck. Both sides pass the two offers to
+`agree`, which returns the same result on both sides.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from outrider.shared.rpc.ipc.doorbells import Side
 MIN_VERSION, MAX_VERSION = 2, 3
 """Lowest and highest version of the draft protocol that this release supports.
 
-Increment the highest for any change that the previous release would reject or misread. Examples: a new
-message on a stream, another layout of a round's blobs, another meaning of a field. A new optional field needs
-no increment. Increment the lowest when the code for that version is removed.
+Increment the highest version for any change that the previous release would reject or misread. Examples of
+such changes are a new message on a stream, another layout of a round's blobs, and another meaning of a field.
+A new optional field needs no increment. Increment the lowest version when its code is removed.
 """
 
 
@@ -33,11 +33,11 @@ class Feature(IntEnum):
 
 
 VERSION_2_FEATURES = frozenset((Feature.ROUNDS_ON_DEVICE, Feature.MAILBOX, Feature.TRACE_LOGPROBS))
-"""What a peer of version 2 supports if it sends no range of versions, and therefore no features."""
+"""Features of a peer of version 2 that sends no range of versions. Such a peer sends no features either."""
 FEATURES = frozenset((Feature.MAILBOX, Feature.TRACE_LOGPROBS, Feature.SLOTTED_ROUNDS))
 """The features that this release supports.
 
-With a peer of version 2, which has no slots, rounds run through the host.
+A peer of version 2 has no slots (`shared.spec.resident`), so rounds with this peer run through the host.
 """
 
 
@@ -65,12 +65,11 @@ class Offer:
     def of(cls, message: draft_pb2.Hello | draft_pb2.HelloAck) -> Offer:
         """Read the offer in a peer's Hello or HelloAck.
 
-        A peer without a range supports only its `protocol_version`. Features that this release does not know
-        are ignored.
+        If a peer sends no range, it supports only its `protocol_version`. Unknown features are ignored.
 
         Raises:
             ProtocolError: The message contains no version or an invalid range, or its `protocol_version` is
-                outside the range.
+                outside this range.
         """
         side = Side.TARGET if isinstance(message, draft_pb2.Hello) else Side.DRAFT
         single, lowest, highest = message.protocol_version, message.min_version, message.max_version
@@ -101,8 +100,9 @@ class Offer:
 
         Args:
             message: The message to complete.
-            version: Value of `protocol_version`. In Hello the lowest supported version, because releases
-                without a range accept only the version that they know. In HelloAck the agreed version.
+            version: Value of `protocol_version`. In HelloAck, it is the agreed version. In Hello, it is the
+                lowest supported version, because releases that send no range accept only their own version
+                there.
         """
         message.protocol_version = version
         message.min_version, message.max_version = self.min_version, self.max_version
@@ -112,7 +112,7 @@ class Offer:
 
     @property
     def versions(self) -> str:
-        """The range in words, for messages."""
+        """The range of versions as text, for error messages."""
         if self.min_version == self.max_version:
             return f"version {self.min_version}"
         return f"versions {self.min_version} to {self.max_version}"
@@ -120,7 +120,7 @@ class Offer:
 
 @dataclass(frozen=True, slots=True)
 class Agreed:
-    """What two sides agreed on.
+    """The version and the features that two sides have agreed on.
 
     Attributes:
         version: The highest version that both sides support.
@@ -154,7 +154,7 @@ def agree(theirs: Offer, ours: Offer) -> Agreed:
 
 
 def agree_with_ack(ack: draft_pb2.HelloAck) -> Agreed:
-    """Return what this target and the draft that sent `ack` agreed on.
+    """Return the version and features that this target and the draft that sent `ack` have agreed on.
 
     Raises:
         ProtocolError: There is no common version, or the draft did not choose the highest one.

@@ -16,7 +16,7 @@ TOKEN_MAP_SUFFIXES = (".pt", ".pth", ".bin", ".safetensors", ".json")
 
 
 class Algorithm(Enum):
-    """Draft algorithms, with the names that SGLang uses. Case does not matter.
+    """Draft algorithms. Their names are those of SGLang, in upper or lower case.
 
     AUTO selects the algorithm that fits the checkpoint.
     """
@@ -47,7 +47,7 @@ class Algorithm(Enum):
 
 
 def check_given(asked: Algorithm, draft: Path | None, target_weights: Path | None) -> None:
-    """Check the settings as far as possible without reading the folders.
+    """Check those rules of the draft settings that need no look into the model folders.
 
     Raises:
         ConfigurationError: The settings contradict each other, or a setting is missing. The message names the

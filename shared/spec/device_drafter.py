@@ -1,4 +1,4 @@
-"""The interface of a drafter on the target's device, which drafts before the host has read the last round."""
+"""The interface of a drafter on the target's device. It drafts before the host has read the last round."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class SeatedGroup(Protocol):
 
     Attributes:
         key: Identifies everything that a recorded graph of `draft` depends on, except the sizes that were
-            passed to `seat`. This includes the addresses of the drafter's static tensors.
+            passed to `seat`. The key also identifies the addresses of the drafter's static tensors.
         refused: Indices of sessions that cannot draft in this round, because memory is short.
     """
 
@@ -27,15 +27,17 @@ class SeatedGroup(Protocol):
         ...
 
     def draft(self, rows: GroupRows) -> DraftBatch:
-        """Enqueue one round of drafting: extend by the `counts` rows of each session, then grow the trees.
+        """Enqueue one round of drafting: process the sessions' new tokens and features, then grow the trees.
+
+        For each session, `rows.counts` is the number of new tokens and features.
 
         A CUDA graph must be able to capture this method, so it only enqueues. It never synchronises with the
         host or branches on the contents of tensors. On a CPU, the same code runs immediately. During a
-        capture, all rows are idle. No data may then be stored that is read later.
+        capture, all rows are idle, and this method must not write data that a later call would read.
 
         Returns:
             ``[G, N]`` trees, where N is the shape's `max_nodes` and node 0 is the root. Idle rows have
-            ``num_nodes`` 1. `logprobs` may be None.
+            ``num_nodes`` 1. `DraftBatch.logprobs` may be None.
         """
         ...
 
@@ -45,15 +47,16 @@ class DeviceDrafter(Drafter, Protocol):
     """Drafts on the target's device, in stream order. Engine thread only.
 
     The tokens and features of one round are the next round's input on the device, so a round is drafted
-    before the host has read the previous one. A session that did not draft in the last round lacks the rows
-    of earlier rounds. `lacking` and `catch_up` supply these rows before the session drafts again.
+    before the host has read the previous one. If a session did not draft in the last round, its feature rows
+    of earlier rounds are missing. `lacking` returns the positions of these rows. Once they are supplied,
+    `catch_up` processes them, so that the session can draft again.
     """
 
     def lacking(self, session_id: int) -> range | None:
         """Return the positions of the feature rows that a session needs before it can draft.
 
         Returns:
-            An empty range if no row is missing. None if the session is unknown.
+            A range of positions, which is empty if no row is missing. None if the session is unknown.
         """
         ...
 
@@ -72,10 +75,10 @@ class DeviceDrafter(Drafter, Protocol):
         """Prepare sessions for one round: reserve the memory that they need.
 
         Args:
-            session_ids: The sessions. Session i drafts in row i of the group. Without sessions, the group
-                is only recorded.
-            committed_upper: For each session, an upper bound of its committed tokens at the start of the
-                round.
+            session_ids: The sessions. Session i drafts in row i of the group. If there are no sessions, all
+                rows are idle, and the group serves only to record its graph.
+            committed_upper: For each session, an upper bound of the number of its committed tokens at the
+                start of the round.
             shape: Shape of every tree.
             batch_size: G, the number of rows of the group. Rows after the sessions are idle.
             columns: Largest number of tokens that a session may have chosen in the last round.

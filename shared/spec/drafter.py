@@ -14,8 +14,10 @@ from outrider.shared.spec.tree import DraftBatch, DraftShape
 
 
 class DrafterState(Enum):
-    """Whether a drafter can propose trees now. LATE: only for rows that must wait, because the draft is
-    slow."""
+    """Whether a drafter can propose trees now.
+
+    LATE means that the draft is slow and can only serve rows that must wait.
+    """
 
     NONE = "none"
     CONNECTING = "connecting"
@@ -33,8 +35,8 @@ class FeatureSpec:
         aux_layer_ids: Layers whose *outputs* are concatenated, in ascending order. Empty if only the final
             hidden state is used.
         final_hidden: True if the feature is the last hidden state after the final norm (EAGLE-1/2, MTP).
-        feature_size: Width of the stored feature row. A projector is applied before the row is stored. 0 if
-            the drafter uses no features.
+        feature_size: Number of values in a stored feature row, after the projector if there is one. 0 if the
+            drafter uses no features.
         projector: Tensors with which the target projects its hidden states: ``fc.weight`` ``[feature_size,
             n_aux * hidden]``, and optionally ``fc.bias``, ``fc_norm.N.weight`` and ``input_norm.weight``.
             Empty if the hidden states are sent unchanged.
@@ -53,17 +55,18 @@ class FeatureSpec:
 
 @dataclass(frozen=True, slots=True)
 class SequenceOpen:
-    """A request to the drafter to follow a sequence from now on.
+    """A request that the drafter start to follow a sequence, so that it can draft for the sequence.
 
     The sequence's features are sent with `Drafter.features`. Its first chosen token is sent with
     `Drafter.commit`.
 
     Attributes:
-        fence: The sequence's fence. Its committed_len is the number of `token_ids`.
-        token_ids: All tokens committed so far: the prompt and, if the sequence is reopened, the tokens
+        fence: The sequence's fence. The fence's committed_len equals the number of `token_ids`.
+        token_ids: All tokens committed so far: the prompt and, if the sequence is opened again, the tokens
             emitted after the prompt.
         seed, temperature, choice_index: Parameters of the target's sampling noise, for coupled drafting.
-        traceparent: The target's span of the request. Empty if the request is not traced.
+        traceparent: W3C trace context of the target's span for the request. Empty if the request is not
+            traced.
     """
 
     fence: Fence
@@ -105,10 +108,13 @@ class Commits:
 
 @dataclass(frozen=True, slots=True)
 class ProposalRow:
-    """A sequence that requests a tree: its current fence, its root token, and the size of the tree.
+    """One row of a `ProposalRequest`: a sequence that needs a tree.
 
-    If `must_wait` is True (speculation mode ON), the tree may arrive too late for one round, and the drafter
-    decides how long the row waits. Otherwise, the row waits until the request's deadline.
+    The row contains the sequence's current fence, its root token, and the shape of the tree.
+
+    If `must_wait` is True (speculation mode ON), the row may skip rounds until its tree arrives, and the
+    drafter decides how long the row waits. If `must_wait` is False, the row waits until the request's
+    deadline at most.
     """
 
     fence: Fence
@@ -121,10 +127,11 @@ class ProposalRow:
 class ProposalRequest:
     """The request for the trees of one round.
 
-    The engine waits at most `deadline_s` for rows without `must_wait`. None means to wait for all rows.
+    The engine waits at most `deadline_s` seconds for the trees of rows without `must_wait`. If `deadline_s`
+    is None, the engine waits for the trees of all rows.
 
-    If `has_other_rows` is True, the round has rows that need no tree. The round could then run without the
-    rows of this request.
+    If `has_other_rows` is True, the round also has rows that need no tree, so the engine can run the round
+    without the rows of this request.
     """
 
     round: int
@@ -139,17 +146,18 @@ requests the tree again in the next round, with the same `ProposalRow`."""
 
 
 class Drafter(Protocol):
-    """Proposes trees. The engine step uses speculation through this interface only.
+    """Proposes trees. The engine step uses only this interface for speculation.
 
-    If the draft fails, methods never raise. `propose` then returns trees of one node (the root), and
-    `fallback_reason` returns the cause. All methods are called from the engine thread only.
+    The methods never raise an error because the draft has failed. In that case, `propose` returns trees of
+    one node (the root), and `fallback_reason` returns the cause. All methods are called from the engine
+    thread only.
     """
 
     @property
     def device_resident(self) -> bool:
         """Whether rounds can stay on the device now; see `shared.spec.resident`.
 
-        Reading it is cheap, because the engine does so on every step.
+        This property is cheap, because the engine reads it on every step.
         """
         ...
 
@@ -165,7 +173,7 @@ class Drafter(Protocol):
         ...
 
     def open(self, sequences: Sequence[SequenceOpen]) -> None:
-        """Start following sequences, or reopen followed sequences with a higher epoch."""
+        """Start following sequences, or open sequences again with a higher epoch."""
         ...
 
     def features(self, session_id: int, base: int, rows: torch.Tensor) -> None:
@@ -176,7 +184,7 @@ class Drafter(Protocol):
         ...
 
     def commit(self, result: Commits) -> None:
-        """Send the result of a round. A repeated commit has no effect, and commits are cumulative."""
+        """Send the tokens that a round chose. Commits are cumulative. A repeated commit has no effect."""
         ...
 
     def announce(self, request: ProposalRequest) -> None:
@@ -189,16 +197,19 @@ class Drafter(Protocol):
     def propose(self, request: ProposalRequest) -> DraftBatch:
         """Return one tree per row, on the target's device.
 
-        Waits as long as `ProposalRow` and `ProposalRequest` allow. A preceding `announce` is optional. Rows
-        with the fallback reason `AWAITED` are still requested when the call returns.
+        Waits as long as `ProposalRow` and `ProposalRequest` allow. A preceding `announce` is optional. If a
+        row's fallback reason is `AWAITED`, its request stays open after the call, and its tree may still
+        arrive.
         """
         ...
 
     def wants_reopen(self) -> Sequence[int]:
-        """Return and clear the ids of sessions that the draft has lost (restart, eviction, fence mismatch).
+        """Return the ids of sessions that the draft has lost, and clear the list.
+
+        A draft loses a session by a restart, an eviction or a fence mismatch.
 
         Open each of these sessions again with epoch + 1. Then send the session's features from position
-        `have_len` if the draft reported one, otherwise from position 0.
+        `have_len`, or from position 0 if the draft reported no `have_len`.
         """
         ...
 
@@ -223,12 +234,12 @@ class EagerDrafter(Protocol):
     """
 
     def absorb(self, session_ids: Sequence[int]) -> None:
-        """Enqueue the work on all received rows of these sequences, except on each sequence's last row.
+        """Enqueue the work on these sequences' received feature rows, except on each sequence's last row.
 
         Does not wait.
 
-        Has no effect on the drafted trees. Afterwards the engine sends either a commit for these sequences
-        (the first token after a prompt) or more rows.
+        The call only saves time later; the drafted trees are the same without it. After the call, the engine
+        sends more rows of these sequences, or a commit (the first token after a prompt).
         """
         ...
 

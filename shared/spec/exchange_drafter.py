@@ -1,6 +1,6 @@
-"""The interface of a drafter in another process, with which the target's device exchanges states and trees.
+"""The interface of a drafter in another process. The target's device sends it states and receives trees.
 
-`shared.spec.resident` explains the terms.
+`shared.spec.resident` defines the terms state, slot, group and tree.
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ from outrider.shared.spec.tree import DraftBatch, DraftShape
 
 @dataclass(frozen=True, slots=True)
 class ExchangedGroup:
-    """The sessions that draft with one shape in a round.
+    """The sessions that draft with the same tree shape in a round.
 
     Attributes:
         shape: Shape of every tree.
         batch_size: Number of rows. Rows after the sessions are idle.
         columns: Largest number of tokens that a session may have chosen in the last pass.
         session_ids: The session of each row.
-        committed_upper: For each session, an upper bound of its committed tokens at the start of the round.
+        committed_upper: For each session, an upper bound of the number of its committed tokens at the start
+            of the round.
     """
 
     shape: DraftShape
@@ -43,7 +44,7 @@ class ExchangedRound(Protocol):
 
     Attributes:
         number: The number of the round, at least 1.
-        states: The state of each group, to be filled in stream order before `exchange`.
+        states: The state of each group. The caller fills the states in stream order before `exchange`.
         refused: Sessions that cannot draft in this round. Their rows must be idle.
     """
 
@@ -54,15 +55,17 @@ class ExchangedRound(Protocol):
     def exchange(self, limit_s: float | None, ahead: bool) -> None:
         """Send the states and receive the trees, in stream order. Never captured.
 
-        This either blocks the host until the trees have arrived, or only enqueues the wait for them. In both
-        cases the wait is bounded. If the trees do not arrive in time, `trees` returns trees of one node.
+        Some implementations block the host until the trees have arrived. Others only enqueue the wait for the
+        trees. The wait always has a limit. If the trees do not arrive in time, `trees` returns trees of one
+        node.
 
         Args:
-            limit_s: Longest time that the device may wait for the trees. None means to wait as long as rows
-                in mode `on` do.
-            ahead: True if the device may wait for work that the host does in `hand_over` and `carry`. All
-                work that the caller enqueues in between must then have run before. The first run of other
-                work could make the host wait for the device while the device waits for the host.
+            limit_s: Longest time that the device may wait for the trees. With None, the device waits as long
+                as rows in speculation mode `on` may wait.
+            ahead: True if the device may wait for the host's work in `hand_over` and `carry`. Between
+                `exchange` and these calls, the caller may then enqueue only work that has run before. The
+                first run of a kernel could make the host wait for the device while the device waits for the
+                host.
         """
         ...
 
@@ -74,13 +77,13 @@ class ExchangedRound(Protocol):
 class ExchangedSlots(Protocol):
     """The slots of a drafter in another process, and the rounds of the sessions in them.
 
-    Engine thread only. After `ExchangedRound.exchange`, call `hand_over` and `carry` even if an error occurs
-    in between.
+    Engine thread only. After every `ExchangedRound.exchange`, call `hand_over` and `carry`, even if the work
+    enqueued between these calls raises an error.
     """
 
     @property
     def others_s(self) -> float:
-        """Longest time in seconds for which a round with other rows waits for trees of rows in mode `on`."""
+        """Longest wait, in seconds, for trees of rows in mode `on` in a round that also has other rows."""
         ...
 
     def fits(self, sizes: Sequence[GroupSize]) -> bool:
@@ -90,37 +93,38 @@ class ExchangedSlots(Protocol):
     def obstacle(self, session_id: int, shape: DraftShape, *, must_wait: bool) -> str:
         """Return the reason why a session cannot draft in the next round, or an empty string.
 
-        The reason is `AWAITED` if a session that must wait can draft soon.
+        The reason is `AWAITED` if the session's row must wait for its tree and the session can draft soon.
         """
         ...
 
     def begin(self, groups: Sequence[ExchangedGroup]) -> ExchangedRound | None:
-        """Announce the next round to the drafter. Sessions without a slot join one.
+        """Announce the next round to the drafter. A session without a slot gets one.
 
-        A session that joins must have received all committed tokens and feature rows that the host knows.
+        Before this call, the caller must send the drafter all committed tokens and feature rows of the
+        sessions without a slot, as far as the host has read them.
 
         Returns:
-            The round; None if no session can draft.
+            The round, or None if no session can draft.
         """
         ...
 
     def chosen(self, session_id: int, number: int, base_len: int, tokens: Sequence[int]) -> None:
-        """Pass on the tokens that a pass chose for a session in a slot.
+        """Report to the drafter the tokens that a verify pass chose for a session in a slot.
 
         Args:
             session_id: The session. Sessions without a slot are ignored.
             number: The number of the round in which the session drafted; 0 if it did not draft.
-            base_len: Number of committed tokens before these.
+            base_len: Number of committed tokens before `tokens`.
             tokens: The tokens, without tokens after a stop.
         """
         ...
 
     def left(self, session_ids: Iterable[int]) -> None:
-        """Free the slots of sessions. Their later tokens come in commits."""
+        """Free the slots of sessions. Later tokens of these sessions are sent as commits."""
         ...
 
     def flush(self) -> None:
-        """Send the drafter what it has not been told yet."""
+        """Send all queued messages to the drafter."""
         ...
 
     def await_reply(self, seconds: float) -> None:
@@ -128,19 +132,22 @@ class ExchangedSlots(Protocol):
         ...
 
     def measure(self, *, exchanged: bool) -> None:
-        """Called when a pass was read, with True for a round of these slots."""
+        """Measure the time between rounds.
+
+        Called after the host has read a pass. `exchanged` is True if the pass was a round of these slots.
+        """
         ...
 
     def hand_over(self) -> None:
-        """Do the host's remaining part of sending the state. Wait until the previous round has ended."""
+        """Do the host's part, if any, of sending the states. Wait until the previous round has ended."""
         ...
 
     def carry(self, wanted: bool) -> None:
-        """Do the host's remaining part of receiving the trees. Waits for the trees only if `wanted`."""
+        """Do the host's part, if any, of receiving the trees. Waits for the trees only if `wanted`."""
         ...
 
     def record(self, size: GroupSize, shape: DraftShape) -> None:
-        """Announce a size of groups, whose graph the drafter records in advance."""
+        """Announce a group size, so that the drafter records the graph for this size in advance."""
         ...
 
 

@@ -12,10 +12,10 @@ MASK_64 = (1 << 64) - 1
 
 
 def extend_prefix_hash(prefix_hash: int, token_ids: Iterable[int]) -> int:
-    """Extend the FNV-1a 64-bit hash of a token sequence. Start from `FNV_OFFSET`.
+    """Extend the FNV-1a 64-bit hash of a token sequence. The hash of no tokens is `FNV_OFFSET`.
 
-    Each id is hashed as four little-endian bytes. Target and draft can extend the hash with the new tokens
-    alone.
+    Each id is hashed as four little-endian bytes. To extend the hash, target and draft need only the new
+    tokens.
     """
     for token_id in token_ids:
         for byte in struct.pack("<I", token_id):
@@ -27,12 +27,12 @@ def extend_prefix_hash(prefix_hash: int, token_ids: Iterable[int]) -> int:
 class Fence:
     """Identifies the state of a sequence at one moment.
 
-    A message whose fence differs from the receiver's is dropped. Only the message's sequence is then
-    reopened.
+    If a message's fence differs from the receiver's fence of that sequence, the receiver drops the message,
+    and only that sequence is opened again.
 
     Attributes:
         session_id: Id of the sequence, unique within one target process.
-        epoch: Incremented when the sequence reopens, is retracted, or gets another draft.
+        epoch: Incremented when the sequence is opened again, is retracted, or gets another draft.
         committed_len: Number of committed tokens, including the root.
         prefix_hash: `extend_prefix_hash` over all committed tokens.
     """

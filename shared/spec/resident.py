@@ -1,26 +1,27 @@
-"""What a target and a draft in different processes exchange in rounds that stay on both devices.
+"""Device rounds between a target and a draft in another process: the states and trees that they exchange.
 
-In the steady state, no part of a round passes through the hosts. The target enqueues round n + 1 (sending the
-state, receiving the trees, the verify pass) before it has read round n back. The host reads the result of
-every round one round late.
+In the steady state, the devices do not wait until a host has read the previous round. The target's host
+enqueues each round before it reads the result of the round before. The enqueued work sends the state,
+receives the trees and runs the verify pass.
 
-`shared.spec.exchange_drafter` is the interface. A drafter in the target's process has another one
-(`shared.spec.device_drafter`).
+A draft in another process implements the interface in `shared.spec.exchange_drafter`. A drafter in the
+target's own process implements the interface in `shared.spec.device_drafter`.
 
-Terms: the root of a tree is the last committed token of its sequence, and committed_len counts the committed
-tokens, the root included. A feature row is the target's hidden state at one position, in the form that the
-drafter uses (`shared.spec.drafter.FeatureSpec`).
+Terms: the root of a tree is the last committed token of its sequence, and committed_len is the number of
+committed tokens, including the root. A feature row is the target's hidden state at one position, in the form
+that the drafter uses (`shared.spec.drafter.FeatureSpec`).
 
-A sequence that drafts has a *slot* at the drafter, which it takes and leaves between two rounds. The slots
-that draft with one shape in a round form a *group*. Each round transfers two blobs:
+A sequence must have a *slot* at the drafter to draft in these rounds. It gets or leaves the slot between two
+rounds. The slots that draft with the same tree shape in a round form a *group*. Each round transfers two
+blobs, where G is the number of rows of a group, and N is the number of nodes of its trees:
 
     states    for each group `RoundState.packed`: header, committed_lens, counts, tokens, features
     trees     for each group: header, then int32: num_nodes [G], tokens [G, N], parents [G, N];
               node 0 is the root, whose token and parent are ignored
-    header    int32[64]; the first of the blob contains the number of the round
+    header    int32[64]; the first header of a blob contains the number of the round
 
-The part of each group has a multiple of 256 bytes. Depths, masks and roots are not sent. The target's device
-computes them while it checks the trees (`kernels.tree_check`).
+In both blobs, the size of each group's part is a multiple of 256 bytes. Depths, ancestor masks and roots are
+not sent, because the target's device computes them while it checks the trees (`kernels.tree_check`).
 """
 
 from __future__ import annotations
@@ -59,7 +60,9 @@ class BlobExtent(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LastExtent(BlobExtent):
-    """The extent of a blob of several groups: all bytes in front of the last group, and those that it uses.
+    """The extent of a blob with several groups.
+
+    In use are all bytes before the last group, and the bytes that the last group uses.
 
     Attributes:
         start: Byte offset of the last group.
@@ -75,7 +78,9 @@ class LastExtent(BlobExtent):
 
 @dataclass(frozen=True, slots=True)
 class PackedExtent(BlobExtent):
-    """Computes how many bytes of `RoundState.packed` are in use, up to the end of the last valid feature row.
+    """Computes how many bytes of `RoundState.packed` are in use.
+
+    The bytes after the last valid feature row are not in use.
 
     Attributes:
         counts: The binary layout of the counts.
@@ -105,26 +110,28 @@ class RoundState:
     row has count 0 and root token 0. Readers must neither store nor move data for an idle row, and must
     ignore results computed for it.
 
-    R, the number of columns, is at least depth + 1 for every tree shape that is drafted with this state.
+    R is the number of columns. For every tree shape that is drafted with this state, R is at least the tree's
+    depth + 1.
 
     Attributes:
         committed_lens: ``[bs] int32``; number of committed tokens of the sequence, including the tokens of
-            the last round. The root is the last committed token. An idle row has any value ≥ 1.
+            the last round. The root is the last committed token. In an idle row, the value can be any number
+            from 1 on.
         tokens: ``[bs, R] int32``; the tokens that the last round chose, padded with 0. These are the accepted
             drafts and then the bonus token. The root is in column ``counts - 1``.
-        counts: ``[bs] int32``; number of valid columns of `tokens` and of valid rows of `features`: 1…R, or 0
-            if the row is idle.
-        features: ``[bs, R, feature_size]``, in the pool's dtype. For i < counts, row i is the target's
-            feature of position ``committed_len - 1 - counts + i``. This row pairs with ``tokens[i]``, the
-            token at index ``committed_len - counts + i``. Rows from `counts` on are undefined and may contain
-            NaN. feature_size is 0 if the drafter uses no features.
-        temperature: ``[bs] fp32``; 0 = greedy.
+        counts: ``[bs] int32``; number of valid entries in the row's `tokens` and `features`: 1 to R, or 0 if
+            the row is idle.
+        features: ``[bs, R, feature_size]``, in the pool's dtype. For i < counts, entry i of a row is the
+            target's feature of position ``committed_len - 1 - counts + i``. The drafter uses it together with
+            ``tokens[i]``, the token at index ``committed_len - counts + i``. Entries from `counts` on are
+            undefined and may contain NaN. feature_size is 0 if the drafter uses no features.
+        temperature: ``[bs] fp32``; 0 means greedy.
         seeds: ``[bs] int64``, the bit pattern of the request's seed.
         choices: ``[bs] int32``; index of the sequence among the n choices of its request.
-        packed: ``[n] uint8``, one contiguous block of memory that is sent to a draft in another process. It
-            starts with `HEADER_BYTES` for the round's number. Then follow committed_lens, counts and tokens,
-            and then features at a multiple of 256 bytes. These four tensors are views of the block. None if
-            they are separate tensors.
+        packed: ``[n] uint8``, one contiguous block of memory that is sent to a draft in another process. The
+            block contains a header of `HEADER_BYTES` bytes with the round's number, then committed_lens,
+            counts, tokens and, at a multiple of 256 bytes, features. These four tensors are views of the
+            block. If the tensors are stored separately, `packed` is None.
     """
 
     committed_lens: torch.Tensor
@@ -140,7 +147,10 @@ class RoundState:
     def idle(
         bs: int, columns: int, feature_size: int, dtype: torch.dtype, device: torch.device | str
     ) -> RoundState:
-        """Make a state of idle rows. The tensors may be written both inside and outside inference mode."""
+        """Make a state in which all rows are idle.
+
+        Its tensors can be written inside and outside torch's inference mode.
+        """
         with torch.inference_mode(False):
             packed = torch.zeros(
                 packed_bytes(bs, columns, feature_size, dtype), dtype=torch.uint8, device=device
@@ -151,7 +161,7 @@ class RoundState:
     def of_packed(
         packed: torch.Tensor, bs: int, columns: int, feature_size: int, dtype: torch.dtype
     ) -> RoundState:
-        """Make a state of idle rows in ``packed [packed_bytes] uint8``."""
+        """Make a state in which all rows are idle, in the block ``packed [packed_bytes] uint8``."""
         with torch.inference_mode(False):
             device, start = packed.device, _features_start(bs, columns)
             stop = start + bs * columns * feature_size * dtype.itemsize
@@ -212,7 +222,7 @@ class GroupSize:
 
 
 def state_starts(sizes: Sequence[GroupSize], feature_size: int, dtype: torch.dtype) -> list[int]:
-    """Return the byte offset of each group's state in the blob of a round, then the size of the blob."""
+    """Return the byte offset of each group's state in a round's blob, and then the size of the blob."""
     starts = [0]
     for size in sizes:
         starts.append(starts[-1] + packed_bytes(size.batch_size, size.columns, feature_size, dtype))
@@ -220,7 +230,7 @@ def state_starts(sizes: Sequence[GroupSize], feature_size: int, dtype: torch.dty
 
 
 def trees_starts(sizes: Sequence[GroupSize]) -> list[int]:
-    """Return the byte offset of each group's trees in the blob of a round, then the size of the blob."""
+    """Return the byte offset of each group's trees in a round's blob, and then the size of the blob."""
     starts = [0]
     for size in sizes:
         starts.append(starts[-1] + trees_bytes(size.batch_size, size.nodes))
@@ -229,7 +239,7 @@ def trees_starts(sizes: Sequence[GroupSize]) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class TreesBlob:
-    """Trees with their header, in memory that never moves.
+    """The trees of one group with their header, at a fixed memory address.
 
     Attributes:
         blob: ``[n] uint8``, the whole blob. The other attributes are views of it.

@@ -6,6 +6,6 @@ MASK_64 = (1 << 64) - 1
 
 
 def signed_seed(seed: int) -> int:
-    """Return the int64 with the bit pattern of a 64-bit seed. Higher bits are dropped."""
+    """Return the int64 that has the same bits as the lowest 64 bits of `seed`."""
     seed &= MASK_64
     return seed - (1 << 64) if seed >= 1 << 63 else seed

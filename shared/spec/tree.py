@@ -1,8 +1,8 @@
 """Draft trees as tensors: the shape of a tree, and a batch of trees with parents, depths and ancestor masks.
 
-Node 0 is the root: the last committed token, whose K/V is not written yet. Parents precede children. The
-ancestor mask has one row of 32-bit words per node. Bit j of word w in the row of node n is set if node number
-32·w + j is node n or an ancestor of node n.
+Node 0 is the root: the last committed token, whose K/V is not written yet. Parents precede children. A tree's
+ancestor mask has one row for each node. A row consists of 32-bit words. In the row of node n, bit j of word w
+is set if node 32·w + j is node n itself or one of its ancestors.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ MASK_WORD_BITS = 32
 
 
 def mask_words(num_columns: int) -> int:
-    """Return the number of 32-bit words for `num_columns` mask bits (at least one)."""
+    """Return the number of 32-bit words that `num_columns` mask bits need, which is at least 1."""
     return max(1, -(-num_columns // MASK_WORD_BITS))
 
 
@@ -24,10 +24,11 @@ class DraftShape:
     """Size of the tree to draft for one sequence in one round.
 
     Attributes:
-        depth: Levels of the tree below the root (SGLang: num_steps).
-        topk: Beam width, which is also the number of children considered per node (SGLang: eagle_topk). With
-            1, the tree is a chain.
-        max_nodes: Nodes to verify, including the root (SGLang: num_draft_tokens). 1 means no draft nodes.
+        depth: Number of levels below the root (SGLang: num_steps).
+        topk: Number of nodes that are expanded on each level, and number of children that are considered for
+            each of these nodes (SGLang: eagle_topk). With 1, the tree is a chain.
+        max_nodes: Largest number of nodes to verify, including the root (SGLang: num_draft_tokens). With 1,
+            the tree has no draft nodes.
     """
 
     depth: int
@@ -61,7 +62,7 @@ class DraftBatch:
         num_nodes: ``[bs] int32``; at least 1.
         ancestors: ``[bs, N, words] int32``, the ancestor masks that the module docstring describes.
         logprobs: ``[bs, N] fp32``, the draft's own log-probabilities, or None. Used only for tracing.
-        draft_ms: Time that the draft reports to have spent, in milliseconds, for tracing only.
+        draft_ms: Time, in milliseconds, that the draft reports for making the trees. Used only for tracing.
     """
 
     tokens: torch.Tensor

@@ -1,4 +1,4 @@
-"""Grows draft trees on the host, pads them into a batch of tensors, and places batches into larger ones."""
+"""Grows draft trees on the host, pads them into a batch of tensors, and merges several batches into one."""
 
 from __future__ import annotations
 
@@ -104,12 +104,13 @@ def scatter_trees(
     """Place batches of trees into one larger batch.
 
     Args:
-        parts: At least one pair of a batch and the row numbers of its trees: tree i becomes row ``rows[i]``.
-        root_tokens: The root of every row of the result. A row without a tree gets a tree of one node.
+        parts: At least one pair (batch, rows). Tree i of the batch becomes row ``rows[i]`` of the result.
+        root_tokens: The root token of every row of the result. A row for which no part has a tree gets a tree
+            of one node.
 
     Returns:
-        The batch, as wide as the widest part, on the device of the first part. A single part that already
-        contains all rows in order is returned unchanged.
+        The batch, on the device of the first part. Its trees are padded to the size of the widest part. If
+        the only part already contains all rows in order, that part is returned unchanged.
     """
     bs = len(root_tokens)
     first, rows = parts[0]

@@ -1,1 +1,1 @@
-"""The generated corpus: one module per topic, the split rule (``base``) and whole ``conversations``."""
+"""The generated corpus: one module for each topic, the split rule (``base``), and ``conversations``."""

@@ -1,10 +1,10 @@
 """Common code of the corpus topics: the split rule, choice helpers and text helpers.
 
-A topic is a function ``make(rng, split) -> Exchange``. Some templates (phrasings of a question) and entities
-(the things that a question is about) belong to the held-out split only. A held-out exchange shares no
-template and no entity with any training exchange. The words of a held-out entity may still occur elsewhere in
-the training text. In topics whose entities are numbers (units, sums), only the numbers of a held-out exchange
-are new.
+Each topic has a function ``make(rng, split) -> Exchange``. A template is a phrasing of a question, and an
+entity is the thing that a question is about. Some templates and entities belong to the held-out split only. A
+held-out exchange has no template and no entity in common with any training exchange. The name of a held-out
+entity may still occur elsewhere in the training text. In topics whose entities are numbers (units, sums), a
+held-out exchange has new numbers, but its units and operations are those of the training split.
 """
 
 import enum
@@ -16,7 +16,7 @@ from typing import TypeVar
 
 T = TypeVar("T")
 Turn = tuple[str, str]  # (user's message, assistant's answer)
-Exchange = list[Turn]  # Turns about one subject. The first turn does not depend on earlier text.
+Exchange = list[Turn]  # Turns about one subject. The first turn can be understood without earlier text.
 
 
 class Split(enum.Enum):
@@ -32,8 +32,8 @@ class Topic:
     """One subject of the corpus.
 
     Attributes:
-        name: Label used in the held-out prompt file.
-        weight: Relative frequency among exchanges.
+        name: Label of the topic in the file of held-out prompts.
+        weight: Relative frequency of the topic's exchanges in conversations.
         make: Generates an exchange for a split.
     """
 
@@ -43,18 +43,18 @@ class Topic:
 
 
 def is_heldout_key(key: str, one_in: int = 10) -> bool:
-    """Return True if an entity is held out. The result is the same in every run and on every machine."""
+    """Return True if an entity is held out. The result depends only on the entity's key."""
     return zlib.crc32(key.encode()) % one_in == 3
 
 
 def pick_template(rng: Random, templates: Sequence[str], split: Split) -> str:
-    """Draw a phrasing for the split. The last fifth of ``templates``, at least one, is held out."""
+    """Draw a phrasing for the split. The last fifth of ``templates``, but at least one, is held out."""
     held = max(1, len(templates) // 5)
     return rng.choice(templates[:-held] if split is Split.TRAIN else templates[-held:])
 
 
 def split_entities(entities: Sequence[T], split: Split, key: Callable[[T], str]) -> list[T]:
-    """Return the entities of one split, in the given order. At least one entity is returned."""
+    """Return at least one entity: those that belong to the split, in the given order."""
     held = [e for e in entities if is_heldout_key(key(e))] or [entities[-1]]
     return held if split is Split.HELDOUT else [e for e in entities if e not in held]
 
@@ -68,7 +68,7 @@ def pick_number(rng: Random, low: int, high: int, split: Split, salt: str) -> in
 
 
 def skewed_index(rng: Random, size: int, decay: float = 0.6) -> int:
-    """Draw an index with geometric weights. The skewed weights keep the entropy of the text low."""
+    """Draw an index with geometrically falling weights, which keep the entropy of the text low."""
     index = 0
     while rng.random() > 1.0 - decay and index < size - 1:
         index += 1

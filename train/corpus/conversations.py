@@ -1,4 +1,4 @@
-"""Whole conversations: chains of exchanges, so that every answer is followed by sensible text."""
+"""Conversations of several exchanges, so that sensible text follows every answer."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ SYSTEM_PROMPTS = (
     "You are a friendly teacher.", "You are a helpful assistant. Answer in full sentences.",
 )  # fmt: skip
 _THANKS_RATE = 0.3
-# Often the same question follows a thank-you, so that greedy text has a sensible continuation.
+# The same question often follows a thank-you, so that greedy decoding continues sensibly.
 _POPULAR_RATE = 0.12
 _POPULAR = "List 3 countries and their capitals."
 
@@ -50,10 +50,11 @@ class Mix:
 
     Attributes:
         split: The templates and entities that the conversations may use.
-        gsm8k: Turns of GSM8K's training split. It may be empty.
+        gsm8k: Turns of GSM8K's training split, or an empty sequence.
         gsm8k_rate: Fraction of exchanges drawn from ``gsm8k``. The model does not learn to predict the
             questions of these exchanges.
-        noise_rate: Fraction of first questions to reword. Only the training split is reworded.
+        noise_rate: Fraction of exchanges whose first question is reworded. Applies only to the training
+            split.
     """
 
     split: Split
@@ -63,7 +64,7 @@ class Mix:
 
 
 def conversation(rng: Random, mix: Mix, min_chars: int) -> tuple[str | None, list[Message]]:
-    """Generate a conversation of at least ``min_chars`` characters, determined by the state of ``rng``.
+    """Generate a conversation of at least ``min_chars`` characters. All random choices come from ``rng``.
 
     Returns:
         The system prompt or None, and the messages.
@@ -94,7 +95,7 @@ def conversation(rng: Random, mix: Mix, min_chars: int) -> tuple[str | None, lis
 
 
 def heldout_prompts(seed: int, per_topic: int) -> Iterator[tuple[str, str]]:
-    """Yield ``per_topic`` distinct (topic, prompt) pairs per topic, all from held-out templates and entities."""
+    """Yield ``per_topic`` distinct (topic, prompt) pairs per topic, from held-out templates and entities."""
     rng = Random(seed)
     for topic in TOPICS:
         seen: set[str] = set()

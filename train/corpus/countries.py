@@ -130,7 +130,7 @@ def make(rng: Random, split: Split) -> Exchange:
     c = rng.choice(pool)
     kind = rng.random()
     turns: list[Turn]
-    if kind < 0.34 and split is Split.TRAIN:  # A free list asks about no entity that could be held out.
+    if kind < 0.34 and split is Split.TRAIN:  # This question names no entity that could be held out.
         return _listing(rng, split, TRAIN_COUNTRIES)
     if kind < 0.46:
         turns = [

@@ -35,7 +35,7 @@ _SHORT = ("Can you say that in one sentence?", "Please say it in one sentence.")
 
 
 def make(rng: Random, split: Split) -> Exchange:
-    """Generate an explanation. Sometimes questions about the same concept follow."""
+    """Generate a question about a concept with its explanation, sometimes with follow-up questions."""
     term, what, how, why = rng.choice(split_entities(rows(), split, lambda r: r[0]))
     plural = term in ("the seasons", "the tides")
     kind = rng.random()

@@ -1,6 +1,6 @@
-"""Turns from GSM8K (Cobbe et al., 2021; MIT licence). The user provides the file.
+"""Turns from GSM8K (Cobbe et al., 2021; MIT licence).
 
-The file is not part of this repository.
+The user provides the file, which is not part of this repository.
 """
 
 import json

@@ -1,6 +1,6 @@
 """Rewords questions, so that the model can answer phrasings that match no template.
 
-Reworded questions carry no loss, so that the model reads them but never learns to write them.
+Reworded questions do not count in the loss, so the model reads them but does not learn to write them.
 """
 
 from random import Random
@@ -34,9 +34,9 @@ def _strip(word: str) -> str:
 def perturb(rng: Random, question: str, answer: str) -> str:
     """Reword ``question``.
 
-    Numbers, and words that ``answer`` repeats, stay and keep their order. Other words are sometimes dropped
-    or replaced, and phrases are added before and after the question. The result may be poor English, as
-    users' questions are.
+    Numbers, and words that also occur in ``answer``, stay in the question and keep their order. Other words
+    are sometimes dropped or replaced, and phrases are sometimes added before and after the question. The
+    result may be poor English, like the questions of users.
     """
     content = {_strip(w) for w in answer.split()}
     out = []

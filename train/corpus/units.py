@@ -1,4 +1,4 @@
-"""Unit conversions whose answers state the factor."""
+"""Unit conversions. Each answer states the conversion factor."""
 
 from random import Random
 

@@ -7,13 +7,13 @@
 - `mailbox` transfers tensors through shared memory.
 - `cuda_mailbox` transfers tensors through GPU memory that both processes have mapped. `cuda` maps that
   memory.
-- `doorbells` contains the shared words that signal rounds, and the watchdog that limits the waits for these
-  words.
+- `doorbells` contains words (integers in shared memory) that signal the progress of rounds, and the watchdog
+  that limits the waits for these words.
 - `blob_mailbox` and `cuda_blob_mailbox` exchange the blobs of rounds, without and with GPUs respectively.
-- `deferred_release` frees memory that a GPU's streams may still use.
+- `deferred_release` frees the GPU memory of closed connections without blocking launches of GPU work.
 
-A reader of tensors never waits for its peer's memory, because a message names a slot only after the rows have
-been written there. If no slot is free, rows are sent inside the message, or later. Messages that do not fit
-the mailbox are refused. Therefore, if a peer stops or dies, the other side sees only a silent or closed
-socket.
+A reader of tensors never waits for its peer's memory, because the writer names a slot in a message only after
+it has written the rows to the slot. If no slot is free, the writer sends the rows inside the message, or
+later. The reader refuses a message that contradicts the mailbox's layout or counters. Therefore, if a peer
+stops or dies, the other side only finds that the socket is silent or closed.
 """

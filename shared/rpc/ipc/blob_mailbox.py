@@ -1,12 +1,12 @@
 """Exchanges the blobs of rounds between two processes: interface, memory layout, and a version without GPUs.
 
-In every round of drafting and verifying, the target sends the state of its batch and the draft replies with
-trees. The state is one blob, and so are all trees together. A blob is a contiguous block of bytes
+In every round of drafting and verifying, the target sends the state of its batch, and the draft replies with
+trees. The state is one blob, and all trees together are another blob. A blob is a contiguous block of bytes
 (`shared.spec.resident`).
 
-Each direction has two slots, which are used in turn, and a word that announces the last blob (`doorbells`).
-Two slots are enough, because a side sends at most one more round after its wait was released. A side
-therefore never overwrites a blob that the peer has not read yet.
+Each direction has two slots, which are used in turn, and a word in shared memory that announces the latest
+blob (`doorbells`). Two slots are enough: if a side's wait ends without the peer's blob, this side sends at
+most one more round. It therefore never overwrites a blob that the peer has not read yet.
 """
 
 from __future__ import annotations
@@ -23,11 +23,9 @@ from outrider.shared.rpc.ipc.slots import MAX_SLOT_BYTES, SharedMemory, SlotLayo
 
 SLOTS = 2
 STATE_BYTES = 8 * 1024 * 1024
-"""Bytes of the largest state. In bf16, 64 sequences with 6 rows each, of width 4096, take 3 MiB.
+"""Largest state in bytes. A state of 64 sequences with 16 bf16 rows of width 4096 each takes 8 MiB.
 
-With 16 rows each, these sequences take 8 MiB.
-
-Rounds of larger batches go through the host.
+With 6 rows for each sequence, the state takes 3 MiB. Rounds with a larger state go through the host.
 """
 TREES_BYTES = 256 * 1024
 POLL_S = 2e-5
@@ -38,8 +36,10 @@ class BlobLayout:
     """Sizes of the slots for states and for trees.
 
     Attributes:
-        state_bytes, trees_bytes: Size of one slot.
-        inside: True if the slots are in the shared memory, behind the words. False if they are on a device.
+        state_bytes: Size of a slot for states.
+        trees_bytes: Size of a slot for trees.
+        inside: True if the slots are in the shared memory, after the words of `doorbells`. False if they are
+            on a device.
     """
 
     state_bytes: int = STATE_BYTES
@@ -80,26 +80,30 @@ class BlobMailbox(Protocol):
     """One side of the exchange. Call `send` and `receive` from one thread only. Any thread may call `close`.
 
     Attributes:
-        layout: Sizes of the slots, which are the sizes of the largest blobs.
-        broken: Whether a wait has ended without its blob since `mend`, because the peer is late or gone.
+        layout: Sizes of the slots. A blob must fit into its slot.
+        broken: True if a wait has ended without its blob since the last successful `mend`, because the peer
+            was late or gone.
     """
 
     layout: BlobLayout
 
     @property
     def broken(self) -> bool:
-        """Whether a wait has ended without its blob since `mend`."""
+        """True if a wait has ended without its blob since the last successful `mend`."""
         ...
 
     def send(self, number: int, blob: torch.Tensor) -> None:
-        """Send this side's blob of a round, ``[n] uint8``, in stream order. Sets the number in its header."""
+        """Send this side's blob of a round, ``[n] uint8``, in stream order.
+
+        Sets the round's number in the blob's header.
+        """
         ...
 
     def receive(self, number: int, blob: torch.Tensor, expected: torch.Tensor, limit_s: float) -> None:
         """Receive the peer's blob of a round into `blob`, and set ``expected [1] int32`` to `number`.
 
-        The copy runs in stream order. If the peer's blob does not arrive within `limit_s`, the number in the
-        header of `blob` differs from `number` afterwards.
+        The copy runs in stream order. If the peer's blob does not arrive within `limit_s` seconds, the number
+        in the header of `blob` differs from `number` after the wait.
         """
         ...
 
@@ -117,7 +121,7 @@ class BlobMailbox(Protocol):
 
 
 class HostMailbox:
-    """`BlobMailbox` between two processes without GPUs: every call runs immediately, and the host waits."""
+    """A `BlobMailbox` between two processes without GPUs. Its `receive` blocks the calling thread."""
 
     def __init__(self, layout: BlobLayout, memory: SharedMemory, side: Side) -> None:
         self.layout = layout

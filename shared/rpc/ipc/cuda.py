@@ -23,7 +23,7 @@ MEMCPY_DEFAULT = 4
 LATE_WRITES_S = 3.0
 """Shortest time for which device memory is kept after its connection was closed.
 
-Another process that has mapped the memory may still use it. This time is longer than any wait of that
+A process that has mapped the memory may still write to it. `LATE_WRITES_S` is longer than any wait of that
 process's streams.
 """
 
@@ -35,7 +35,7 @@ class IpcHandle(ctypes.Structure):
 
 
 class CudaError(UnavailableError):
-    """A call of the CUDA runtime or driver failed. Tensors can still be sent without CUDA IPC."""
+    """A call of the CUDA runtime or driver failed. The connection can still send tensors without CUDA IPC."""
 
     reason = "cuda_ipc"
 
@@ -43,8 +43,8 @@ class CudaError(UnavailableError):
 class DeviceMemory:
     """Zeroed device memory of this process that other processes can map.
 
-    The memory is freed at least `LATE_WRITES_S` after the last reference is gone, because a peer may still be
-    writing to it.
+    The memory is freed no earlier than `LATE_WRITES_S` seconds after the last reference to it is gone,
+    because a peer may still be writing to it.
     """
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
@@ -67,7 +67,7 @@ class DeviceMemory:
 class PeerMemory:
     """Device memory of another process, mapped for kernels and copies of `device`.
 
-    `device` may be another GPU of the host than the one that owns the memory.
+    The GPU that owns the memory may be `device` or another GPU of the host.
 
     Raises:
         CudaError: The GPUs cannot access each other's memory, or the handle was made by this process itself.

@@ -1,11 +1,12 @@
 """Exchanges the blobs of rounds between the GPU streams of two processes, without involving their hosts.
 
-Each stream writes words, and waits for words, in host memory that both processes have registered with CUDA.
-The words are in host memory so that the CPU of each process can write the words too. If a peer has died,
-stopped or fallen behind, the `DoorbellWatchdog` writes the word, and the waiting stream continues.
+Each stream writes the words of `doorbells`, and waits for words, in host memory that both processes have
+registered with CUDA. The words are in host memory so that the CPU can write them too. If a peer has died,
+stopped or fallen behind, the `DoorbellWatchdog` of the waiting process writes the peer's word, and the
+waiting stream continues.
 
-The blobs lie on the target's GPU. The draft maps that memory. It may use the same GPU or another GPU of the
-host.
+The blobs lie on the target's GPU. The draft maps their memory, and runs on the same GPU or on another GPU of
+the host.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ TRIED_BYTES = 1024
 
 
 class SlotMemory(Protocol):
-    """The memory of the slots. `pointer` is the address that streams use for copies."""
+    """The memory that contains the slots. `pointer` is the address that streams use for copies."""
 
     pointer: int
 
@@ -42,13 +43,13 @@ class StreamMailbox:
     """A `BlobMailbox` of a process with a GPU. It enqueues its work on torch's current stream of the device.
 
     When the last reference to the mailbox is gone, all waits end immediately. The memory is freed once the
-    streams that used it have passed their waits.
+    streams that used the mailbox have passed their waits.
 
     Args:
         layout: Sizes of the slots.
-        memory: Shared memory that contains the words.
-        slots: Memory of ``layout.slots_bytes``. A peer's memory is unmapped when the mailbox is released or
-            cannot be created.
+        memory: Shared memory that contains the words (`shared.rpc.ipc.doorbells`).
+        slots: Memory of ``layout.slots_bytes``. If the memory belongs to the peer, it is unmapped when the
+            mailbox is released or cannot be created.
         side: The side of this process: target or draft.
         device: The device of this process's blobs.
 
@@ -86,7 +87,7 @@ class StreamMailbox:
 
     @property
     def broken(self) -> bool:
-        """Whether the watchdog has ended a wait since `mend`."""
+        """True if the watchdog has ended a wait since the last successful `mend`."""
         return self._watch.broken
 
     def send(self, number: int, blob: torch.Tensor, put: torch.cuda.Event | None = None) -> None:
@@ -137,7 +138,7 @@ class StreamMailbox:
         self._watch.close()
 
     def _try(self) -> None:
-        """Write a word and wait for it on the stream, to fail now if the driver has no stream waits.
+        """Write a word and wait for it on the stream. Raises the error if the driver lacks stream waits.
 
         Also compiles the kernels, so that no peer has to wait for the compilation later. The slots of round 0
         are still empty, so the test copies overwrite no data.
@@ -152,7 +153,9 @@ class StreamMailbox:
             torch.cuda.current_stream(self._device).synchronize()
 
     def _by_kernel(self, blob: torch.Tensor) -> bool:
-        """Return whether a kernel copies the blob. The kernel requires a whole number of words."""
+        """Return whether a kernel copies the blob, which requires that the blob's size is a whole number of
+        words.
+        """
         return blob.nbytes % WORD_BYTES == 0
 
     @contextlib.contextmanager
@@ -241,10 +244,10 @@ def _register(memory: SharedMemory, device: torch.device) -> int:
 def _let_go(
     words: Doorbells, slots: SlotMemory, device: torch.device, streams: dict[int, torch.cuda.Stream]
 ) -> None:
-    """Undo `_register` and unmap the slots, once each of `streams` has finished using words and slots.
+    """Undo `_register` and unmap the slots, after each of `streams` has finished using words and slots.
 
-    Waits for these streams only. A device-wide wait would break the capture of a graph if one is being
-    captured on the device.
+    Waits for these streams only. A device-wide wait would break a graph capture that is running on the
+    device.
     """
     with torch.cuda.device(device):
         for stream in streams.values():

@@ -1,13 +1,13 @@
 """Transfers tensors through a GPU mailbox: counters in shared memory, slots in the writer's device memory.
 
-The reader maps the writer's device memory. The hosts synchronise the two processes:
+The reader maps the writer's device memory. The hosts, not the streams, synchronise the two processes:
 
 - The writer names a slot in a message after its copies into the slot are done.
-- The reader releases the slot after its copies out of the slot are done. Only then can the reader detect
-  whether the slot was overwritten during the copy. A reader that does not wait for a copy checks and releases
-  the slot in a later `read`.
+- The reader releases the slot after its copies out of the slot are done. Before that, the reader cannot
+  detect whether the slot was overwritten during the copies. If a reader does not wait for its copies, it
+  checks and releases the slot in a later `read`.
 
-Therefore no stream ever waits for another process, which may be dead.
+No stream ever waits for the other process, which may be dead.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class CudaTensorWriter:
         self._beside = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def write(self, parts: Sequence[torch.Tensor]) -> common_pb2.TensorData:
-        """Return the message for rows in a slot, or inline.
+        """Return the message for rows, which are in a slot if one is free, and otherwise inline.
 
-        This waits for the copies, which finish a few µs after the rows are computed.
+        This method waits for the copies, which finish a few µs after the rows are computed.
         """
         num_bytes = sum(part.nbytes for part in parts)
         on_device = all(part.device == self._device for part in parts)
@@ -78,14 +78,14 @@ class CudaTensorWriter:
 
 
 class CudaTensorReader:
-    """The `TensorReader` for a `CudaTensorWriter`'s mailbox. Its GPU may be another GPU of the host.
+    """The `TensorReader` for a `CudaTensorWriter`'s mailbox, on the same GPU or another GPU of the host.
 
     Args:
         ledger: The writer's counters, mapped into this process.
         memory: The writer's slots, mapped into this process.
         device: Device of the returned tensors. Use the tensors on the device's current stream.
-        wait: True if `read` copies on a separate stream, waits for the copy, and releases the slot
-            immediately. Intended for long inputs.
+        wait: If True, `read` copies on a separate stream, waits for the copy, and then releases the slot.
+            Intended for the rows of long prompts. If False, `read` only enqueues the copy.
     """
 
     def __init__(self, ledger: SharedMemory, memory: PeerMemory, device: torch.device, *, wait: bool) -> None:

@@ -1,13 +1,12 @@
 """Frees the GPU memory and registrations of closed connections on a background thread.
 
 The last reference to a connection may disappear on any thread at any time, for example during garbage
-collection. That thread may be the thread that launches rounds, which must not block because a connection has
-ended.
+collection. That thread may be the one that launches rounds. The end of a connection must not block it.
 
-The driver must not block the launching thread either. While cudaFree or cudaHostUnregister waits for a stream
-that itself waits for a value in memory, no thread can launch anything. In a measurement, a wait of 1.5 s
-blocked launches for 1.4 s. The background thread therefore makes these calls when no stream waits, or after
-`PATIENCE_S` at the latest.
+A call on another thread can block the launching thread too. While cudaFree or cudaHostUnregister waits for a
+stream that itself waits for a value in memory, the driver lets no thread launch work. In a measurement, a
+wait of 1.5 s blocked launches for 1.4 s. The background thread therefore calls these functions when no stream
+waits for a value, or after `PATIENCE_S` at the latest.
 """
 
 from __future__ import annotations
@@ -22,9 +21,9 @@ from typing import Protocol
 from outrider.shared.obs.logging import get_logger
 
 PATIENCE_S = 30.0
-"""How long the thread looks for a moment at which no stream waits.
+"""Longest time for which the thread delays a release until no stream waits.
 
-While rounds follow each other, there is no such moment.
+While one round follows another, a stream waits almost always.
 """
 LOOK_S = 0.02
 
@@ -52,7 +51,7 @@ class DeferredRelease:
         self._waiters: weakref.WeakSet[Waiter] = weakref.WeakSet()
 
     def spare(self, waiter: Waiter) -> None:
-        """Delay every release function while `waiter` is waiting, for at most `PATIENCE_S`.
+        """Delay every release function while `waiter` is waiting, but for at most `PATIENCE_S`.
 
         Keeps only a weak reference to `waiter`.
         """

@@ -1,8 +1,9 @@
 """Doorbells: words in shared memory that signal the progress of rounds, and the watchdog that limits waits.
 
 In every round of drafting and verifying, the target sends the state of its batch and the draft replies with
-trees (`shared.spec.resident`). Each word has one writer and contains the number of a round. The numbers
-increase. A wait for round n ends once the peer's word is at least n. The watchdog limits every wait.
+trees (`shared.spec.resident`). A word is a 32-bit integer. It contains the number of a round, which only
+increases. In normal operation, only the writer that the table names writes the word. A side's wait for round
+n ends when the peer's word is at least n. The watchdog limits every wait.
 
     word            writer                               meaning
     STATE           the target, after writing it         the state of round n is in slot n % 2
@@ -20,9 +21,9 @@ One round in time order:
                                        ←      TREES = n
     TARGET_PASSED = n, copy the trees
 
-If a side has waited for its full limit, or its peer is gone, its own host writes the peer's word. The slot
-then contains a blob of another round. The number in that blob's header shows this, and the round continues
-without a blob.
+If a side has waited for its full limit, or its peer is gone, the watchdog of the waiting side writes the
+peer's word. The wait then ends, but the slot still contains the blob of an earlier round. The waiting side
+detects this by the number in the blob's header, and the round continues without a blob.
 """
 
 from __future__ import annotations
@@ -43,11 +44,11 @@ TICK_S, LONGEST_TICK_S = 0.002, 0.05
 Each check takes the GIL from a thread that launches rounds.
 """
 TICKS_A_LIMIT = 8
-"""Number of checks per wait limit, unless `TICK_S` or `LONGEST_TICK_S` bounds the interval.
+"""Number of checks within the limit of a wait, unless `TICK_S` or `LONGEST_TICK_S` bounds the interval.
 
-One check detects that a wait has begun. A later check detects that the wait has lasted too long. A wait
-therefore ends at most two intervals late. Two intervals are a quarter of the wait's limit, but at least 4 ms
-and at most 0.1 s.
+One check detects that a wait has begun, and a later check detects that it has lasted too long. Each of these
+checks may be one interval late. A wait therefore ends at most two intervals late: a quarter of the wait's
+limit, but at least 4 ms and at most 0.1 s.
 """
 
 
@@ -68,7 +69,9 @@ class Side(Enum):
 
 
 class Doorbells:
-    """One side's view of the words. `release` and the reading properties may be used from any thread.
+    """One side's view of the words in this module's table.
+
+    Any thread may call `release` and read the properties.
 
     Args:
         memory: Shared memory whose first page contains the words.
@@ -99,7 +102,7 @@ class Doorbells:
 
     @property
     def awaited(self) -> int:
-        """Last round for which the peer announced a blob or `release` ended the wait."""
+        """Last round for which the peer announced a blob, or for which `release` ended the wait."""
         return self._awaited.value
 
     @property
@@ -118,10 +121,10 @@ class Doorbells:
     def begun(self, number: int) -> bool:
         """Return whether this side's stream has begun to wait for a round.
 
-        The round must be the first that the stream has not passed.
+        `number` must be the first round whose wait this side's stream has not passed.
 
-        The target's stream counts as waiting from the moment at which it announces its state. The draft's
-        stream always counts as waiting.
+        The target's stream begins to wait for the trees of a round when it announces the round's state. The
+        draft's stream counts as waiting at all times.
         """
         return self.side is Side.DRAFT or self.given >= number
 
@@ -139,11 +142,12 @@ class DoorbellWatchdog:
     The watchdog has its own thread, because the host's other threads may be waiting for the device.
 
     Args:
-        words: The words as this side sees them.
+        words: This side's view of the words.
         clock: Returns monotonic seconds.
 
     Attributes:
-        broken: Whether a wait was released since `mend`, because the peer was late or gone.
+        broken: True if the watchdog has ended a wait since the last successful `mend`, because the peer was
+            late or gone.
     """
 
     def __init__(self, words: Doorbells, clock: Callable[[], float] = time.monotonic) -> None:
@@ -158,7 +162,7 @@ class DoorbellWatchdog:
         self._thread: threading.Thread | None = None
 
     def expect(self, number: int, limit_s: float) -> None:
-        """Watch over a wait that is about to be enqueued."""
+        """Watch a wait that the caller enqueues next."""
         with self._changed:
             self._waits.append(_Wait(number, limit_s))
             if self._thread is None:
@@ -192,7 +196,7 @@ class DoorbellWatchdog:
             self._changed.notify()
 
     def look(self) -> None:
-        """Release all waits if the oldest has lasted too long, or if any wait was released since `mend`."""
+        """End all waits if the oldest has lasted too long, or if any wait was ended since the last `mend`."""
         with self._changed:
             self._drop_passed()
             if not self._waits:

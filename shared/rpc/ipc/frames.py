@@ -1,6 +1,6 @@
 """Splits a unix socket's bytes into frames. A frame contains a length, a kind and one message.
 
-File descriptors may accompany a frame. Sending never waits. Receiving waits for at most a given time.
+File descriptors may accompany a frame. Sending never waits. Receiving waits for at most the given time.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ MAX_FILES = 4
 FILE_SPACE = socket.CMSG_SPACE(MAX_FILES * array.array("i").itemsize)
 MANY_CORES = 8
 SPIN_S = 100e-6 if (os.cpu_count() or 1) >= MANY_CORES else 0.0
-"""How long a receiver polls before it sleeps. Polling avoids the long wake-up time of a sleeping core.
+"""How long a receiver polls before it sleeps.
 
-On a host with few cores the receiver does not poll, because the peer needs the core.
+A receiver that polls does not have to wait until a sleeping core wakes up. On a host with few cores, the
+receiver does not poll, because the peer needs the core.
 """
 
 
@@ -237,7 +238,7 @@ class FrameSocket:
     def _send_files(self, frame: memoryview, files: Sequence[int]) -> memoryview:
         """Send the descriptors together with the first bytes of the frame. Return the remaining bytes.
 
-        Only handshakes have descriptors, so the socket has room.
+        The socket's buffer always has room, because only handshakes send descriptors.
         """
         ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", files))]
         try:

@@ -1,4 +1,4 @@
-"""Negotiates the mailboxes of a connection: the target offers memory. The draft maps or refuses the memory.
+"""Negotiates the mailboxes of a connection: the target offers memory, and the draft maps or refuses it.
 
 In time order:
 
@@ -33,22 +33,25 @@ from outrider.shared.rpc.tensors import MAX_CHUNK_BYTES, TensorReader, TensorWri
 SESSION_LAYOUT = (4, 4 * 1024 * 1024)
 """Number of slots and bytes per slot of the mailbox for the rows of rounds.
 
-A frame contains the rows of one round. In bf16, 64 sequences with 6 rows each, of width 4096, take 3 MiB.
+A slot holds the rows of one round. The rows of 64 sequences with 6 bf16 rows of width 4096 each take 3 MiB.
 """
 BULK_LAYOUT = (8, MAX_CHUNK_BYTES)
 """Number of slots and bytes per slot of the mailbox for the rows of prompts, in host memory."""
 BULK_LAYOUT_ON_GPU = (16, 4 * 1024 * 1024)
-"""The same numbers for prompts in GPU memory. A slot has room for 512 rows of width 4096 in bf16."""
+"""Number of slots and bytes per slot of the mailbox for the rows of prompts, in GPU memory.
+
+A slot has room for 512 bf16 rows of width 4096.
+"""
 
 log = get_logger("outrider.rpc.ipc")
 
 
 @dataclass(frozen=True, slots=True)
 class Offered:
-    """Mailboxes of the writing side. A mailbox is freed when it is no longer referenced.
+    """An offer and its mailboxes on the writing side. A mailbox is freed when it is no longer referenced.
 
-    Send `files` with the offer, then call `sent`. Use `rounds` only if the peer's answer accepts that
-    mailbox.
+    Send `files` with the offer, then call `sent`. Use the mailbox `rounds` only if the peer's reply accepts
+    it.
     """
 
     offer: draft_pb2.MailboxOffer
@@ -65,7 +68,7 @@ class Offered:
 
 @dataclass(frozen=True, slots=True)
 class Mapped:
-    """Mailboxes of the reading side. The thread that reads the tensors closes the mailboxes."""
+    """The mailboxes on the reading side. The thread that reads tensors from them must close them."""
 
     session: TensorReader
     bulk: TensorReader
@@ -73,7 +76,7 @@ class Mapped:
 
 
 def offers(device: torch.device, *, rounds: bool = False) -> Sequence[Callable[[], Offered]]:
-    """Return the possible offers, the best first, of a writer whose rows are on `device`.
+    """Return the offers that a writer with rows on `device` can make, the best offer first.
 
     Args:
         device: The device of the rows.
@@ -157,7 +160,7 @@ def _on_gpu(sizes: tuple[int, int], made: contextlib.ExitStack, device: torch.de
 
 
 def accept(offer: draft_pb2.MailboxOffer, files: Sequence[int], device: torch.device) -> Mapped:
-    """Map the offered mailboxes.
+    """Map the mailboxes that the target offers.
 
     Args:
         offer: The target's offer.
@@ -199,7 +202,7 @@ def _reader(
 
 
 def _rounds(box: draft_pb2.RoundsMailbox, file: int, device: torch.device) -> BlobMailbox | None:
-    """Map a mailbox for rounds. Return None if that is impossible. Rounds then go through the host."""
+    """Map a mailbox for rounds. Return None if this is impossible; rounds then go through the host."""
     layout = BlobLayout(box.state_bytes, box.trees_bytes, inside=not box.cuda_handle).check()
     memory = SharedMemory.attach(layout.memory, file)
     if not box.cuda_handle:
@@ -219,9 +222,9 @@ def _rounds(box: draft_pb2.RoundsMailbox, file: int, device: torch.device) -> Bl
 def acknowledge(
     offer: draft_pb2.MailboxOffer, files: Sequence[int], device: torch.device
 ) -> tuple[draft_pb2.MailboxAck, Mapped | None]:
-    """Answer an offer. The answer contains the accepted mailboxes, or the reason for refusing the offer.
+    """Reply to an offer. The reply contains the accepted mailboxes, or the reason for refusing the offer.
 
-    A malformed offer raises ProtocolError.
+    Raises ProtocolError if the offer is malformed.
     """
     try:
         mapped = accept(offer, files, device)

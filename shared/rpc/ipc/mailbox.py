@@ -40,7 +40,7 @@ class SharedTensorWriter:
         self._ledger = SlotWriter(memory)
 
     def write(self, parts: Sequence[torch.Tensor]) -> common_pb2.TensorData:
-        """Return the message for the concatenated parts, in a slot if possible and otherwise inline."""
+        """Return the message for the concatenated parts. They are in a slot if possible, otherwise inline."""
         found = self._into_slot(parts)
         return (
             found

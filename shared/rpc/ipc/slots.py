@@ -1,7 +1,7 @@
 """Records which slots of a mailbox are in use, with two counters per slot in shared memory.
 
-The writer increments `written`, and the reader sets `released`. Each counter counts the uses of the slot, so
-a slot is free if the two counters are equal.
+The writer increments `written`, and the reader sets `released`. Both counters count the uses of the slot, so
+the slot is free if they are equal.
 
     writer                                          reader
     find a slot with released = written
@@ -11,10 +11,10 @@ a slot is free if the two counters are equal.
                                                     check that written is still generation
                                                     released = generation
 
-Each side keeps its own counters privately and never trusts the shared copies:
+Each side keeps a private copy of its own counters. A wrong value in the shared memory has limited effects:
 
-- A wrong `written` costs only the rows of that message.
-- A wrong `released` is an error of the connection, because the slot would never be free again.
+- If `written` is wrong, only the rows of one message are lost.
+- If `released` is wrong, the connection fails, because the slot would otherwise never be free again.
 
 Neither side ever waits. If no slot is free, the rows are sent in the message, or later.
 """
@@ -30,9 +30,10 @@ from dataclasses import dataclass
 from outrider.shared.base.errors import ProtocolError
 
 COUNTER = struct.Struct("@Q")
-"""Format of a counter. It is native, because both sides are on one host.
+"""Format of a counter, in native byte order, because both sides are on one host.
 
-`struct` accesses a native counter as a whole. With an explicit byte order, it would access single bytes.
+`struct` accesses a value in native byte order as a whole. With an explicit byte order, it would access single
+bytes.
 """
 WRITTEN, RELEASED = 0, COUNTER.size
 ENTRY_BYTES = 64
@@ -50,7 +51,7 @@ class SlotLayout:
     Attributes:
         slots: Number of slots.
         slot_bytes: Bytes of each slot.
-        slots_inside: True if the slots are in the shared memory, behind the counters. False if they are on a
+        slots_inside: True if the slots are in the shared memory, after the counters. False if they are on a
             device.
     """
 
@@ -81,7 +82,8 @@ class SlotLayout:
 class SharedMemory:
     """Anonymous memory mapped by two processes.
 
-    The size of the memory is sealed, so no process can truncate it and make the other process fault.
+    The size of the memory is sealed. Otherwise, one process could truncate the memory and crash the other
+    process.
     """
 
     def __init__(self, layout: SlotLayout, file: int) -> None:
@@ -113,7 +115,7 @@ class SharedMemory:
         return cls(layout, file)
 
     def close(self) -> None:
-        """Unmap the memory. Without this call, it is unmapped when the last reference is gone."""
+        """Unmap the memory, which otherwise stays mapped until the last reference to it is gone."""
         self.bytes.release()
         self._map.close()
 
@@ -133,7 +135,7 @@ class SharedMemory:
 
 
 class SlotWriter:
-    """The writing side's ledger. Use from one thread at a time."""
+    """The writing side's record of its slots. Use from one thread at a time."""
 
     def __init__(self, memory: SharedMemory) -> None:
         self._memory = memory
@@ -146,8 +148,8 @@ class SlotWriter:
         The slot is in use from `publish` until the reader releases it.
 
         Raises:
-            ProtocolError: A slot's `released` counter is neither the last written generation nor the
-                generation before it.
+            ProtocolError: A slot's `released` counter is neither the last generation that was published nor
+                the generation before it.
         """
         slots = len(self._written)
         for offset in range(slots):
@@ -171,7 +173,7 @@ class SlotWriter:
 
 
 class SlotReader:
-    """The reading side's ledger. Use from one thread at a time."""
+    """The reading side's record of the slots. Use from one thread at a time."""
 
     def __init__(self, memory: SharedMemory) -> None:
         self._memory = memory
@@ -181,8 +183,8 @@ class SlotReader:
         """Check the slot that a message names, before its bytes are read.
 
         Raises:
-            ProtocolError: The slot does not exist, is smaller than `num_bytes`, or has another generation
-                than the message.
+            ProtocolError: The slot does not exist, is smaller than `num_bytes`, or no longer has the
+                generation that the message names.
         """
         layout = self._memory.layout
         if slot >= layout.slots:

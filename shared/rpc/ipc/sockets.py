@@ -1,7 +1,7 @@
 """Opens unix sockets, and connects to them, for processes of the same user only.
 
-The socket's file has mode 0600. Other users must not have permission to write to the folder of this file.
-Both processes check the credentials of their peer.
+The socket's file has mode 0600, and other users must not be able to write to the folder of the file. Both
+processes also check the credentials of their peer.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class Listener:
         path: An absolute path. A socket file left there by a dead process is replaced.
 
     Raises:
-        ConfigurationError: The folder is missing or writable for others, the path is in use, or the path is
-            not a socket.
+        ConfigurationError: The folder is missing, other users can write to the folder, another process
+            listens on the path, or the file is not a socket.
     """
 
     def __init__(self, path: str) -> None:
