@@ -74,7 +74,7 @@ class RecurrentHead(Protocol):
     def feature_spec(self, target: TargetInfo | None) -> FeatureSpec:
         """Return which hidden states the target must capture.
 
-        Without a target, the result has only the properties that do not depend on the target.
+        If `target` is None, the result contains only the properties that do not depend on a target.
 
         Raises:
             CheckpointError: The head does not fit the target.

@@ -85,7 +85,7 @@ class RoundsEnded:
 
 @dataclass(frozen=True, slots=True)
 class RoundTrees:
-    """The trees of a round on the device, as a blob. The blob is empty if the round has no trees."""
+    """The trees of a round that ran on the device, as a blob. The blob is empty if the round has no trees."""
 
     rounds: int
     number: int

@@ -26,7 +26,7 @@ class MtpModel(DraftModel):
     Args:
         weights: The layers.
         device, dtype: Device and type to compute with.
-        token_map: The only target ids to draft, or None for all.
+        token_map: The only target ids to draft. With None, all ids may be drafted.
     """
 
     lead = 0
