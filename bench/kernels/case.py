@@ -39,9 +39,10 @@ class Case:
     """One measurement.
 
     Attributes:
-        name: Name of the case. It begins with the name of the measured function or of a whole pass.
-        call: Enqueues `copies` repetitions of the work.
-        work: Minimum work of one repetition. None if only the launch bounds the time.
+        name: Name of the case. The name begins with that of the measured function or of a whole pass.
+        call: Function that enqueues `copies` repetitions of the work.
+        work: The bytes and operations that one repetition needs at least. None if only the launch limits the
+            time.
         copies: Number of repetitions that `call` enqueues.
     """
 

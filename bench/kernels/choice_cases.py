@@ -23,8 +23,8 @@ MIXED_VOCAB = 128_256
 def mixed_cases(sizes: Sizes, options: KernelOptions) -> Iterator[Case]:
     """Yield the choice of tokens in batches of which no row, one row in 32 or every row has filters.
 
-    The difference between a batch of greedy rows and the same batch with one filtered row in 32 is what a
-    request with filters costs the others.
+    The cost that a request with filters imposes on other requests is the difference between two times: that
+    of a batch of greedy rows, and that of the same batch with filters on one row in 32.
     """
     vocab = sizes.vocab if options.small else MIXED_VOCAB
     for rows in (1, 5) if options.small else MIXED_ROWS:

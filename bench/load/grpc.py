@@ -1,4 +1,4 @@
-"""`GrpcLoad`: the client with which the load sends requests to the gateway's gRPC service.
+"""`GrpcLoad`: the client through which a load sends requests to the gateway's gRPC service.
 
 No other module of `bench` uses protobuf messages.
 """

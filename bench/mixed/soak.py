@@ -33,13 +33,14 @@ NO_GAUGE = ("_bucket", "_sum", "_count", "_total", "_created")
 
 @dataclass(slots=True)
 class Tally:
-    """What the clients of a soak saw.
+    """The counts that the clients of a soak collect.
 
     Attributes:
-        completed, cancelled: Number of requests that were answered, and that their client cancelled.
-        tokens: Tokens of both kinds of requests.
-        latencies: Seconds of the completed requests.
-        errors: Kind of error → number of requests that failed with it.
+        completed, cancelled: Number of requests that were answered, and number of requests that a client
+            cancelled.
+        tokens: Number of tokens received for completed and cancelled requests.
+        latencies: Durations of the completed requests, in seconds.
+        errors: Maps each kind of error to the number of requests that failed with this error.
     """
 
     completed: int = 0
@@ -104,7 +105,7 @@ async def measure_soak(
 
 
 async def left_over(client: MixedClient) -> dict[str, float] | None:
-    """Return the server's gauges of running, waiting and leaked things that are not zero.
+    """Return the server's gauges of running, waiting and leaked resources, as far as they are not zero.
 
     The gauges get `SETTLE_S` seconds to return to zero. Returns None if the server has no such gauges.
     """
@@ -150,7 +151,8 @@ async def _client(
             if streamed:
                 cancelled = await _stream(client, body, cut, tally)
             else:
-                # Await first: `tally.tokens += await …` would overwrite what other clients add meanwhile.
+                # Await first, because `tally.tokens += await …` would overwrite the tokens that other clients
+                # add meanwhile.
                 answer = await client.send(body)
                 tally.tokens += answer.tokens
                 cancelled = False

@@ -98,7 +98,7 @@ def accepted_by_position(results: Path, theme: Theme) -> str:
     series = []
     for name, label in (("T=0", "temperature 0"), ("T=1 coupled", "temperature 1")):
         found = recorded["heldout"][name]
-        # A round that emitted n tokens accepted n - 1 drafted ones.
+        # A round that emitted n tokens accepted n - 1 draft tokens.
         rounds = sum(found["histogram"].values())
         points = [
             (

@@ -16,7 +16,7 @@ class TimedAnswer:
     """Outcome of one sequence of a batch.
 
     Attributes:
-        arrivals: Seconds from submitting the batch to each step that delivered tokens, one entry per step.
+        arrivals: For each step that delivered tokens, the seconds from submitting the batch to that step.
         tokens: Number of tokens in the answer.
         rounds: Number of rounds that were verified after the prefill.
         draft_rounds: Number of rounds that had draft nodes.
