@@ -21,7 +21,7 @@ MIXED_VOCAB = 128_256
 
 
 def mixed_cases(sizes: Sizes, options: KernelOptions) -> Iterator[Case]:
-    """Yield the choice of tokens in batches of which no row, one row in 32 or every row has filters.
+    """Yield cases of choosing tokens in batches in which no row, one row in 32, or every row has filters.
 
     The cost that a request with filters imposes on other requests is the difference between two times: that
     of a batch of greedy rows, and that of the same batch with filters on one row in 32.

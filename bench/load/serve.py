@@ -180,9 +180,9 @@ def serve_rows(
 ) -> list[Row]:
     """Return the figures of the load, each with its floor.
 
-    The floor of a time is the time of lone requests. For a rate, the floor is a best value. With an open
-    loop, it is the rate at which requests arrive. With a closed loop, it is the rate that the clients would
-    reach if each had the server to itself.
+    The floor of a time is the time of lone requests. The floor of a rate is the best rate that is possible.
+    With an open loop, this is the rate at which requests arrive. With a closed loop, it is the rate that the
+    clients would reach if each had the server to itself.
     """
     if concurrency is None:
         offered = len(load.arrivals()) / load.duration_s  # the rate of these arrivals, not the nominal mean

@@ -4,9 +4,8 @@ Each batch consists of prompts of equal length. The time of a round is
 
     (time for N tokens - time for 1 token) / rounds
 
-Times are wall-clock times from submitting a batch to the batch's last token. The fastest of `repeats` runs
-counts. Other servers were measured in the same way (docs/performance.md). Acceptance is synthetic, and the
-results say so.
+Times are wall-clock times from submitting a batch to its last token; the fastest of `repeats` runs counts.
+Other servers were measured in the same way (docs/performance.md). Acceptance is synthetic and labelled so.
 """
 
 from __future__ import annotations
@@ -391,8 +390,7 @@ def _taken(run: tuple[float, list[TimedAnswer]]) -> float:
 def _gaps(answers: Sequence[TimedAnswer]) -> list[float]:
     """Return the seconds between successive deliveries of tokens.
 
-    Two intervals are left out: the wait for the first token, and the gap after it, which may contain
-    prefills.
+    The wait for the first token and the gap after it are left out. That gap may contain prefills.
     """
     gaps = [
         later - earlier

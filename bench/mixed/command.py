@@ -192,7 +192,9 @@ def _vocabulary(given: int | None, server: Server) -> int:
 
 
 def _await_draft(url: str, api_key: str | None) -> None:
-    """Wait until an Outrider server's draft is ready. All servers without a draft count as ready.
+    """Wait until the draft of an Outrider server is ready.
+
+    Other servers, and Outrider servers without a draft, count as ready.
 
     Raises:
         UnavailableError: The draft is not ready in time.

@@ -105,7 +105,7 @@ async def measure_soak(
 
 
 async def left_over(client: MixedClient) -> dict[str, float] | None:
-    """Return the server's gauges of running, waiting and leaked resources, as far as they are not zero.
+    """Return those gauges of the server's running, waiting and leaked resources that are not zero.
 
     The gauges get `SETTLE_S` seconds to return to zero. Returns None if the server has no such gauges.
     """

@@ -20,7 +20,7 @@ class Figure:
         source: File that contains the result.
         floor, ratio: Floor of the measured row, and ratio of the figure to this floor, as the table shows
             both. Empty if the row has no floor.
-        peer: The recorded figure of another server (peer), as the table shows it. Empty if there is no such
+        peer: The recorded figure of another server (a peer), as the table shows it. Empty if there is no such
             figure.
         peer_source: File that contains the figure of the peer.
     """

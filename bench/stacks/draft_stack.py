@@ -59,8 +59,7 @@ def drafting_round(
         if not drafter.device_resident:
             raise UnavailableError("The draft does not support device-resident rounds on this device.")
         drafter.catch_up(sessions)
-        # 3. Seat the sequences in a round. The inputs say that the previous round chose one token for each of
-        # them.
+        # 3. Seat the sequences in a round, as if the previous round had chosen one token for each of them.
         seated = drafter.seat(sessions, [context + 1] * batch, tree.bounded(), batch, columns)
         if seated.refused:
             raise UnavailableError("The draft's cache is too small for these sequences.")
