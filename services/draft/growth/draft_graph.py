@@ -234,7 +234,7 @@ class DraftGraphs:
     def admits(self, batch: int) -> bool:
         """Return whether a remote target's batch of this size may run in rounds on this device.
 
-        If the batch may not, the reason is logged once per size.
+        If the result is False, the reason is logged once per size.
         """
         if batch > self.max_bs and batch not in self._told_of and len(self._told_of) < MAX_TOLD:
             self._told_of.add(batch)
@@ -249,7 +249,7 @@ class DraftGraphs:
 
 @dataclass(frozen=True, slots=True)
 class DeviceGrowth:
-    """Work that a strategy runs in one launch each: rounds on the device, host rounds and short prompts.
+    """Work that a strategy can run in a single launch: device rounds, host rounds and short prompts.
 
     Attributes:
         memory: The resources that all rounds of the model share.

@@ -37,7 +37,9 @@ class DraftPass(Protocol):
 
         Args:
             tokens: ``[rows] int32``.
-            X ends: The rows whose states are wanted; see `RecurrentHead.forward`.
+            features: ``[m, width]``.
+            source: ``[rows] int32``, each row's index into `features`. With None, row i uses feature i.
+            ends: The rows whose states are wanted; see `RecurrentHead.forward`.
         """
         ...
 
@@ -52,8 +54,8 @@ class DraftModel(Protocol):
         vocabulary: The tokens that the logits range over.
         device, dtype: Device and dtype of the model.
         hidden_size: Width of the states.
-        lead: How many more stable rows a sequence has than committed tokens, not counting the root; see
-            `kernels.round_plan`.
+        lead: The number of a sequence's stable rows minus the number of its committed tokens, not counting
+            the root; see `kernels.round_plan`.
         stages: Number of stages, each with K/V of its own.
     """
 

@@ -84,8 +84,8 @@ class GrowthInputs:
 
     Attributes:
         committed_lens: ``[bs] int32``, number of committed tokens, including the root.
-        counts: ``[bs] int32``, number of fresh tokens, i.e. of committed tokens that the last round added: 1
-            to R, or 0 if the sequence is idle.
+        counts: ``[bs] int32``, number of fresh tokens, i.e. of the newest committed tokens, by which the
+            round extends the sequence: 1 to R, or 0 if the sequence is idle.
         tokens: ``[bs, columns] int32``, the fresh tokens. The root is the last of them.
         features: ``[bs, columns, width]``, one feature per fresh token.
         max_nodes: ``[bs] int32``, node limit of each tree.

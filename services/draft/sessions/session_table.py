@@ -11,9 +11,9 @@ Ledger of one session (which event ends each resource):
     Session in the table        `open`          `close`, `drop_peer`, `expire`, eviction by `open`, any RESYNC
     KV pages (session.lease)    the strategy    `SessionTable._forget` → `release`, in each of these cases
 
-Invariant: ``0 <= cached_rows <= num_rows``. If rows are computed from features, ``cached_rows <=
-    features.contiguous`` and ``num_rows = committed_len - 1`` hold too, because the row at position t needs
-    the feature of t and the token t + 1 (`RowSource`).
+Invariant: ``0 <= cached_rows <= num_rows``. If rows are computed from features, two further conditions hold:
+``cached_rows <= features.contiguous`` and ``num_rows = committed_len - 1``. They hold because the row at
+position t needs the feature of t and the token t + 1 (`RowSource`).
 """
 
 from __future__ import annotations
@@ -273,7 +273,7 @@ class SessionTable:
         self._forget(session)
 
     def evict_idle(self, now: float, keep: Collection[int] = ()) -> bool:
-        """Forget the least recently used session if it was idle for `evict_idle_s`; return whether it was.
+        """Forget the least recently used session if it was idle for `evict_idle_s`. Return True if it was.
 
         Three kinds of sessions are never evicted: sessions with a request, sessions whose rounds stay on the
         device, and sessions in `keep` (ids of `Session` objects).

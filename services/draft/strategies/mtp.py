@@ -175,7 +175,7 @@ class MtpStrategy(PagedStrategy):
 
 
 class _WaitingRows:
-    """For each layer, the row whose state has waited since the last extension for the token to pair with.
+    """Each layer's last row of the previous extension. Its state had to wait for the next token.
 
     Rounds on the device may have computed rows that the host has not computed. These rows are not changed.
 

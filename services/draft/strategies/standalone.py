@@ -1,4 +1,4 @@
-"""Drafting with a standalone model: any decoder that `shared.nn` can load and that has the target's ids.
+"""Drafting with a standalone model: any decoder that `shared.nn` loads and that has the target's token ids.
 
 The model needs no features. Its rows are the committed tokens themselves, including the root. The row at
 position t is the token t, and the tree grows from the row of the root.

@@ -60,7 +60,7 @@ class AuxLayers:
         """Read the number of aux layers and the list of their ids from a head's configuration.
 
         If the number is smaller than the length of the list, only the first ids are used. If the number is
-        larger than that and equals three, the three default layers are used.
+        larger than the length, it must be three, and the three default layers are used.
 
         Raises:
             CheckpointError: The list is malformed, or it is shorter than a number for which no default layers

@@ -1,7 +1,7 @@
 """Parses an EAGLE-3 head's configuration, in every published dialect, and checks that it fits the target.
 
-`aux_layers` parses the keys of the feature layers, and refuses a number of layers that comes without their
-ids. `eagle3_sizes` compares the configuration with the shapes of the tensors.
+`aux_layers` parses the keys of the feature layers, and refuses a file that gives only the number of these
+layers and not their ids. `eagle3_sizes` compares the configuration with the shapes of the tensors.
 """
 
 from __future__ import annotations

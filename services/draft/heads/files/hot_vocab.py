@@ -29,8 +29,8 @@ def take_hot_ids(
     Args:
         reader: Reader of the head's checkpoint.
         keys: The head's tensors.
-        token_map: The ids in the file of ``--speculative-token-map``; None without this flag.
-        hot_size: ``hot_vocab_size`` of the head's configuration; None without this key.
+        token_map: The ids in the file that ``--speculative-token-map`` names. None if the flag is not given.
+        hot_size: The value of ``hot_vocab_size`` in the head's configuration. None if the key is missing.
         vocab_size: Size of the target's vocabulary.
 
     Raises:

@@ -1,7 +1,7 @@
 """Reads an FR-Spec token map: the frequent tokens that a head with a full vocabulary may draft.
 
 Source: FR-Spec (arXiv 2502.14856). Published maps are files such as ``freq_32768.pt``. Each contains a tensor
-    or a list of target ids, with the most frequent id first.
+or a list of target ids, with the most frequent id first.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Drafting with n-grams (prompt lookup): proposes tokens that followed earlier occurrences of the suffix.
+"""Drafting with n-grams (prompt lookup): proposes tokens that followed earlier occurrences of a suffix.
 
-The suffix consists of the last tokens of a sequence. N-gram drafting needs no model, no features and no KV.
+A suffix consists of the last tokens of a sequence. N-gram drafting needs no model, no features and no KV.
 Longer, more frequent and later matches take precedence in the tree. Sources: SGLang's NGRAM algorithm; prompt
 lookup decoding (A. Saxena, 2023).
 """
