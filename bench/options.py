@@ -105,7 +105,7 @@ def numbers(text: str, flag: str) -> list[int]:
     """Parse a comma-separated list of positive numbers.
 
     Raises:
-        ConfigurationError: An entry is not a number above 0.
+        ConfigurationError: An entry of the list is not a number above 0.
     """
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdigit() and int(part) > 0 for part in parts):

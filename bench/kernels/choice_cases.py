@@ -47,7 +47,7 @@ def mixed_cases(sizes: Sizes, options: KernelOptions) -> Iterator[Case]:
 
 
 def _filtered(sizes: Sizes, rows: int, count: int) -> SamplingTensors:
-    """Return sampling parameters of `count` rows with top-k and top-p, evenly among greedy rows."""
+    """Return sampling parameters of greedy rows, of which `count` evenly spaced ones have top-k and top-p."""
     on = torch.arange(rows, device=sizes.device) % (rows // count) == 0
     return replace(
         sampling(sizes, rows, 1.0),

@@ -106,7 +106,7 @@ def ragged_cases(sizes: Sizes, options: KernelOptions) -> Iterator[Case]:
 
 
 def batches(sizes: Sizes, small: bool) -> Iterator[tuple[str, tuple[Part, ...]]]:
-    """Yield the names and the sequences of the batches. A test on a CPU gets small ones only."""
+    """Yield the name and the sequences of each batch. A test on a CPU gets only small batches."""
     short, medium, long = (20, 40, 100) if small else (500, 8000, 32_000)
     many, nodes = (2 if small else 32), sizes.nodes
     if not small:
@@ -121,7 +121,7 @@ def batches(sizes: Sizes, small: bool) -> Iterator[tuple[str, tuple[Part, ...]]]
 
 
 def ragged_inputs(sizes: Sizes, each: list[tuple[int, int]], *, listed: bool) -> RaggedInputs:
-    """Return the inputs of sequences of (rows, tokens before them). `listed` adds a work list."""
+    """Return the inputs for sequences given as (rows, tokens before the rows). `listed` adds a work list."""
     device, live = sizes.device, len(each)
     widest = max(rows for rows, _ in each)
     lens = [rows + context for rows, context in each]

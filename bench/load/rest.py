@@ -18,7 +18,7 @@ CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 LENGTHS = "--prompt-tokens or --max-tokens"
 TIMEOUT_S = 600.0
 UNSENT: tuple[dict[str, Any], ...] = ({}, {"mode": "auto"})
-"""Speculation objects that mean the same as none. Other servers do not know the field."""
+"""Speculation objects that can be left out without a change. Other servers do not have the field."""
 
 
 class Route(Enum):

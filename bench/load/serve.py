@@ -259,7 +259,7 @@ async def _check_request(client: LoadClient, request: LoadRequest) -> None:
     """Send a request that is not counted.
 
     Raises:
-        ConfigurationError: The server refuses it, so it would refuse all others.
+        ConfigurationError: The server refuses the request, so it would refuse all other requests too.
     """
     try:
         await client.ask(request, Experience(time.perf_counter()))
@@ -270,7 +270,7 @@ async def _check_request(client: LoadClient, request: LoadRequest) -> None:
 
 
 def _check_speculation(options: ServeOptions, server: Server | None) -> None:
-    """Refuse to send the speculation object to a server that would ignore it."""
+    """Raise if the load would send the speculation object to a server that ignores it."""
     sent = options.speculation not in UNSENT
     if sent and server is not None and not server.is_outrider:
         raise ConfigurationError(

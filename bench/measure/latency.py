@@ -169,7 +169,7 @@ def _run(options: LatencyOptions) -> int:
     imported_s = process_age_s()
     ceilings = measure_ceilings(device, dtype, small=device.type == "cpu")
     if device.type == "cuda":
-        torch.cuda.empty_cache()  # the engine sizes its KV cache by the free memory
+        torch.cuda.empty_cache()  # the engine derives the size of its KV cache from the free memory
     rows: list[Row] = []
     failed: dict[str, str] = {}
     profiles: dict[str, Any] = {}

@@ -354,7 +354,7 @@ def _print_table(console: Console, rows: Sequence[dict[str, Any]], options: Benc
 
 
 def _shown(difference: dict[str, Any]) -> str:
-    """Return a line about where an answer differs and, for a greedy one, why."""
+    """Return a line that reports where an answer differs and, for a greedy answer, why it differs."""
     where = (
         f"{difference['kind']} differs from off at T = {difference['temperature']:g}, "
         f"prompt {difference['prompt']}"

@@ -134,7 +134,7 @@ class Mix:
 NO_COST_GOAL = 0.97
 """Goal for an odd request that needs no more work than one more usual request."""
 BESIDE_CHAIN_GOAL, BESIDE_TREE_GOAL, CHAINS_BESIDE_TREE_GOAL = 0.85, 0.76, 0.83
-"""Goals beside one request that drafts. The time of its draft pass is part of every sequence's round."""
+"""Goals if the odd request drafts. The time of its draft pass is then part of every sequence's round."""
 AUTO_GOAL = 0.985
 """Goal of `auto` ÷ `off`, i.e. of the cost of finding out whether a draft pays."""
 
@@ -170,7 +170,8 @@ MIXES: Sequence[Mix] = (
     Mix("off and auto", (PLAIN, AUTO, AUTO, AUTO)),
     Mix("every shape", (PLAIN, AUTO, AUTO, AUTO, CHAIN, TREE, _tree(2, 3, 8), _tree(4, 2, 10).traced())),
 )
-"""The cases of `soak`. A server without the `speculation` object, or without a draft, gets the first one."""
+"""The cases of `soak`. A server without the `speculation` object, or without a draft, gets only the first
+case."""
 
 SOAK_SAMPLINGS: Sequence[Sampling] = (GREEDY, *SAMPLINGS.values())
 SOAK_PROMPTS = (1, 5, 60, 300, 700, 2000)

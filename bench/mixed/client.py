@@ -58,7 +58,7 @@ class Format(Protocol):
         ...
 
     def tokens(self, answer: dict[str, Any]) -> int | None:
-        """Return the number of tokens in an answer or up to an event; None if it does not say."""
+        """Return the number of tokens that an answer or an event reports, or None if it reports none."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""Cases about waiting: `gap` (what a long prompt does to running streams, and they to it) and `ttft`."""
+"""Cases about waiting: `gap` (a long prompt and running streams delay each other) and `ttft`."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ SHORTEST_STREAM = 64
 UNLIMITED = 1 << 31
 """Stands for a limit that the server does not state."""
 VOCAB = 1000
-"""Size of the vocabulary that is assumed of a server that does not say. Most models have more ids."""
+"""Vocabulary size that is assumed if a server does not report one. Most models have more ids."""
 
 Only = Mapping[Section, Sequence[str]]
 """Parts to run → patterns of the names of their cases."""
@@ -44,7 +44,7 @@ Only = Mapping[Section, Sequence[str]]
 
 @dataclass(frozen=True, slots=True)
 class Wishes:
-    """Sizes given on the command line. None selects a default, which is reduced to what the server allows."""
+    """Sizes given on the command line. With None, a default applies, reduced to what the server allows."""
 
     batch: int | None
     pairs: int

@@ -99,7 +99,7 @@ async def _in_pairs(
 
 
 async def _speed(client: MixedClient, bodies: list[bytes], new: int) -> float:
-    """Send requests at the same time and return their tokens/s. `new` counts where a server has no count."""
+    """Send requests at the same time and return their tokens/s. `new` replaces a count that is missing."""
     started = time.perf_counter()
     answers = await together(client.send(body) for body in bodies)
     seconds = time.perf_counter() - started

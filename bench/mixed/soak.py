@@ -19,7 +19,7 @@ from outrider.bench.mixed.client import MixedClient, together
 from outrider.bench.mixed.figures import Figure
 
 STREAMED_SHARE, CANCELLED_SHARE, IGNORE_EOS_SHARE = 0.5, 0.3, 0.5
-"""Shares of the requests that stream, of the streams that are cancelled, and that go on after the end."""
+"""Share of requests that stream, share of streams that are cancelled, and share that ignores end tokens."""
 PIECES_BEFORE_CANCEL = 6
 PAUSE_AFTER_ERROR_S = 0.1
 SETTLE_S = 10.0
@@ -133,7 +133,7 @@ async def _client(
     ends: float,
     tally: Tally,
 ) -> None:
-    """Send one request after the other. Client 0 also sends the longest prompts."""
+    """Send one request after another. Only client 0 sends the longest prompts too."""
     draw = random.Random(f"{sizes.seed} {number}")
     prompts = [*sizes.soak_prompts, *([sizes.longest] if number == 0 else [])]
     while time.perf_counter() < ends:

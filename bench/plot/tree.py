@@ -41,7 +41,7 @@ def tree_picture(theme: Theme, heading: Heading, one: Mapping[str, Any]) -> str:
     places = [
         (LEFT + int(node["depth"]) * COLUMN, TOP + row * ROW) for node, row in zip(nodes, rows, strict=True)
     ]
-    # The accepted path comes last, above the others.
+    # Draw the accepted path last, above all other branches.
     order = sorted(range(len(nodes)), key=lambda index: index in accepted)
     for index in order:
         parent = int(nodes[index]["parent"])

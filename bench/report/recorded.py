@@ -43,7 +43,7 @@ class RecordedResult:
 
     @property
     def date(self) -> datetime:
-        """Time of the measurement. The epoch if the file has no date or a date in another format."""
+        """Time of the measurement, or the Unix epoch if the file has no date in the expected format."""
         try:
             recorded = datetime.fromisoformat(str(self.content.get("date", "")))
         except ValueError:

@@ -65,7 +65,7 @@ class AnswerSink(EventSink):
 
     @property
     def fewest_steps(self) -> int:
-        """Smallest number of token deliveries among the sequences. 0 until every sequence had a delivery."""
+        """Smallest number of token deliveries of any sequence. 0 until every sequence has had a delivery."""
         return min(map(len, self._arrivals.values())) if len(self._arrivals) == self.requests else 0
 
     @property

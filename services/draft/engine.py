@@ -120,7 +120,7 @@ class DraftEngine:
         return self._counted("features", self.sessions.add_features(peer, session_id, epoch, base, rows, now))
 
     def commit(self, peer: PeerId, commit: Commit, ask: Ask | None) -> Answer:
-        """Append the tokens that a round chose, and store the next tree request (None requests no tree)."""
+        """Append the tokens that a round chose. Store the request for the next tree, unless it is None."""
         now = self._clock()
         self.sessions.touch(peer, now)
         return self._counted("commit", self.sessions.commit(peer, commit, ask, now))
@@ -340,7 +340,7 @@ class DraftEngine:
         yield from groups.values()
 
     def _counted(self, message: str, answer: Answer) -> Answer:
-        """Count the answer in the metrics if it is not ACCEPTED, and return the answer."""
+        """Return the answer, after counting it in the metrics if its verdict is not ACCEPTED."""
         if answer.verdict is Verdict.ACCEPTED:
             return answer
         if answer.verdict is Verdict.RESYNC:

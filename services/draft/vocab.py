@@ -68,8 +68,8 @@ class DraftVocabulary:
         """Return the vocabulary of a head whose lm_head is cut to the ids of a token map (FR-Spec).
 
         Args:
-            token_ids: ``[size] int64`` target ids, from `heads.files.token_map.read_token_map`; None for all
-                ids.
+            token_ids: ``[size] int64`` target ids, from `heads.files.token_map.read_token_map`. With None,
+                the head can draft all ids.
             target_size: Size of the target's vocabulary.
 
         Raises:

@@ -32,7 +32,7 @@ class Ends:
     rows: torch.Tensor | None = None
 
     def of(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return the wanted rows of ``rows [rows, ...]``: ``[sequences, ...]`` or none.
+        """Return the last row of each sequence from ``rows [rows, ...]``, ``[sequences, ...]``, or no rows.
 
         The result is a view if possible.
         """

@@ -171,7 +171,7 @@ def after_last(states: torch.Tensor, last: torch.Tensor, fresh: torch.Tensor) ->
 
 
 def fresh_slots(slots: torch.Tensor, fresh: torch.Tensor) -> torch.Tensor:
-    """Return ``slots [bs * R] int64`` with -1 for all but the last ``fresh[b]`` rows of each sequence."""
+    """Return ``slots [bs * R] int64``, with -1 for every row but the last ``fresh[b]`` rows of sequence b."""
     rows = slots.view(fresh.shape[0], -1)
     stale = torch.arange(rows.shape[1], device=slots.device) < (rows.shape[1] - fresh)[:, None]
     return torch.where(stale, -1, rows).view(-1)

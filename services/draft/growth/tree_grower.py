@@ -301,7 +301,7 @@ class TreeGrower:
     def _run(
         self, inputs: GrowthInputs, layout: _Layout, key: PassKey, beam: Beam, parents: torch.Tensor
     ) -> torch.Tensor:
-        """Run a stage over the rows of a level, given the states ``parents`` of the level before."""
+        """Run a stage over the rows of a level. `parents` are the states of the previous level."""
         plan, topk = layout.plans[key.stage], layout.topk
         # In a chain, a row sees all earlier rows and has only one possible parent, so neither masks nor
         # parents are needed.

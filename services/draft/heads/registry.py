@@ -33,7 +33,7 @@ class HeadKind(Enum):
 
 
 FAMILIES = ("Llama", "Mistral", "Mixtral", "Qwen2", "Qwen2Moe", "Qwen3", "Qwen3Moe", "GptOss")
-"""Families of targets that appear in heads' architecture names. For every family, the heads have Llama's
+"""Families of targets that appear in the architecture names of heads. The heads of all families have Llama's
 layers."""
 ARCHITECTURES: Mapping[str, HeadKind] = {
     **{

@@ -19,7 +19,7 @@ class Exchange(Protocol):
 
     @property
     def broken(self) -> bool:
-        """True if a state did not arrive in time, so that the target must be gone or have stopped."""
+        """True if a state did not arrive in time, i.e. if the target must be gone or must have stopped."""
         ...
 
     def goes_ahead(self, message: draft_pb2.RoundsNext, tried: bool) -> bool:
@@ -76,7 +76,7 @@ class Exchange(Protocol):
         ...
 
     def keep_state(self, state: bytes) -> None:
-        """Keep the state of the round that starts next, after `state_arrived` has returned False."""
+        """Keep this state for the round that starts next. Called after `state_arrived` has returned False."""
         ...
 
     def mend(self) -> bool:

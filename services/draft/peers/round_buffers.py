@@ -1,4 +1,4 @@
-"""Inputs and outputs of rounds: of one group, at addresses that CUDA graphs can contain, and of a round."""
+"""Memory for the inputs and outputs of groups (at fixed addresses, for CUDA graphs) and of whole rounds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The slots of one target: which session is in which slot, and what the rounds have done to them."""
+"""The slots of one target: the session in each slot, and the tokens that rounds add to the sessions."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class SlotSeats:
         self.series, self.ended = series, False
 
     def end(self) -> None:
-        """End the series and empty the slots. The sessions keep the rows of which the target has told."""
+        """End the series and empty the slots. The sessions keep the rows that the target has reported."""
         for session in self._seats.values():
             self._release(session)
         self._seats.clear()

@@ -176,7 +176,7 @@ class SlottedRounds:
         return "" if self._enqueue(peer, message.number, exchange) else "late"
 
     def abandon(self, peer: Peer) -> None:
-        """End a target's rounds. Its sessions keep the rows of which the target has told."""
+        """End a target's rounds. Its sessions keep the rows that the target has reported."""
         seats = self._slots.get(peer)
         if seats is not None:
             seats.end()

@@ -42,7 +42,7 @@ WANTS_TREE = (draft_pb2.WANT_DRAFT, draft_pb2.WANT_BOTH)
 
 @dataclass(frozen=True, slots=True)
 class CommitMessage:
-    """One commit of a frame, and the shape of the tree that the target requests (None requests no tree)."""
+    """One commit of a frame, and the shape of the requested tree. The shape is None without a request."""
 
     commit: Commit
     ask: Ask | None

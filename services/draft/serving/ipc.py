@@ -232,7 +232,7 @@ class IpcSession(Source, Outlet):
             self.end()
 
     def send(self, reply: Reply) -> None:
-        """Send a reply. Pongs use the bulk stream, which a thread of the target reads all the time."""
+        """Send a reply. Pongs use the bulk stream, because a thread of the target always reads it."""
         frames = self.bulk if isinstance(reply, Pong) else self.frames
         if frames is None or self._ended:
             return

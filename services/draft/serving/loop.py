@@ -192,7 +192,7 @@ class DraftLoop(Steppable):
         return self._expire_at_s
 
     def step_failed(self, error: Exception) -> None:
-        """Forget the sessions that the failed step worked on; the targets open these sessions again."""
+        """Forget the sessions that a failed step worked on. The targets open these sessions again."""
         with self._turn:
             self._give_up(error)
 

@@ -49,7 +49,7 @@ PREFILL_S = 0.03
 """Seconds that the engine thread busy-polls, after Open, for the rows of a short prompt. A sleeping thread
 would wake up late, and the target would have to wait."""
 BEGINNING_S = 0.005
-"""How long the engine thread busy-polls for the first round after the rows of a short prompt."""
+"""Seconds that the engine thread busy-polls for the first round after the rows of a short prompt."""
 PASS_ROWS = 512
 """Number of prompt rows that justify a separate pass before the remaining rows have arrived."""
 
@@ -279,7 +279,7 @@ class DraftProtocol:
         exchange: Exchange,
         run: Callable[[], str],
     ) -> None:
-        """Run a round. If the round cannot run, send the target an answer that ends its wait."""
+        """Run a round. If the round cannot run, send a reply that ends the target's wait."""
         try:
             with self._on_device():
                 reason = run()

@@ -35,7 +35,7 @@ SERVICE_NAME = "outrider.draft.v1.Draft"
 MAX_BULK_BYTES = 1024 * 1024
 MAX_FP32_BYTES = 4
 NEXT_S = 0.05
-"""How long the polling thread busy-polls for the message that follows a message of `FOLLOWED_KINDS`."""
+"""Seconds that the polling thread busy-polls for the message after a message of `FOLLOWED_KINDS`."""
 FOLLOWED_KINDS = frozenset(("open", "frame", "round_soon", "round_state"))
 """Kinds of messages that are soon followed by another message."""
 WARM_UP_S = 300.0

@@ -136,7 +136,7 @@ class Session:
 
     @property
     def committed_len(self) -> int:
-        """Number of committed tokens, including the root: the last one, from which trees grow."""
+        """Number of committed tokens, including the root (the last token, from which trees grow)."""
         return len(self.tokens)
 
     @property

@@ -347,7 +347,7 @@ class SessionTable:
     def _reject(self, known: Session | None, reason: Reason) -> Answer:
         """Refuse an opening, and forget the session that the opening would replace.
 
-        The target has given up that session.
+        The target no longer uses the session that is forgotten.
         """
         if known is not None:
             self._forget(known)

@@ -205,7 +205,8 @@ class _WaitingRows:
         self._new = torch.where(started > 0, kept.fresh_rows(self._places, stops, counts), counts)
 
     def _waited(self, index: int, layer: int) -> bool:
-        """True if the previous layer has had rows since the session was opened. Its last row then waits."""
+        """True if a row of the previous layer waits, because that layer has had rows since the session
+        opened."""
         chunk = self._chunks[index]
         return chunk.start - layer >= chunk.session.inherited_rows
 
@@ -240,6 +241,6 @@ class _WaitingRows:
         )
 
     def keep(self, states: Sequence[Sequence[torch.Tensor]]) -> None:
-        """Keep the states of the chunks' last rows, given for each layer but the last."""
+        """Keep the states of each chunk's last row. They are given for every layer but the last one."""
         fresh = torch.stack([torch.stack(list(of)) for of in states], 1)
         self._kept.keep(self._places, fresh, self._stops, self._new)

@@ -28,11 +28,11 @@ NUM_AUX_KEY = "num_aux_hidden_states"
 DEFAULT_NUM_AUX = 3
 MIN_LAYERS_FOR_DEFAULT_AUX = 7
 INPUT_COUNTING_FAMILIES = ("deepseek", "kimi")
-"""Prefixes of the model types of targets whose ids count inputs, unless the ids begin with 1."""
+"""Prefixes of the model types of targets for which ids stand for inputs, unless the ids begin with 1."""
 
 
 class AuxConvention(Enum):
-    """How the ids of aux layers count layers. The values appear in logs and in the doctor's report."""
+    """Whether ids of aux layers stand for outputs or inputs. Logs and the doctor's report show the values."""
 
     DEFAULT = "not named: the inputs of layers 2, L//2 and L - 3"
     OUTPUTS = "ids count outputs"

@@ -107,7 +107,7 @@ class Eagle3Config:
         )
 
     def aux_convention(self, target: TargetInfo) -> AuxConvention:
-        """Return whether the file's ids count outputs or inputs of this target's layers."""
+        """Return whether the file's ids stand for outputs or inputs of this target's layers."""
         return self.aux.convention(target, latent=self.layer.latent is not None)
 
     def aux_naming(self, outputs: tuple[int, ...], target: TargetInfo) -> tuple[int, ...] | None:
