@@ -63,8 +63,7 @@ class MtpModel(DraftModel):
         return self.make_pool(1, page_size).bytes_per_token + -(-states // page_size)
 
     def missing(self) -> dict[str, tuple[int, ...]]:
-        """Return names and shapes of the tensors that are still missing: the target's embedding and
-        lm_head."""
+        """Return names and shapes of the tensors still to be borrowed: the target's embedding and lm_head."""
         shape = (self.weights.config.vocab_size, self.weights.config.hidden_size)
         return {
             name: shape
