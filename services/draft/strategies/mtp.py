@@ -205,8 +205,7 @@ class _WaitingRows:
         self._new = torch.where(started > 0, kept.fresh_rows(self._places, stops, counts), counts)
 
     def _waited(self, index: int, layer: int) -> bool:
-        """True if the previous layer has had rows since the session was opened, so that its last row
-        waits."""
+        """True if the previous layer has had rows since the session was opened. Its last row then waits."""
         chunk = self._chunks[index]
         return chunk.start - layer >= chunk.session.inherited_rows
 
