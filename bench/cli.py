@@ -192,7 +192,8 @@ def latency(
         tp=tp,
         settings=parse_settings(set_ or []),
     )
-    # With --mps, CUDA must not be touched before the service runs. It needs a GPU in any case.
+    # With --mps, this process must not initialise CUDA before the MPS service runs. --mps needs a GPU in any
+    # case.
     kind = "cuda" if mps else placement(device, "auto")[0].type
     path = result_file(output, "latency", kind, force)
     raise typer.Exit(

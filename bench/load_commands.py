@@ -336,7 +336,7 @@ def _fields(text: str) -> tuple[str, ...]:
     """Parse the value of `--omit`.
 
     Raises:
-        ConfigurationError: A field is none of the fields that can be left out.
+        ConfigurationError: A field in the list is not one that can be left out.
     """
     names = tuple(name.strip() for name in text.split(",") if name.strip())
     for name in names:

@@ -105,7 +105,7 @@ def numbers(text: str, flag: str) -> list[int]:
     """Parse a comma-separated list of positive numbers.
 
     Raises:
-        ConfigurationError: An entry is not a number above 0.
+        ConfigurationError: An entry of the list is not a number above 0.
     """
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdigit() and int(part) > 0 for part in parts):
@@ -126,12 +126,13 @@ def choice(value: str, allowed: Sequence[str], flag: str) -> str:
 
 
 def result_file(output: Path | None, name: str, device: str, force: bool) -> Path:
-    """Return the JSON file of a run, before anything is measured.
+    """Return the path of a run's JSON file. Called before anything is measured.
 
     Args:
-        output: Value of `--output`: a .json file, a folder, or None for `bench/results`.
+        output: Value of `--output`: a .json file or a folder. With None, the folder is `bench/results`.
         name: Name of the benchmark.
-        device: Such as ``cpu``, ``cuda:1`` or ``remote``, for the name of the file in a folder.
+        device: The measured device, such as ``cpu``, ``cuda:1`` or ``remote``. If `output` is a folder, the
+            file's name contains the device.
         force: Value of `--force`.
 
     Raises:

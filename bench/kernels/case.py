@@ -15,7 +15,7 @@ from outrider.bench.stacks.shapes import NamedShape
 
 EPS = 1e-5
 REPEATS = 8
-"""Repetitions of a small kernel within a measurement. As in a round, the data may stay in a cache."""
+"""Number of repetitions of a small kernel per measurement. As in a round, its data may stay in a cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class KernelOptions:
 
     @property
     def small(self) -> bool:
-        """True if the measurement uses small sizes, as a test on a CPU does."""
+        """True if the measurement uses small sizes, as it does for a test on a CPU."""
         return self.device.type == "cpu"
 
 
@@ -39,9 +39,10 @@ class Case:
     """One measurement.
 
     Attributes:
-        name: Name of the case. It begins with the name of the measured function or of a whole pass.
-        call: Enqueues `copies` repetitions of the work.
-        work: Minimum work of one repetition. None if only the launch bounds the time.
+        name: Name of the case. The name begins with that of the measured function or of a whole pass.
+        call: Function that enqueues `copies` repetitions of the work.
+        work: The bytes and operations that one repetition needs at least. None if only the launch limits the
+            time.
         copies: Number of repetitions that `call` enqueues.
     """
 
@@ -62,5 +63,5 @@ def over(many: Sequence[Any] | range, call: Callable[[Any], object]) -> Call:
 
 
 def small_kernel(name: str, call: Callable[[], object]) -> Case:
-    """Return the case of a kernel that moves few bytes, so that its launch bounds its time."""
+    """Return the case of a kernel that moves few bytes, so that only the launch limits its time."""
     return Case(name, over(range(REPEATS), lambda _index: call()), None, REPEATS)

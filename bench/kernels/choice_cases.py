@@ -21,10 +21,10 @@ MIXED_VOCAB = 128_256
 
 
 def mixed_cases(sizes: Sizes, options: KernelOptions) -> Iterator[Case]:
-    """Yield the choice of tokens in batches of which no row, one row in 32 or every row has filters.
+    """Yield cases of choosing tokens in batches in which no row, one row in 32, or every row has filters.
 
-    The difference between a batch of greedy rows and the same batch with one filtered row in 32 is what a
-    request with filters costs the others.
+    The cost that a request with filters imposes on other requests is the difference between two times: that
+    of a batch of greedy rows, and that of the same batch with filters on one row in 32.
     """
     vocab = sizes.vocab if options.small else MIXED_VOCAB
     for rows in (1, 5) if options.small else MIXED_ROWS:
@@ -47,7 +47,7 @@ def mixed_cases(sizes: Sizes, options: KernelOptions) -> Iterator[Case]:
 
 
 def _filtered(sizes: Sizes, rows: int, count: int) -> SamplingTensors:
-    """Return sampling parameters of `count` rows with top-k and top-p, evenly among greedy rows."""
+    """Return sampling parameters of greedy rows, of which `count` evenly spaced ones have top-k and top-p."""
     on = torch.arange(rows, device=sizes.device) % (rows // count) == 0
     return replace(
         sampling(sizes, rows, 1.0),

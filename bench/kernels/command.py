@@ -1,9 +1,10 @@
 """`outrider bench kernels`: times each kernel against its floor.
 
-A floor is the time to read a kernel's bytes or to do its operations at the rates measured on this machine.
-Each case is timed in a CUDA graph that cycles through distinct copies of its data. The copies exceed every
-cache. The case `forward` is the target's whole pass, and `propose` is a whole round of drafting. On a CPU,
-the reference versions of the kernels run in small sizes, as a test.
+A floor is the time that a kernel needs to read its bytes or to do its operations, at the rates measured on
+this machine. Each case is timed in a CUDA graph that cycles through distinct copies of the case's data.
+Together, the copies are larger than every cache. The case `forward` is the target's whole pass, and `propose`
+is a whole round of drafting. On a CPU, the command runs the reference versions of the kernels in small sizes,
+as a test.
 """
 
 from __future__ import annotations
@@ -103,7 +104,7 @@ def run_kernels(options: KernelOptions) -> int:
 def _rehearse(options: KernelOptions) -> None:
     """Call every case once, so that all kernels are compiled in parallel.
 
-    Whole passes are left out, because they compile their own kernels as the engine does.
+    Whole passes are left out, because they compile their kernels by themselves, as the engine does.
     """
     for kind, kind_cases in cases(options):
         if kind not in PASSES:

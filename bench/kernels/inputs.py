@@ -187,7 +187,8 @@ Four = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 def trees(sizes: Sizes, batch: int, candidates: int) -> Four:
     """Return the scores, tokens and parents of `candidates` candidates, and the roots of the trees.
 
-    The first level has `topk` candidates. Each later level expands a beam of `topk` candidates.
+    The first level has `topk` candidates. Each later level contains the children of a beam of `topk`
+    candidates.
     """
     device, topk = sizes.device, sizes.topk
     parents = [-1] * topk

@@ -27,7 +27,7 @@ ROPE_BASE = 500_000.0
 EMBEDDED = 32_768
 """Rows of the embedding table that the case reads. No cache holds this many rows."""
 PATIENCE = 1000
-"""Maximum number of polls for a message. It has already arrived, because there is only one rank."""
+"""Maximum number of polls for a message. The message has already arrived, because there is one rank."""
 
 Weight = tuple[torch.Tensor, torch.Tensor | None]
 """A matrix, and the scales of its rows. The scales are None if the matrix is not in FP8."""

@@ -26,7 +26,7 @@ UNLIMITED = 1 << 30
 
 
 def packed_cases(sizes: Sizes, options: KernelOptions) -> Iterator[Case]:
-    """Yield the kernels of a round over slots outside the passes. Each slot has a tree of `nodes` nodes."""
+    """Yield those kernels of a round over slots that are not part of a pass. Each tree has `nodes` nodes."""
     for batch in sizes.batches:
         yield from _round(sizes, batch)
 

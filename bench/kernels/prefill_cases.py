@@ -23,9 +23,9 @@ SMALL_CHUNKS = ((0, 40), (30, 50))
 
 
 def prefill_cases(sizes: Sizes, options: KernelOptions) -> Iterator[Case]:
-    """Yield attention of one layer for prompt chunks, and the merge of two results.
+    """Yield cases of one layer's attention for prompt chunks, and of merging two attention results.
 
-    The library is measured on a GPU only. Its plans are built before the measurement.
+    The library (cuDNN) is measured on a GPU only. Its plans are built before the measurement.
     """
     token = 2 * sizes.kv_heads * sizes.head_dim * sizes.dtype.itemsize
     chunks = None

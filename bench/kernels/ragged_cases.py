@@ -1,8 +1,8 @@
-"""Cases of `outrider bench kernels` for attention over unequal sequences, by a work list and without one.
+"""Cases of `outrider bench kernels` for attention over unequal sequences, with and without a work list.
 
-Both ways get the same inputs. As in the engine, the batch of a work list has as many sequences as rows, most
-of them without rows, and each sequence has its own row of the page table. The list is made once per pass, so
-it is timed by itself.
+Both variants get the same inputs. As in the engine, a batch with a work list has as many sequences as rows.
+Most of these sequences have no rows, and each sequence has its own row of the page table. Making the work
+list is a case of its own, because the engine makes the list only once per pass.
 """
 
 from __future__ import annotations
@@ -31,11 +31,13 @@ class RaggedInputs:
         page_table: ``[sequences, pages] int32``.
         prefix_lens, kv_lens: ``[sequences] int32``.
         query_start: ``[sequences + 1] int32``.
-        ancestors: ``[rows, words] int32``, or None if each sequence has one row.
-        table_rows: ``[sequences] int32``, or None.
+        ancestors: ``[rows, words] int32``, the ancestor masks. None if each sequence has one row.
+        table_rows: ``[sequences] int32``, each sequence's row of the page table, or -1 for a sequence without
+            rows. None if sequence i uses row i.
         work: The work list, or None.
-        kv_heads: Heads of the planes.
-        max_query_len, max_kv_len: Largest numbers of rows and of tokens of a sequence.
+        kv_heads: Number of heads of the K and V planes.
+        max_query_len, max_kv_len: Largest number of rows of a sequence, and largest number of tokens of a
+            sequence.
     """
 
     q: torch.Tensor
@@ -104,7 +106,7 @@ def ragged_cases(sizes: Sizes, options: KernelOptions) -> Iterator[Case]:
 
 
 def batches(sizes: Sizes, small: bool) -> Iterator[tuple[str, tuple[Part, ...]]]:
-    """Yield the names and the sequences of the batches. A test on a CPU gets small ones only."""
+    """Yield the name and the sequences of each batch. A test on a CPU gets only small batches."""
     short, medium, long = (20, 40, 100) if small else (500, 8000, 32_000)
     many, nodes = (2 if small else 32), sizes.nodes
     if not small:
@@ -119,7 +121,7 @@ def batches(sizes: Sizes, small: bool) -> Iterator[tuple[str, tuple[Part, ...]]]
 
 
 def ragged_inputs(sizes: Sizes, each: list[tuple[int, int]], *, listed: bool) -> RaggedInputs:
-    """Return the inputs of sequences of (rows, tokens before them). `listed` adds a work list."""
+    """Return the inputs for sequences given as (rows, tokens before the rows). `listed` adds a work list."""
     device, live = sizes.device, len(each)
     widest = max(rows for rows, _ in each)
     lens = [rows + context for rows, context in each]

@@ -106,7 +106,7 @@ def _level(beam: Beam | None, topk: int, candidates: Candidates, words: int, log
 
 
 def round_cases(sizes: Sizes, options: KernelOptions) -> Iterator[Case]:
-    """Yield a round's kernels outside the passes of draft and target, with the draft in process."""
+    """Yield a round's kernels that are not part of a draft or target pass, for an in-process draft."""
     device, columns = sizes.device, sizes.steps + 1
     pages = -(-(sizes.context + sizes.nodes + columns + sizes.steps * sizes.topk) // sizes.page_size) + 1
     for batch in sizes.batches:

@@ -1,6 +1,7 @@
-"""`outrider bench kernels --tune`: tries tiles for a shape's products and saves the results for later starts.
+"""`outrider bench kernels --tune`: tries tiles for a model shape's products, and saves the fastest tiles.
 
-Unlike at startup, the trial has no time limit. Later starts read the saved tiles (`shared.nn.fused.trial`).
+The trial at startup has a time limit; this trial has none. Later starts read the saved tiles
+(`shared.nn.fused.trial`).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from outrider.shared.nn.fused.trial import describe, try_products
 
 
 def run_tune(options: KernelOptions) -> int:
-    """Try tiles for the products that have no measured tile, and save them. Returns the exit code.
+    """Try tiles for products without a measured tile, save the fastest, and return the exit code.
 
     Raises:
         ConfigurationError: There is no GPU, or the shape does not use fused kernels.

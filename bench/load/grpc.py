@@ -1,4 +1,4 @@
-"""`GrpcLoad`: the client with which the load sends requests to the gateway's gRPC service.
+"""`GrpcLoad`: the client through which a load sends requests to the gateway's gRPC service.
 
 No other module of `bench` uses protobuf messages.
 """
@@ -22,7 +22,7 @@ MODES = {
 
 
 class GrpcLoad(LoadClient):
-    """Sends requests over gRPC. Create it inside the running event loop.
+    """Sends requests over gRPC. Create the client inside the running event loop.
 
     Args:
         address: ``host:port`` or ``unix:/path`` of a gateway.

@@ -1,7 +1,8 @@
-"""Two kinds of load, and the timeline of each request (TTFT, ITL, errors) with a summary of all timelines.
+"""Open-loop and closed-loop loads: each request's timeline (TTFT, ITL, errors) and a summary of all.
 
-In an open-loop load, requests arrive by a Poisson process and do not wait for earlier answers. In a
-closed-loop load, a fixed number of clients each send their next request after the last answer.
+In an open-loop load, requests arrive by a Poisson process and do not wait for earlier answers. A closed-loop
+load has a fixed number of clients, and each client sends its next request after the answer to its last
+request.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ class LoadRequest:
     """One request: its prompt (a text, chat messages or token ids) and its options.
 
     Attributes:
-        sampling: `temperature` and, if the request has them, `top_k`, `top_p` and `min_p`.
-        speculation: The `speculation` object.
+        sampling: The parameter `temperature` and, if the request has them, `top_k`, `top_p` and `min_p`.
+        speculation: The request's `speculation` object.
     """
 
     prompt: str | Sequence[int] | Sequence[dict[str, str]]
@@ -47,7 +48,7 @@ class Experience:
 
     Attributes:
         sent: Time at which the request was sent.
-        chunks: Arrival time of each piece of the answer.
+        chunks: Time at which each piece of the answer arrived.
         ended: Time at which the stream ended.
         tokens: Number of tokens in the answer, as the server counts them.
         accept_length, draft_tokens: Accept length and number of draft tokens that the server reports.
@@ -148,11 +149,11 @@ async def run_clients(
     request: Callable[[int], LoadRequest],
     on_answer: Callable[[int], None],
 ) -> list[Experience]:
-    """Let a number of clients send requests one after the other, and return when each has its last answer.
+    """Let each client send requests one after another; return when all clients have their last answers.
 
     Args:
         client: Client that sends the requests.
-        clients: Number of requests that run at the same time.
+        clients: Number of clients, and thus of requests that run at the same time.
         duration_s: Seconds during which requests are sent. Each client sends at least one request.
         request: Returns the request with a given index.
         on_answer: Called after each answer with the number of requests answered so far.
@@ -192,14 +193,17 @@ class LoadSummary:
     """Summary of a load; times are in milliseconds.
 
     Attributes:
-        first_token, between, per_token, total: TTFT, gaps between pieces, mean time per token, and e2e. Each
-            attribute maps `PERCENTILES` to values.
+        first_token, between, per_token, total: Respectively TTFT, gaps between pieces, mean time per token,
+            and time from request to last token (e2e). Each attribute maps `PERCENTILES` to values.
         requests, failed: Number of requests, and number of failed requests.
-        request_rate, token_rate: Answered requests per second, and their tokens per second. The time runs
-            from the first arrival to the last answer, but at least for the whole arrival period.
-        good_rate: Answered requests per second that met the limits. Without limits, it equals `request_rate`.
+        request_rate, token_rate: Answered requests per second, and the tokens of these requests per second.
+            The time counts from the first arrival to the last answer, but is at least the whole arrival
+            period.
+        good_rate: Answered requests per second that met the limits. If there are no limits, `good_rate`
+            equals `request_rate`.
         tokens_per_request: Mean number of tokens of the answered requests.
-        accept_length: Mean over the requests that had drafts, weighted by tokens. 1.0 if no request had any.
+        accept_length: Mean accept length of the requests that had drafts, weighted by tokens. 1.0 if no
+            request had drafts.
         errors: Distinct errors of the failed requests.
     """
 
@@ -227,7 +231,7 @@ def summarise_load(
 
     Args:
         experiences: Timelines of all requests.
-        first_token_limit_ms, per_token_limit_ms: Limits for goodput. None means no limit.
+        first_token_limit_ms, per_token_limit_ms: Limits for goodput. With None, there is no limit.
         lasted_s: Length of the arrival period, in seconds.
     """
     answered = [experience for experience in experiences if not experience.error]

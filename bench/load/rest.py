@@ -18,7 +18,7 @@ CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 LENGTHS = "--prompt-tokens or --max-tokens"
 TIMEOUT_S = 600.0
 UNSENT: tuple[dict[str, Any], ...] = ({}, {"mode": "auto"})
-"""Speculation objects that mean the same as none. Other servers do not know the field."""
+"""Speculation objects that can be left out without a change. Other servers do not have the field."""
 
 
 class Route(Enum):
@@ -34,7 +34,7 @@ class RestLoad(LoadClient):
     Args:
         server: The server and its model.
         api_key: API key to send, or None.
-        omitted: Fields to leave out of every request, for servers that refuse them.
+        omitted: Fields to leave out of every request, because the server refuses them.
     """
 
     def __init__(self, server: Server, api_key: str | None, omitted: Sequence[str] = ()) -> None:
@@ -50,7 +50,7 @@ class RestLoad(LoadClient):
         self._omitted = omitted
 
     async def ask(self, request: LoadRequest, experience: Experience) -> None:
-        """Stream the answer and fill `experience`.
+        """Send a request, and record the stream of its answer in `experience`.
 
         Raises:
             ConfigurationError: The server refuses the request. The message names the option to change.
@@ -66,7 +66,7 @@ class RestLoad(LoadClient):
                     _note(json.loads(data), experience)
         if experience.tokens and not experience.chunks:  # the only piece ended the stream
             experience.chunks.append(time.perf_counter())
-        # Some servers report no usage. A piece then counts as a token.
+        # Some servers report no usage. Each piece then counts as one token.
         experience.tokens = experience.tokens or len(experience.chunks)
 
     async def close(self) -> None:
@@ -105,11 +105,12 @@ def _note(event: dict[str, Any], experience: Experience) -> None:
 
 
 def _has_tokens(choice: dict[str, Any]) -> bool:
-    """Return whether a choice has a piece of the answer.
+    """Return whether a choice of a streamed event contains a piece of the answer.
 
-    A token may have no text: its bytes are incomplete, it is a special token, or the server has no tokenizer.
-    A text completion then still sends an event, which is counted unless it only ends the stream. A chat's
-    events without content are openings, which are not counted.
+    A token may have no text, because its bytes are incomplete, because it is a special token, or because the
+    server has no tokenizer. In a text completion, such a token still has an event, so an event without text
+    counts unless it only ends the stream. In a chat, an event without content only opens the answer and does
+    not count.
     """
     if choice.get("text") or choice.get("token_ids"):
         return True

@@ -4,7 +4,7 @@ The load is an open loop (Poisson arrivals) or a closed loop (a fixed number of 
 server with OpenAI's API, or Outrider's gRPC service.
 
 Before the load, the command sends a few requests one at a time. The figures of these lone requests are the
-floor of the figures under load.
+floors for the figures under load.
 """
 
 from __future__ import annotations
@@ -68,16 +68,18 @@ class ServeOptions:
 
     Attributes:
         stack: The stack to start if no address is given.
-        url, grpc: REST and gRPC address of a running gateway.
-        api: Endpoint to use in a stack that this command starts.
-        load: Arrival process of the requests. Its duration and seed also hold for a closed loop.
-        concurrency: Number of clients of a closed loop. None selects the open loop.
-        warm_up_s: Seconds of load before anything is counted.
-        prompts: File of prompts. None selects the embedded prompts.
-        prompt_tokens: Lengths of random prompts, which replace the prompts of the file. Empty disables them.
+        url, grpc: REST address and gRPC address of a running gateway.
+        api: API to use if this command starts the stack.
+        load: Arrival process of the requests. A closed loop uses only its duration and seed.
+        concurrency: Number of clients of a closed loop. With None, the load is an open loop.
+        warm_up_s: Length of the load, in seconds, that runs before anything is counted.
+        prompts: File of prompts. With None, the prompts that are part of `bench` are used.
+        prompt_tokens: Lengths of random prompts, which replace the prompts of a file. If empty, there are no
+            random prompts.
         vocab: Random prompts have token ids below this number.
-        max_tokens, samplings: Lengths of answers and samplings. Each request draws one of each.
-        route: Route for the prompts of a file.
+        max_tokens, samplings: The lengths of answers, and the samplings, from which each request draws one at
+            random.
+        route: REST route for requests with prompts of a file.
         omitted: Fields that REST requests leave out.
     """
 
@@ -176,10 +178,11 @@ def run_serve(options: ServeOptions) -> int:
 def serve_rows(
     summary: LoadSummary, alone: LoadSummary, load: Load, concurrency: int | None = None
 ) -> list[Row]:
-    """Return the figures.
+    """Return the figures of the load, each with its floor.
 
-    The floor of a time is the time of lone requests. The floor of a rate is the rate offered by the open
-    loop, or the rate that the clients of the closed loop would reach if each had the server to itself.
+    The floor of a time is the time of lone requests. The floor of a rate is the best rate that is possible.
+    With an open loop, this is the rate at which requests arrive. With a closed loop, it is the rate that the
+    clients would reach if each had the server to itself.
     """
     if concurrency is None:
         offered = len(load.arrivals()) / load.duration_s  # the rate of these arrivals, not the nominal mean
@@ -256,7 +259,7 @@ async def _check_request(client: LoadClient, request: LoadRequest) -> None:
     """Send a request that is not counted.
 
     Raises:
-        ConfigurationError: The server refuses it, so it would refuse all others.
+        ConfigurationError: The server refuses the request, so it would refuse all other requests too.
     """
     try:
         await client.ask(request, Experience(time.perf_counter()))
@@ -267,7 +270,7 @@ async def _check_request(client: LoadClient, request: LoadRequest) -> None:
 
 
 def _check_speculation(options: ServeOptions, server: Server | None) -> None:
-    """Refuse to send the speculation object to a server that would ignore it."""
+    """Raise if the load would send the speculation object to a server that ignores it."""
     sent = options.speculation not in UNSENT
     if sent and server is not None and not server.is_outrider:
         raise ConfigurationError(
@@ -288,7 +291,7 @@ def _client(options: ServeOptions, server: Server | None, grpc: str | None) -> L
 
 
 def load_requests(options: ServeOptions) -> Requests:
-    """Return the requests of the load. They depend on the options only, so every server gets the same ones.
+    """Return the requests of the load. Every server gets the same requests, which depend only on the options.
 
     Random prompts are new for each request, so that no server finds them in a prefix cache. The prompts of a
     file are sent in a cycle.

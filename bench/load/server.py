@@ -1,4 +1,4 @@
-"""The server that a load is sent to: its model and limits, and what to change if it refuses a request."""
+"""The server that a load is sent to: its model, its limits, and errors that say how to avoid a refusal."""
 
 from __future__ import annotations
 
@@ -26,17 +26,20 @@ RETRIED = (408, 429)
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """What a server says about itself.
+    """The properties that a server reports about itself.
 
     Attributes:
         url: Address of the server, without ``/v1``.
         model: Id of the first model that the server lists.
         owner: `owned_by` of that model, such as ``outrider`` or ``vllm``.
-        max_model_len: Tokens of the longest text. None if the server does not say.
-        vocab_size: Number of token ids. None if the server does not say.
-        max_running: Number of requests that run at the same time. None if the server does not say.
-        draft_state: Outrider's state of the draft, ``none`` without one. Empty for other servers.
-        shape_limits: Outrider's limits on `depth`, `topk` and `max_nodes`. Empty for other servers.
+        max_model_len: Largest number of tokens of a prompt and its answer. None if the server does not report
+            it.
+        vocab_size: Number of token ids. None if the server does not report it.
+        max_running: Largest number of requests that run at the same time. None if the server does not report
+            it.
+        draft_state: The state of Outrider's draft, or ``none`` if there is no draft. Empty for other servers.
+        shape_limits: The limits of an Outrider server on `depth`, `topk` and `max_nodes`. Empty for other
+            servers.
     """
 
     url: str
@@ -66,7 +69,7 @@ class Server:
 
 
 def server_address(url: str) -> str:
-    """Return the address without a trailing ``/`` or ``/v1``.
+    """Return a server's address without a trailing ``/`` or ``/v1``.
 
     Raises:
         ConfigurationError: The text is not an address of an HTTP server.
@@ -137,10 +140,11 @@ def key_headers(api_key: str | None) -> dict[str, str]:
 
 
 def refusal(status: int, text: str, fields: Iterable[str], lengths: str, route: str) -> OutriderError:
-    """Return the error for a reply that is not 200.
+    """Return the error for a reply whose HTTP status is not 200.
 
-    A refusal is a `ConfigurationError` that names the option to change. Any other reply is an
-    `UnavailableError`: the server is overloaded or broken, and the same request may succeed later.
+    For a refused request, the error is a `ConfigurationError` that names the option to change. For any other
+    reply, it is an `UnavailableError`, because the server is overloaded or broken and the same request may
+    succeed later.
 
     Args:
         status: HTTP status.
@@ -192,9 +196,9 @@ def _wrong_key(status: int) -> ConfigurationError:
 
 
 def _refused_field(text: str, fields: Iterable[str]) -> str | None:
-    """Return the request's field that an error names: its `param`, or else the first one in the text.
+    """Return the request's field that an error names in `param` or, failing that, first in its text.
 
-    Fields that every request needs are left out.
+    Fields that every request needs are never returned.
     """
     try:
         body = json.loads(text)

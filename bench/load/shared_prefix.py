@@ -1,8 +1,8 @@
-"""`outrider bench prefix`: how much of the prompts of many chats a server finds in its prefix cache.
+"""`outrider bench prefix`: measures how much of many chats' prompts a server finds in its prefix cache.
 
 All chats begin with the same system prompt. Each turn of a chat repeats the earlier turns and their answers,
-and adds new tokens. The chats run once without speculation and once with it, each time from an empty cache.
-Afterwards, one long prompt is sent twice.
+and adds new tokens. The chats run once without speculation and once with it. Each run starts with an empty
+cache. Afterwards, one long prompt is sent twice.
 """
 
 from __future__ import annotations
@@ -37,10 +37,11 @@ class Chats:
     """The shape of the chats.
 
     Attributes:
-        count, turns: Number of chats, and number of turns of each.
-        system, turn, answer: Tokens of the system prompt, of each turn of the user, and of each answer.
-        vocab: Token ids are below this number.
-        seed: Seed of the tokens.
+        count, turns: Number of chats, and number of turns of each chat.
+        system, turn, answer: Number of tokens of the system prompt, of each turn of the user, and of each
+            answer.
+        vocab: All token ids are below this number.
+        seed: Seed of the random tokens.
     """
 
     count: int
@@ -61,15 +62,15 @@ class Chats:
 
         Args:
             chat, turn: Numbers of the chat and of the turn, from 0.
-            before: The prompt of the turn before and its answer. Empty for the first turn.
+            before: The previous turn's prompt and its answer. Empty for the first turn.
         """
         start = list(before) or self.tokens("system", self.system)
         return [*start, *self.tokens((chat, turn), self.turn)]
 
     def possible(self, chat: int, turn: int, before: Sequence[int]) -> int:
-        """Return how many tokens of a prompt the server has computed before, if it has kept everything.
+        """Return how many tokens of a prompt the server could find in its cache, if it had kept all tokens.
 
-        The last token of an answer is never computed.
+        The server never computes the K/V of an answer's last token, because the answer ends there.
         """
         if turn:
             return len(before) - 1
@@ -81,9 +82,10 @@ class Hits:
     """Counts of the chats of one run.
 
     Attributes:
-        prompt, found, possible: Prompt tokens, those that the server found, and those that it could find.
-        accepted, rounds: Accepted draft tokens, and rounds with drafts.
-        seconds: Duration of the run.
+        prompt, found, possible: Number of prompt tokens, of those that the server found in its cache, and of
+            those that it could have found.
+        accepted, rounds: Number of accepted draft tokens, and number of rounds with drafts.
+        seconds: Duration of the run, in seconds.
     """
 
     prompt: int = 0
@@ -109,8 +111,8 @@ class PrefixOptions:
     Attributes:
         stack: The stack to start if no address is given.
         url: Address of a running server.
-        long_prompt: Tokens of the prompt that is sent twice.
-        clients: Number of chats at the same time.
+        long_prompt: Number of tokens of the prompt that is sent twice.
+        clients: Number of chats that run at the same time.
     """
 
     stack: StackOptions

@@ -1,8 +1,9 @@
 """`outrider bench auto`: compares mode `auto` with plain decoding and fixed shapes, on an in-process engine.
 
-All shapes have the same synthetic acceptance at each position. The probability is chosen so that chains of 5
-have a given accept length. With an accept length of 1, no draft is ever right, and the best choice is plain
-decoding, so that the ratio is auto ÷ off. Times are wall-clock times of whole batches, prompts included.
+Acceptance is synthetic: a draft token is accepted with the same probability at every position and in every
+shape. The probability is chosen so that chains of 5 have a given accept length. With an accept length of 1,
+no draft token is ever accepted. The best choice is then plain decoding, and the ratio is the speed of `auto`
+÷ the speed of `off`. Times are wall-clock times of whole batches, prompts included.
 """
 
 from __future__ import annotations
@@ -34,11 +35,13 @@ class AutoOptions:
 
     Attributes:
         engine: The engine.
-        shapes: The fixed choices, plain decoding included.
-        accept_lengths: Accept lengths of chains of `LAW_DEPTH`, including the bonus token.
-        batches, new_tokens: Batch sizes, and tokens per answer.
-        prompt: Tokens per prompt.
-        pairs: Number of times that all choices are measured in turn. The figures are medians.
+        shapes: The fixed choices, including plain decoding.
+        accept_lengths: The accept lengths to simulate, for chains of `LAW_DEPTH` and including the bonus
+            token.
+        batches, new_tokens: Batch sizes, and numbers of tokens per answer.
+        prompt: Number of tokens per prompt.
+        pairs: Number of times that all choices are measured in turn. The figures are medians over these
+            times.
         output: The JSON file.
     """
 
@@ -56,7 +59,7 @@ def run_auto(options: AutoOptions) -> int:
     """Run the cases, print the table and save the result. The file is written again after every case.
 
     Returns:
-        The exit code, which is 1 if a case failed. A missed goal is no failure.
+        The exit code, which is 1 if a case failed. A missed goal does not count as a failure.
 
     Raises:
         ConfigurationError: A setting is wrong.
@@ -94,7 +97,7 @@ def check_lengths(text: str) -> list[float]:
     """Parse a comma-separated list of accept lengths.
 
     Raises:
-        ConfigurationError: An entry is not a number from 1 to `LAW_DEPTH` + 1.
+        ConfigurationError: An entry of the list is not a number from 1 to `LAW_DEPTH` + 1.
     """
     try:
         lengths = [float(part) for part in text.split(",")]
@@ -109,10 +112,10 @@ def check_lengths(text: str) -> list[float]:
 
 
 def law_of(accept_length: float) -> list[float]:
-    """Return `LEVELS` equal acceptance rates with which chains of `LAW_DEPTH` have this accept length.
+    """Return `LEVELS` equal acceptance rates that give chains of `LAW_DEPTH` this accept length.
 
     Args:
-        accept_length: Mean tokens per round, including the bonus token; 1 to `LAW_DEPTH` + 1.
+        accept_length: Mean number of tokens per round, including the bonus token: from 1 to `LAW_DEPTH` + 1.
     """
     low, high = 0.0, 1.0
     for _ in range(60):
@@ -139,20 +142,20 @@ def _measured(
         seconds, _ = engine.run_batch(prompts(), new_tokens, tree, mode)
         return batch * new_tokens / seconds
 
-    # 1. Warm up the fixed choices. Then measure `auto` once without any knowledge of the drafter.
+    # 1. Warm up the fixed choices. Then measure `auto` once while it has no statistics of the drafter.
     engine.set_rates(law_of(accept_length))
     for shape in options.shapes:
         engine.run_batch(prompts(), shrinking_lengths(batch, new_tokens), shape.tree)
     engine.forget()
     first = speed(None, SpeculationMode.AUTO)
-    # 2. Measure in turn, so that a change of the GPU's clock concerns all choices.
+    # 2. Measure all choices in turn, so that a change of the GPU's clock affects all of them.
     speeds: dict[str, list[float]] = {shape.label: [] for shape in options.shapes}
     auto: list[float] = []
     for _ in range(options.pairs):
         auto.append(speed(None, SpeculationMode.AUTO))
         for shape in options.shapes:
             speeds[shape.label].append(speed(shape.tree))
-    # 3. Compare with the choice that is the best by its median.
+    # 3. Compare `auto` with the fixed choice whose median speed is the highest.
     medians = {label: statistics.median(found) for label, found in speeds.items()}
     best = max(medians, key=lambda label: medians[label])
     ratios = [mine / other for mine, other in zip(auto, speeds[best], strict=True)]

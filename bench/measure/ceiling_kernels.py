@@ -1,6 +1,7 @@
 """Triton kernels that measure two ceilings: the read bandwidth, and the duration of an empty launch.
 
-The read kernel shows how fast weights can be streamed. Torch's reductions read more slowly.
+The read kernel shows how fast weights can be streamed. It replaces torch's reductions, which read more
+slowly.
 """
 
 from __future__ import annotations

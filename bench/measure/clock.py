@@ -52,7 +52,8 @@ def measure(
         work: Enqueues the work without waiting for it. On a GPU, `work` is captured into a CUDA graph, so
             that launch overhead on the host is not counted.
         device: Device that runs the work.
-        copies: Repetitions within one call of `work`. They use distinct data, so that caches do not help.
+        copies: Number of repetitions within one call of `work`. The repetitions use distinct data, so that
+            caches do not help.
         samples: Number of samples.
         sample_s: Minimum duration of a sample, in seconds.
     """

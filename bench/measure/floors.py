@@ -28,11 +28,11 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class QuantizedSizes:
-    """Sizes, in bytes, of the target's quantized numbers. None means that numbers have the usual dtype.
+    """Sizes, in bytes, of the target's quantized numbers. With None, the numbers have the usual dtype.
 
     Attributes:
-        products: Bytes of a weight in the layers and the output head.
-        cache: Bytes of a number in the KV cache.
+        products: Bytes of one weight in the layers and the output head.
+        cache: Bytes of one number in the KV cache.
     """
 
     products: int | None = None
@@ -70,7 +70,7 @@ def forward_pass(
 
     Args:
         config: Configuration of the target.
-        rows: Number of rows over all sequences, i.e. of nodes to verify.
+        rows: Number of rows (nodes to verify) of all sequences together.
         sequences: Number of sequences in the batch.
         context: Number of cached tokens of each sequence.
         itemsize: Bytes of a weight and of a cached number.
@@ -104,7 +104,7 @@ def prefill(config: ModelConfig, tokens: int, itemsize: int) -> Work:
 
 
 def draft_step(head: Mapping[str, Any], rows: int, itemsize: int) -> Work:
-    """Return the work of one EAGLE-3 step over `rows` rows. It reads the layer and the output head once.
+    """Return the work of one EAGLE-3 step over `rows` rows. A step reads the layer and the output head once.
 
     The layer's first product counts only the feature's half of the input, because the product with the token
     embeddings can be computed in advance.
@@ -138,7 +138,8 @@ def speculative_round(
 ) -> list[Work]:
     """Return the work of each part of a round. The parts run one after another.
 
-    The parts are the draft steps (the first step is the extend), the verify pass and the projection.
+    The parts are the draft steps, the verify pass and the projection of features. The first draft step is the
+    extension.
 
     Args:
         config: Configuration of the target.
@@ -147,8 +148,8 @@ def speculative_round(
         steps, topk, nodes: Shape of the tree.
         context: Number of cached tokens of each sequence.
         itemsize: Bytes of a number in the usual dtype.
-        share: Share of the verify pass that one tensor-parallel rank computes.
-        quantized: Sizes of the target's quantized numbers, if there are any.
+        share: The share of the verify pass that one tensor-parallel rank computes.
+        quantized: Sizes of the target's quantized numbers, if the target has any.
     """
     grown = [draft_step(head, batch * (1 if step == 0 else topk), itemsize) for step in range(steps)]
     verify = forward_pass(config, batch * nodes, batch, context, itemsize, quantized).times(share)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 GAP_BETWEEN_NS = 8_000
-"""A longer gap is a wait for the host's next launch. Gaps between the kernels of a graph take 1 to 3 µs."""
+"""A longer gap counts as a wait for the host's next launch. Kernels of one graph are 1 to 3 µs apart."""
 EDGE = 0.25
 """Share of the recording to drop at each end, because starting and stopping the recording delays the host."""
 SHOWN_KERNELS = 40
@@ -20,14 +20,16 @@ Interval = tuple[int, int, str]
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """Summary of the middle of a recording.
+    """Summary of the middle part of a recording, called the span.
 
     Attributes:
-        span_ms: Length of the middle, in milliseconds.
-        idle: Share of the span without a running kernel, including short gaps between kernels of a graph.
-        idle_between: Share of the span in gaps longer than `GAP_BETWEEN_NS`, i.e. in waits for the host.
+        span_ms: Length of the span, in milliseconds.
+        idle: Share of the span in which no kernel runs, including short gaps between kernels of a graph.
+        idle_between: Share of the span that consists of gaps longer than `GAP_BETWEEN_NS`, i.e. of waits for
+            the host.
         longest_gap_us: Longest gap, in microseconds.
-        kernels: (name, launches, milliseconds, share of the span) of each kernel; the longest time is first.
+        kernels: (name, launches, milliseconds, share of the span) of each kernel. The kernel with the longest
+            time is first.
     """
 
     span_ms: float
@@ -53,8 +55,8 @@ def profiled(start: Callable[[], None], span: Callable[[], None]) -> Profile | N
     Durations of rounds are not measured in the recording, because the recording slows launches down.
 
     Args:
-        start: Returns once the GPU has reached the work to record.
-        span: Returns once enough work is recorded.
+        start: Function that returns when the GPU has reached the work to record.
+        span: Function that returns when enough work is recorded.
     """
     import torch
     from torch.profiler import ProfilerActivity, profile

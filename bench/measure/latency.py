@@ -4,8 +4,8 @@ Each batch consists of prompts of equal length. The time of a round is
 
     (time for N tokens - time for 1 token) / rounds
 
-Times are wall-clock times from submitting a batch to its last token. The best of `repeats` runs counts. Other
-servers were measured the same way (docs/performance.md). Acceptance is synthetic and labelled as synthetic.
+Times are wall-clock times from submitting a batch to its last token; the fastest of `repeats` runs counts.
+Other servers were measured in the same way (docs/performance.md). Acceptance is synthetic and labelled so.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class MeasuredShape:
     Attributes:
         tree: Tree shape of every round; None for plain decoding.
         accept_length: Intended mean accept length.
-        batches: Batch sizes for this kind. If empty, the batch sizes of the options apply.
+        batches: Batch sizes for this kind of round. If empty, `LatencyOptions.batches` applies.
     """
 
     tree: DraftShape | None
@@ -169,7 +169,7 @@ def _run(options: LatencyOptions) -> int:
     imported_s = process_age_s()
     ceilings = measure_ceilings(device, dtype, small=device.type == "cpu")
     if device.type == "cuda":
-        torch.cuda.empty_cache()  # the engine sizes its KV cache by the free memory
+        torch.cuda.empty_cache()  # the engine derives the size of its KV cache from the free memory
     rows: list[Row] = []
     failed: dict[str, str] = {}
     profiles: dict[str, Any] = {}
@@ -227,9 +227,9 @@ class Latency:
 
     Args:
         engine: A running engine.
-        options: The cases to measure.
+        options: The options, which define the cases to measure.
         ceilings: Ceilings of this machine. The floors are computed from them.
-        profiles: Receives case → profile for each profiled case.
+        profiles: Mapping that receives the profile of each profiled case, by the case's name.
     """
 
     def __init__(
@@ -375,9 +375,9 @@ class Latency:
 
 
 def shrinking_lengths(batch: int, most: int) -> list[int]:
-    """Return answer lengths, at most `most`, with which the batch halves repeatedly.
+    """Return answer lengths of at most `most` tokens, chosen so that the running batch halves repeatedly.
 
-    The engine thereby captures rounds of all batch sizes.
+    The engine then captures rounds of all batch sizes.
     """
     halvings = [(batch // place).bit_length() - 1 for place in range(1, batch + 1)]
     return [min(WARM_UP_TOKENS + HALVING_TOKENS * survived, most) for survived in halvings]
@@ -390,7 +390,7 @@ def _taken(run: tuple[float, list[TimedAnswer]]) -> float:
 def _gaps(answers: Sequence[TimedAnswer]) -> list[float]:
     """Return the seconds between successive deliveries of tokens.
 
-    The wait for the first token and the next gap are left out, because that gap may contain prefills.
+    The wait for the first token and the gap after it are left out. That gap may contain prefills.
     """
     gaps = [
         later - earlier

@@ -1,6 +1,6 @@
-"""Checks whether two greedy texts differ because of a near-tie, i.e. two almost equal logits in fp32.
+"""Checks whether two greedy texts differ because of a near-tie: two logits that are almost equal in fp32.
 
-The check runs the model in fp32, which has no 16-bit rounding errors.
+The check runs the model in fp32, where there are no 16-bit rounding errors.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class Parting:
     Attributes:
         token: Index in the answers of the first token that differs.
         choices: Token ids at that index: without speculation, and in the other text.
-        best: The two tokens with the best fp32 logits, and these logits.
-        gap: Difference between the best logit and the lower logit of `choices`.
+        best: The two tokens with the largest fp32 logits, and these logits.
+        gap: Difference between the largest logit and the smaller one of the two `choices`' logits.
         allowed: Largest gap that counts as a near-tie.
     """
 
@@ -64,7 +64,7 @@ class Parting:
 
 
 class Judge:
-    """Runs a target in fp32 on the CPU, to find why two of its texts differ.
+    """Runs a target in fp32 on the CPU, to find the reason why two of its texts differ.
 
     Args:
         target: Folder of the model, with its tokenizer.

@@ -1,8 +1,8 @@
 """`outrider bench perplexity`: measures perplexity on a text, without and with FP8 products or KV cache.
 
-Texts are cut into windows. Each window is read in one pass, through the KV pool and the attention that also
-serve requests. The first token of a window is not counted, because it has no history. The quantized and the
-unquantized model read the same windows.
+Texts are cut into windows. Each window is read in one pass, with the same KV pool and attention code that
+serve requests. The first token of a window is not counted, because no token precedes it. The quantized and
+the unquantized model read the same windows.
 """
 
 from __future__ import annotations
@@ -34,14 +34,15 @@ class PerplexityOptions:
     """Options of the measurement: the text, the model and its quantization.
 
     Attributes:
-        text: A text file or a JSON-lines file. In JSON lines, the fields in `TEXT_FIELDS` are joined.
+        text: A text file or a JSON-lines file. In each line of a JSON-lines file, the fields in `TEXT_FIELDS`
+            are joined.
         target: Model folder with a tokenizer.json.
         device, dtype: Device and dtype of the model.
         quantization: ``none`` or ``fp8``.
         kv_cache_dtype: ``auto`` or ``fp8_e4m3``.
         tokens: Maximum number of tokens to count.
         window: Number of tokens per pass.
-        output: JSON file or folder to write to. None selects bench/results.
+        output: JSON file or folder to write to. With None, the folder is bench/results.
     """
 
     text: Path
@@ -94,7 +95,7 @@ def run_perplexity(options: PerplexityOptions) -> int:
 
 @torch.inference_mode()
 def perplexity(decoder: Decoder, windows: Iterable[list[int]]) -> float:
-    """Return the exponential of the mean negative log-likelihood.
+    """Return the perplexity: the exponential of the mean negative log-likelihood.
 
     The mean is over all tokens that have a predecessor in their window.
     """
@@ -120,9 +121,9 @@ def perplexity(decoder: Decoder, windows: Iterable[list[int]]) -> float:
 
 
 def cut_windows(token_ids: Iterable[list[int]], window: int, tokens: int) -> Iterator[list[int]]:
-    """Cut each text into windows of at most `window` tokens until `tokens` are counted.
+    """Cut each text into windows of at most `window` tokens until `tokens` tokens are counted.
 
-    A remainder of one token is dropped, because no token follows that could be predicted.
+    A last window of only one token is dropped, because it contains no token to predict.
     """
     counted = 0
     for ids in token_ids:
@@ -136,10 +137,10 @@ def cut_windows(token_ids: Iterable[list[int]], window: int, tokens: int) -> Ite
 
 
 def read_texts(path: Path) -> Iterator[str]:
-    """Yield the texts of a file. Each line of a JSON-lines file is a text; any other file is one text.
+    """Yield the texts of a file: each line of a JSON-lines file, or the whole content of any other file.
 
     Raises:
-        ConfigurationError: The file does not exist, or a line has none of the fields.
+        ConfigurationError: The file does not exist, or a line has none of the fields in `TEXT_FIELDS`.
     """
     if not path.is_file():
         raise ConfigurationError(f"--text {path}: this file does not exist.", field="--text")

@@ -1,6 +1,6 @@
 """A GPU's rated memory bandwidth and matrix rate, computed from its clocks and widths.
 
-The rated values are the floors of the ceilings that `outrider bench roofline` measures.
+`outrider bench roofline` compares each rate that it measures with the rated value.
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ import torch
 OPS_PER_CLOCK = {8: 2048, 9: 4096}
 """Matrix operations of one multiprocessor per clock with 16-bit operands, by major compute capability.
 
-A multiprocessor does 1024 or 2048 multiply-adds per clock, and each counts as 2 operations. The numbers are
-from NVIDIA's tuning guides. A GPU whose compute capability is not listed has no rated matrix rate here.
+Depending on the compute capability, a multiprocessor does 1024 or 2048 multiply-adds per clock, each of which
+counts as 2 operations. The numbers are from NVIDIA's tuning guides. For a GPU whose compute capability is not
+listed, there is no rated matrix rate.
 """
 
 
 def rated_bandwidth(device: torch.device) -> float | None:
-    """Return the bytes per second allowed by the memory clock and the bus width.
+    """Return the bytes per second that the memory clock and the bus width allow.
 
     Returns None if the driver does not report the clock or the width.
     """
@@ -32,7 +33,7 @@ def rated_matrix_rate(device: torch.device, dtype: torch.dtype) -> float | None:
     known = _properties(device)
     per_clock = OPS_PER_CLOCK.get(torch.cuda.get_device_capability(device)[0], 0)
     if torch.cuda.get_device_capability(device) in ((8, 6), (8, 9)):
-        per_clock //= 2  # GPUs for graphics have half the rate of their generation's server GPUs
+        per_clock //= 2  # a graphics GPU has half the rate of a server GPU of the same generation
     return known.get("multiprocessor_count", 0) * per_clock * known.get("sm_clock_rate", 0) * 1e3 or None
 
 

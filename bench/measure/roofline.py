@@ -1,6 +1,6 @@
 """`outrider bench roofline`: measures the machine's ceilings (memory, matrix units, launches, the bus).
 
-Other benchmarks measure these ceilings again in their own run, and compute their floors from them.
+Other benchmarks measure these ceilings again in each run, and compute their floors from the new values.
 """
 
 from __future__ import annotations
@@ -61,8 +61,9 @@ def run_roofline(options: RooflineOptions) -> int:
 def roofline_rows(options: RooflineOptions) -> list[Row]:
     """Return one row for each ceiling.
 
-    The floor of a rate is the GPU's rated value. The floor of an eager launch is the kernel's own time. The
-    floor of every other ceiling is the 10th percentile of its own samples.
+    A row compares the ceiling with a best value, its floor. For a rate, this floor is the GPU's rated value.
+    For an eager launch, the floor is the time of the kernel itself. For every other ceiling, the floor is the
+    10th percentile of the ceiling's own samples.
     """
     device, nbytes = options.device, _working_set(options.device, options.small)
     bandwidth = rated_bandwidth(device)
@@ -166,9 +167,10 @@ def _bus(device: torch.device, nbytes: int) -> list[Row]:
 
 
 def _noise(nbytes: int, device: torch.device) -> torch.Tensor:
-    """Return random words that are fp32 numbers from 0.5 to 1.
+    """Return random 32-bit words that are fp32 numbers from 0.5 to 1.
 
-    Zeros are unsuitable, because memories and links may compress zeros. Denormals may be slower.
+    Zeros would be unsuitable because memories and links may compress them, and denormal numbers may be slower
+    to process.
     """
     return torch.randint(0x3F000000, 0x3F800000, (nbytes // 4,), dtype=torch.int32, device=device)
 

@@ -1,9 +1,10 @@
-"""`outrider bench speculation`: compares speculative with plain decoding, end to end over REST at batch 1.
+"""`outrider bench speculation`: compares speculative and plain decoding, end to end over REST at batch 1.
 
 For each prompt and temperature, the benchmark sends four requests, one after another. Three go to a server
 with a draft, one in each speculation mode (on, auto, off). The fourth goes to a second server, which was
-started with ``--draft none``. The order rotates, so that no kind of request always comes first. The figures
-are medians of the ratios *within* a prompt. Such medians are robust against slow drifts of the machine.
+started with ``--draft none``. The order rotates, so that no kind of request always comes first. Each ratio
+compares two requests with the *same* prompt, and the figures are medians of these ratios. Such medians are
+robust against slow drifts of the machine's speed.
 """
 
 from __future__ import annotations
@@ -178,7 +179,7 @@ def _start_one(
         device=options.device,
         port=port,
         transport=options.transport,
-        kv_tokens=KV_TOKENS,  # the two stacks share one GPU, and each would claim most of its memory
+        kv_tokens=KV_TOKENS,  # the two stacks share one GPU; by default, each would claim most of its memory
     )
 
     def echo(name: str, line: str) -> None:
@@ -244,7 +245,8 @@ def _ask(
 def summarise(runs: Runs, num_prompts: int) -> list[dict[str, Any]]:
     """Return one row for each temperature: median ratios, median speeds and mean accept lengths.
 
-    ``same_text`` counts the prompts whose answer has the same tokens as the answer with ``mode: off``.
+    The field ``same_text`` is the number of prompts whose answer has the same tokens as the answer with
+    ``mode: off``.
     """
     rows = []
     for temperature in TEMPERATURES:
@@ -273,8 +275,8 @@ def summarise(runs: Runs, num_prompts: int) -> list[dict[str, Any]]:
 def first_differences(runs: Runs, prompts: Sequence[Messages], target: Path) -> list[dict[str, Any]]:
     """Return where drafted answers first differ from those of ``mode: off``.
 
-    For greedy answers, the result includes the logits at that token: in 16-bit types, near-ties cause
-    differences.
+    For greedy answers, the result includes the logits at that token, because near-ties of logits cause
+    differences in 16-bit types.
     """
     found = []
     judge: Judge | None = None
@@ -295,10 +297,10 @@ def _ratio_name(numerator: Kind, denominator: Kind) -> str:
 
 
 def _ratios(numerators: Sequence[float], denominators: Sequence[float], most: float) -> dict[str, float]:
-    """Return the median and quartiles of the pairwise ratios, and `most`, the largest possible ratio.
+    """Return the median and the quartiles of the pairwise ratios, together with `most`.
 
-    With drafts, `most` is the accept length. That ratio is reached if a round takes no longer than a plain
-    step. Without drafts, `most` is 1.
+    `most` is the largest possible ratio. With drafts, it is the accept length, which the ratio reaches if a
+    round takes no longer than a plain step. Without drafts, it is 1.
     """
     ratios = sorted(a / b for a, b in zip(numerators, denominators, strict=True))
     low, median, high = (
@@ -352,7 +354,7 @@ def _print_table(console: Console, rows: Sequence[dict[str, Any]], options: Benc
 
 
 def _shown(difference: dict[str, Any]) -> str:
-    """Return a line about where an answer differs and, for a greedy one, why."""
+    """Return a line that reports where an answer differs and, for a greedy answer, why it differs."""
     where = (
         f"{difference['kind']} differs from off at T = {difference['temperature']:g}, "
         f"prompt {difference['prompt']}"

@@ -24,11 +24,11 @@ class Section(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What distinguishes one kind of request from others. Prompt and length do not belong to it.
+    """The properties that distinguish one kind of request from others, apart from prompt and length.
 
     Attributes:
-        speculation: Outrider's `speculation` object.
-        sampling: Fields of the sampling.
+        speculation: The `speculation` object of the request.
+        sampling: The sampling fields of the request.
     """
 
     speculation: Mapping[str, Any] = field(default_factory=lambda: OFF)
@@ -69,19 +69,21 @@ TREE = _tree(5, 8, 32)
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Sizes of the cases, in tokens unless said otherwise.
+    """Sizes of the cases, in tokens unless noted otherwise.
 
     Attributes:
         batch: Number of equal requests in a case of `odd`.
-        pairs: Number of pairs of runs. The figures are medians over pairs.
-        prompt, new: Prompt and answer of the requests of `odd`, and of the prompts of `auto`.
-        auto_batches: Numbers of requests at the same time in `auto`.
-        auto_new: Answers of `auto`.
-        longest: The long prompt of `gap`, and the longest prompt of `soak`.
-        stream: Longest answer of the running streams of `gap`.
-        ttft: Prompts of `ttft`.
-        soak_prompts, soak_answers: Prompts and answers among which the clients of `soak` choose.
-        seconds: Seconds during which the clients of a mix of `soak` send requests.
+        pairs: Number of pairs of runs. The figures are medians over the pairs.
+        prompt, new: Lengths of the prompt and of the answer in `odd`. `prompt` is also the length of the
+            prompts of `auto`.
+        auto_batches: Numbers of requests that `auto` runs at the same time.
+        auto_new: Lengths of the answers of `auto`.
+        longest: Length of the long prompt of `gap`, and of the longest prompt of `soak`.
+        stream: Length of the longest answer of the running streams of `gap`.
+        ttft: Lengths of the prompts of `ttft`.
+        soak_prompts, soak_answers: Lengths of prompts and of answers among which the clients of `soak`
+            choose.
+        seconds: Time, in seconds, during which the clients of each mix of `soak` send requests.
         clients: Number of clients of `soak`.
         seed: Seed of the prompts and of the soak's choices.
     """
@@ -104,14 +106,15 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True)
 class Pairing:
-    """A batch of equal requests, beside which one other request always runs.
+    """A batch of equal requests, and one other request that always runs beside the batch.
 
     Attributes:
-        name: Name of the case. It names both kinds.
-        usual: Kind of the equal requests.
-        odd: Kind of the other request. It is compared with one more request of the usual kind.
-        goal: Smallest ratio of the batch's speed that is good enough. None if no goal was set, because the
-            odd request has costs of its own: its nodes and the time of its draft.
+        name: Name of the case, which names both kinds of requests.
+        usual: Kind of the batch's requests.
+        odd: Kind of the other request. For comparison, the batch also runs beside one more request of the
+            usual kind.
+        goal: Smallest ratio of the batch's two speeds that is good enough. None if no goal was set, because
+            the odd request has costs of its own, namely its nodes and the time of its draft.
     """
 
     name: str
@@ -131,7 +134,7 @@ class Mix:
 NO_COST_GOAL = 0.97
 """Goal for an odd request that needs no more work than one more usual request."""
 BESIDE_CHAIN_GOAL, BESIDE_TREE_GOAL, CHAINS_BESIDE_TREE_GOAL = 0.85, 0.76, 0.83
-"""Goals beside one request that drafts. The time of its draft pass is part of every sequence's round."""
+"""Goals if the odd request drafts. The time of its draft pass is then part of every sequence's round."""
 AUTO_GOAL = 0.985
 """Goal of `auto` ÷ `off`, i.e. of the cost of finding out whether a draft pays."""
 
@@ -167,7 +170,8 @@ MIXES: Sequence[Mix] = (
     Mix("off and auto", (PLAIN, AUTO, AUTO, AUTO)),
     Mix("every shape", (PLAIN, AUTO, AUTO, AUTO, CHAIN, TREE, _tree(2, 3, 8), _tree(4, 2, 10).traced())),
 )
-"""The cases of `soak`. A server without the `speculation` object, or without a draft, gets the first one."""
+"""The cases of `soak`. A server without the `speculation` object, or without a draft, gets only the first
+case."""
 
 SOAK_SAMPLINGS: Sequence[Sampling] = (GREEDY, *SAMPLINGS.values())
 SOAK_PROMPTS = (1, 5, 60, 300, 700, 2000)

@@ -58,7 +58,7 @@ class Format(Protocol):
         ...
 
     def tokens(self, answer: dict[str, Any]) -> int | None:
-        """Return the number of tokens in an answer or up to an event; None if it does not say."""
+        """Return the number of tokens that an answer or an event reports, or None if it reports none."""
         ...
 
 
@@ -113,7 +113,7 @@ class Stream:
         self.pieces = 0
 
     async def arrivals(self) -> AsyncGenerator[float, None]:
-        """Yield `time.perf_counter()` at each piece. Close the generator if it is not read to its end.
+        """Yield `time.perf_counter()` for each piece. Close the generator if it is not read to its end.
 
         Raises:
             UnavailableError: The server reports an error in the stream.
@@ -134,18 +134,18 @@ class Stream:
     @property
     def tokens(self) -> int:
         """Number of tokens so far. Pieces are counted if the server has not reported its count yet."""
-        # Events of /generate repeat all tokens, so only the last event is parsed.
+        # Parse only the last event, because each event of /generate repeats all earlier tokens.
         counted = self._form.tokens(json.loads(self._last)) if self._last else None
         return self.pieces if counted is None else counted
 
 
 class MixedClient:
-    """Sends requests with random prompts. Create it inside the running event loop, and close it.
+    """Sends requests with random prompts. Create the client inside the running event loop, and close it.
 
     Args:
         server: The server.
         api: Format of the requests.
-        vocab: The prompts' token ids are below this number.
+        vocab: All token ids of the prompts are below this number.
         omitted: Fields to leave out of every request.
         api_key: API key to send, or None.
         seed: Seed of the prompts.
@@ -172,18 +172,18 @@ class MixedClient:
         """Return an encoded request with a new random prompt.
 
         Args:
-            length: Tokens of the prompt.
-            new: Tokens of the answer, or its limit if `ignore_eos` is False.
+            length: Number of tokens of the prompt.
+            new: Number of tokens of the answer. If `ignore_eos` is False, the answer may be shorter.
             kind: Kind of the request.
-            ignore_eos: Go on after the end of the text.
-            stream: Ask for the answer in pieces.
+            ignore_eos: Whether the answer goes on after an end-of-text token.
+            stream: Whether to request the answer in pieces.
         """
         prompt = [self._draw.randrange(FIRST_ID, self._vocab) for _ in range(length)]
         body = self._form.body(prompt, new, kind, ignore_eos, stream)
         return json.dumps(self._form.without(body, self._omitted)).encode()
 
     async def send(self, body: bytes) -> Answer:
-        """Send a request and return its answer.
+        """Send a request and return the answer.
 
         Raises:
             ConfigurationError: The server refuses the request. The message names the option to change.

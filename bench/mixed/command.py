@@ -50,9 +50,9 @@ class MixedOptions:
         api_key: API key to send, or None.
         only: Parts and cases to run.
         omitted: Fields to leave out of every request.
-        vocab: All token ids of the prompts are below this number. None selects the size of the server's
-            vocabulary.
-        wishes: Sizes of the cases.
+        vocab: All token ids of the prompts are below this number. With None, the number is the size of the
+            server's vocabulary.
+        wishes: Sizes of the cases that were given on the command line.
         output: The JSON file.
     """
 
@@ -177,10 +177,10 @@ def _check_api(server: Server, api: Api) -> Server:
 
 
 def _vocabulary(given: int | None, server: Server) -> int:
-    """Return the number below which all token ids of the prompts are.
+    """Return the limit of the prompts' token ids: all ids are below this number.
 
     Raises:
-        ConfigurationError: The given number is larger than the model's vocabulary, or too small.
+        ConfigurationError: The given number is too small, or larger than the model's vocabulary.
     """
     known = server.vocab_size
     if given is not None and (given < SMALLEST_VOCAB or (known is not None and given > known)):
@@ -192,7 +192,9 @@ def _vocabulary(given: int | None, server: Server) -> int:
 
 
 def _await_draft(url: str, api_key: str | None) -> None:
-    """Wait until an Outrider server's draft is ready. Other servers and servers without a draft are ready.
+    """Wait until the draft of an Outrider server is ready.
+
+    Other servers, and Outrider servers without a draft, count as ready.
 
     Raises:
         UnavailableError: The draft is not ready in time.

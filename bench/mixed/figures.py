@@ -17,10 +17,10 @@ class Figure:
     """One figure of a case.
 
     Attributes:
-        section, name: Part of the benchmark, and name of the figure. Unique together.
+        section, name: Part of the benchmark, and name of the figure. The pair is unique.
         value: The figure, in `unit`.
         unit: ``tok/s``, ``ms``, ``s`` or ``requests``.
-        ratio: The figure ÷ the figure that it is compared with. None if it is compared with none.
+        ratio: The figure ÷ the figure that it is compared with. None if there is no such comparison.
         goal: Limit of `ratio`, or of `value` if there is no ratio. None if no goal was set.
         at_least: True if `goal` is a lower limit.
         more: Further entries for the JSON.
@@ -46,7 +46,8 @@ class Figure:
     def as_row(self) -> Row:
         """Return the row of the result file.
 
-        Its `ratio` is this figure's ratio, not a distance from a floor: no case has a floor.
+        The row's `ratio` is this figure's ratio and not a distance from a floor, because the cases have no
+        floors.
         """
         more = {
             "section": self.section.value,

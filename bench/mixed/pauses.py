@@ -1,4 +1,4 @@
-"""Cases about waiting: `gap` (what a long prompt does to running streams, and they to it) and `ttft`."""
+"""Cases about waiting: `gap` (a long prompt and running streams delay each other) and `ttft`."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ PIECES_BEFORE = 16
 LONG_ALONE = 3
 """Number of long prompts that are sent alone. The fastest one counts."""
 TTFT_WARM_UP, TTFT_COUNTED = 9, 5
-"""Number of prompts of one length before any is counted, and of those that count.
+"""Number of warm-up prompts of each length, and number of prompts that count after them.
 
-Passes that a server does not record at start are recorded after some uses.
+The warm-up is needed because a server may record a pass only after some uses.
 """
 
 
 async def measure_gap(client: MixedClient, name: str, kind: Kind, sizes: Sizes) -> list[Figure]:
-    """Measure the longest pause of running streams while a long prompt is answered, and that prompt's TTFT.
+    """Measure the longest pause of running streams while a long prompt runs, and the TTFT of that prompt.
 
     Raises:
-        UnavailableError: No stream had two pieces around the time of the long prompt.
+        UnavailableError: No stream received two pieces around the time of the long prompt.
     """
     alone = min([(await client.send(client.body(sizes.longest, 1, kind))).seconds for _ in range(LONG_ALONE)])
     longest, usual, beside = [], [], []
@@ -76,11 +76,11 @@ async def measure_ttft(client: MixedClient, length: int) -> list[Figure]:
 async def _streams_beside_prompt(
     client: MixedClient, kind: Kind, sizes: Sizes
 ) -> tuple[Sequence[Sequence[float]], float, float]:
-    """Send a long prompt while streams run. A stream that ends is followed by another one.
+    """Send a long prompt while streams run. When a stream ends, another one starts.
 
     Returns:
-        The arrival times of each answer's pieces, when the prompt was sent, and when it was answered. Each
-        stream has a piece after the answer.
+        The arrival times of the pieces of each stream, the time at which the prompt was sent, and the time at
+        which it was answered. Every stream that runs at the end has a piece after the prompt's answer.
     """
     answers: list[list[float]] = []
     pieces = [0] * NUM_STREAMS
@@ -88,7 +88,7 @@ async def _streams_beside_prompt(
     sent = answered = 0.0
 
     async def read(number: int) -> None:
-        # Different lengths, so that the streams do not all end while the long prompt runs.
+        # Use different lengths, so that the streams do not all end while the long prompt runs.
         length = sizes.stream - number * sizes.stream // (2 * NUM_STREAMS)
         while True:
             times: list[float] = []

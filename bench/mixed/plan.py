@@ -36,7 +36,7 @@ SHORTEST_STREAM = 64
 UNLIMITED = 1 << 31
 """Stands for a limit that the server does not state."""
 VOCAB = 1000
-"""Size of the vocabulary that is assumed of a server that does not say. Most models have more ids."""
+"""Vocabulary size that is assumed if a server does not report one. Most models have more ids."""
 
 Only = Mapping[Section, Sequence[str]]
 """Parts to run → patterns of the names of their cases."""
@@ -44,7 +44,7 @@ Only = Mapping[Section, Sequence[str]]
 
 @dataclass(frozen=True, slots=True)
 class Wishes:
-    """Sizes given on the command line. None selects a default, which is reduced to what the server allows."""
+    """Sizes given on the command line. With None, a default applies, reduced to what the server allows."""
 
     batch: int | None
     pairs: int
@@ -65,8 +65,8 @@ class Case:
 
     Attributes:
         section, name: Part of the benchmark and name of the case.
-        kinds: Kinds of requests that the case sends.
-        measure: Runs the case.
+        kinds: All kinds of requests that the case sends.
+        measure: Function that runs the case and returns its figures.
     """
 
     section: Section
@@ -76,7 +76,7 @@ class Case:
 
 
 def parse_only(text: str) -> Only:
-    """Parse `--only`: parts such as ``odd``, or parts with a pattern of names such as ``odd:*tree*``.
+    """Parse `--only`: parts such as ``odd``, or parts with a pattern for case names such as ``odd:*tree*``.
 
     Raises:
         ConfigurationError: A part is unknown.
@@ -98,10 +98,10 @@ def parse_only(text: str) -> Only:
 
 
 def sizes_for(wishes: Wishes, server: Server, only: Only) -> Sizes:
-    """Return the sizes of the cases. Defaults are reduced to what fits, and given values must fit.
+    """Return the sizes of the cases. Defaults are reduced until they fit; given values must fit as they are.
 
     Raises:
-        ConfigurationError: A given value does not fit into the server's context or its running requests.
+        ConfigurationError: A given value exceeds the server's context, or its limit of running requests.
     """
     # 1. What is given must fit.
     context, running = server.max_model_len or UNLIMITED, server.max_running or UNLIMITED

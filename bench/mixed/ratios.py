@@ -1,6 +1,7 @@
-"""Cases that compare two speeds: `odd` (one request differs from a batch) and `auto` (against `off`).
+"""Cases that compare two speeds: `odd` (one request differs from its batch) and `auto` (auto against off).
 
-Both speeds are measured in turn, in pairs whose order alternates. The ratio is the median over the pairs.
+Each pair of runs measures both speeds, and the order of the two runs alternates from pair to pair. The ratio
+is the median over the pairs.
 """
 
 from __future__ import annotations
@@ -24,9 +25,10 @@ Speed = Callable[[Kind, int], Awaitable[float]]
 
 
 async def measure_odd(client: MixedClient, pairing: Pairing, sizes: Sizes) -> list[Figure]:
-    """Measure how fast a batch of equal requests is while one odd request runs.
+    """Measure the speed of a batch of equal requests while one odd request runs beside it.
 
-    The ratio is this speed ÷ the speed of the same batch while one more usual request runs.
+    The ratio is this speed ÷ the speed of the same batch while one more request of the usual kind runs beside
+    it.
     """
 
     async def speed(beside: Kind, new: int) -> float:
@@ -97,7 +99,7 @@ async def _in_pairs(
 
 
 async def _speed(client: MixedClient, bodies: list[bytes], new: int) -> float:
-    """Send requests at the same time and return their tokens/s. `new` counts where a server has no count."""
+    """Send requests at the same time and return their tokens/s. `new` replaces a count that is missing."""
     started = time.perf_counter()
     answers = await together(client.send(body) for body in bodies)
     seconds = time.perf_counter() - started

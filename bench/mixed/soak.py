@@ -19,7 +19,7 @@ from outrider.bench.mixed.client import MixedClient, together
 from outrider.bench.mixed.figures import Figure
 
 STREAMED_SHARE, CANCELLED_SHARE, IGNORE_EOS_SHARE = 0.5, 0.3, 0.5
-"""Shares of the requests that stream, of the streams that are cancelled, and that go on after the end."""
+"""Share of requests that stream, share of streams that are cancelled, and share that ignores end tokens."""
 PIECES_BEFORE_CANCEL = 6
 PAUSE_AFTER_ERROR_S = 0.1
 SETTLE_S = 10.0
@@ -33,13 +33,14 @@ NO_GAUGE = ("_bucket", "_sum", "_count", "_total", "_created")
 
 @dataclass(slots=True)
 class Tally:
-    """What the clients of a soak saw.
+    """The counts that the clients of a soak collect.
 
     Attributes:
-        completed, cancelled: Number of requests that were answered, and that their client cancelled.
-        tokens: Tokens of both kinds of requests.
-        latencies: Seconds of the completed requests.
-        errors: Kind of error → number of requests that failed with it.
+        completed, cancelled: Number of requests that were answered, and number of requests that a client
+            cancelled.
+        tokens: Number of tokens received for completed and cancelled requests.
+        latencies: Durations of the completed requests, in seconds.
+        errors: Maps each kind of error to the number of requests that failed with this error.
     """
 
     completed: int = 0
@@ -104,7 +105,7 @@ async def measure_soak(
 
 
 async def left_over(client: MixedClient) -> dict[str, float] | None:
-    """Return the server's gauges of running, waiting and leaked things that are not zero.
+    """Return those gauges of the server's running, waiting and leaked resources that are not zero.
 
     The gauges get `SETTLE_S` seconds to return to zero. Returns None if the server has no such gauges.
     """
@@ -132,7 +133,7 @@ async def _client(
     ends: float,
     tally: Tally,
 ) -> None:
-    """Send one request after the other. Client 0 also sends the longest prompts."""
+    """Send one request after another. Only client 0 sends the longest prompts too."""
     draw = random.Random(f"{sizes.seed} {number}")
     prompts = [*sizes.soak_prompts, *([sizes.longest] if number == 0 else [])]
     while time.perf_counter() < ends:
@@ -150,7 +151,8 @@ async def _client(
             if streamed:
                 cancelled = await _stream(client, body, cut, tally)
             else:
-                # Await first: `tally.tokens += await …` would overwrite what other clients add meanwhile.
+                # Await first, because `tally.tokens += await …` would overwrite the tokens that other clients
+                # add meanwhile.
                 answer = await client.send(body)
                 tally.tokens += answer.tokens
                 cancelled = False

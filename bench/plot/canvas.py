@@ -15,9 +15,10 @@ class Theme:
     """Colours of a picture.
 
     Attributes:
-        name: light or dark.
-        ground, ink, muted, grid: Background, text, secondary text, and lines of the grid.
-        series: Colours of the data. They differ in brightness too, for readers who see few colours.
+        name: Name of the theme, ``light`` or ``dark``.
+        ground, ink, muted, grid: Colours of the background, of text, of secondary text, and of grid lines.
+        series: Colours of the data. They also differ in brightness, for readers who cannot distinguish all
+            colours.
     """
 
     name: str
@@ -35,13 +36,13 @@ DARK = Theme("dark", "#0d1117", "#e6edf3", "#9198a1", "#30363d", ("#56b4e9", "#e
 
 
 class Canvas:
-    """A picture under construction. Coordinates are pixels, from the upper left corner.
+    """An SVG picture under construction. Coordinates are in pixels from the upper left corner.
 
     Args:
         width, height: Size of the picture.
         theme: The colours.
         title: Name of the picture, for screen readers.
-        description: What it shows, for screen readers.
+        description: Description of the content, for screen readers.
     """
 
     def __init__(self, width: float, height: float, theme: Theme, title: str, description: str) -> None:

@@ -21,7 +21,7 @@ class Series:
     Attributes:
         label: Name in the legend.
         points: (x, y) in the units of the axes, by ascending x.
-        measured: The points that were measured, drawn as dots. None marks all points.
+        measured: The measured points, which are drawn as dots. With None, all points are drawn as dots.
     """
 
     label: str
@@ -47,7 +47,7 @@ class Axis:
 
 @dataclass(frozen=True, slots=True)
 class Heading:
-    """The words of a picture: title, what it shows, and where its figures come from."""
+    """The heading of a picture: its title, a subtitle that describes it, and the source of its figures."""
 
     title: str
     subtitle: str
@@ -60,11 +60,11 @@ def line_chart(
     """Return a line chart as SVG text.
 
     Args:
-        theme: The colours.
-        heading: The words.
+        theme: The colours of the chart.
+        heading: Title, subtitle and source.
         x, y: The axes.
-        series: The lines.
-        reference: A value of y to mark, such as 1 for "no gain". None marks none.
+        series: The lines of the chart.
+        reference: A value of y to mark, such as 1 for "no gain". With None, no value is marked.
     """
     canvas = Canvas(WIDTH, HEIGHT, theme, heading.title, f"{heading.subtitle} {_told(series)}")
     _head(canvas, heading, WIDTH, HEIGHT)

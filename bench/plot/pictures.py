@@ -20,7 +20,7 @@ HELDOUT = "demo_pair_heldout.json"
 MIXED = ("loop-2026-11-22/mixed_odd.json", "loop-2026-11-22/mixed_odd2.json")
 BATCHES = (1, 4, 16, 64)
 DEEPEST = {"chain 3": 4, "chain 5": 6, "tree 5/8/32": 6}
-"""Kind of round → largest accept length: the tokens of a fully accepted path, and the target's own."""
+"""Kind of round → largest accept length: the tokens of a fully accepted path, plus the bonus token."""
 
 
 def round_tree(results: Path, theme: Theme) -> str:
@@ -98,7 +98,7 @@ def accepted_by_position(results: Path, theme: Theme) -> str:
     series = []
     for name, label in (("T=0", "temperature 0"), ("T=1 coupled", "temperature 1")):
         found = recorded["heldout"][name]
-        # A round that emitted n tokens accepted n - 1 drafted ones.
+        # A round that emitted n tokens accepted n - 1 draft tokens.
         rounds = sum(found["histogram"].values())
         points = [
             (
@@ -132,7 +132,7 @@ def _read(results: Path, name: str) -> Any:
     """Read a result file.
 
     Raises:
-        ConfigurationError: The file is missing or no JSON.
+        ConfigurationError: The file is missing or is not valid JSON.
     """
     try:
         return json.loads((results / name).read_text(encoding="utf-8"))

@@ -23,9 +23,9 @@ def tree_picture(theme: Theme, heading: Heading, one: Mapping[str, Any]) -> str:
 
     Args:
         theme: The colours.
-        heading: The words.
-        one: A round of a reply's trace: `nodes` with parent, depth, logprob and text, the indices of the
-            `accepted` nodes, and `emitted_text`.
+        heading: Title, subtitle and source.
+        one: One round from the trace of a reply, with three entries: `nodes` (each with parent, depth,
+            logprob and text), `accepted` (indices of the accepted nodes) and `emitted_text`.
     """
     nodes: Sequence[Mapping[str, Any]] = one["nodes"]
     accepted = {0, *one["accepted"]}
@@ -41,7 +41,7 @@ def tree_picture(theme: Theme, heading: Heading, one: Mapping[str, Any]) -> str:
     places = [
         (LEFT + int(node["depth"]) * COLUMN, TOP + row * ROW) for node, row in zip(nodes, rows, strict=True)
     ]
-    # The accepted path comes last, above the others.
+    # Draw the accepted path last, above all other branches.
     order = sorted(range(len(nodes)), key=lambda index: index in accepted)
     for index in order:
         parent = int(nodes[index]["parent"])
@@ -90,7 +90,7 @@ def _box(canvas: Canvas, place: tuple[float, float], node: Mapping[str, Any], on
 
 
 def _rows(nodes: Sequence[Mapping[str, Any]], accepted: set[int]) -> list[int]:
-    """Return the row of each node. A first child is in its parent's row; the accepted path is at the top."""
+    """Return the row of each node. A node's first child shares its row; the accepted path is at the top."""
     children: dict[int, list[int]] = {}
     for index, node in enumerate(nodes):
         children.setdefault(int(node["parent"]), []).append(index)

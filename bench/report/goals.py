@@ -12,16 +12,17 @@ from outrider.bench.report.recorded import PeerFigures, RecordedResult, Results
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """The measurement that answers a goal.
+    """The measured figure that is compared with a goal.
 
     Attributes:
-        value: The figure, in the goal's unit.
-        text: The figure as the table shows it.
+        value: The figure, in the unit of the goal.
+        text: The figure, as the table shows it.
         source: File that contains the result.
-        floor, ratio: Floor of the measured row, and the ratio of the figure to the floor, as the table shows
-            them. Empty if the row has no floor.
-        peer: A peer's recorded figure, as the table shows it. Empty if there is none.
-        peer_source: File that contains the peer's figure.
+        floor, ratio: Floor of the measured row, and ratio of the figure to this floor, as the table shows
+            both. Empty if the row has no floor.
+        peer: The recorded figure of another server (a peer), as the table shows it. Empty if there is no such
+            figure.
+        peer_source: File that contains the figure of the peer.
     """
 
     value: float
@@ -35,16 +36,16 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """A row of the table.
+    """A row of the goals table.
 
     Attributes:
         what: Name of the measurement in the table.
-        limit: Largest value that meets the goal, or the smallest with `at_least`. None if no limit was set.
-            A row without a limit is left out of the table until there is a figure.
-        text: The limit as the table shows it.
-        find: Returns the figure from the recorded results, or None.
+        limit: Largest value that meets the goal, or smallest such value if `at_least` is True. None if no
+            limit was set; the row is then left out of the table until a figure exists.
+        text: The limit, as the table shows it.
+        find: Function that returns the figure from the recorded results, or None if they do not contain it.
         at_least: True if `limit` is a lower bound.
-        peer: Another peer's figure and its source, as the table shows them.
+        peer: A further peer's figure and its source, as the table shows them.
     """
 
     what: str
@@ -62,10 +63,10 @@ class Goal:
 
 
 def _round(kind: str, batch: int, config: str = "", **settings: Any) -> Callable[[Results], Figure | None]:
-    """Return a function that finds a round's milliseconds and, for `config`, vLLM's figure beside them.
+    """Return a function that finds a round's milliseconds and, for `config`, the figure of vLLM.
 
-    If vLLM was measured in the same session as Outrider, Outrider's result of that session is used. With `tp`
-    in `settings`, vLLM's session is ignored, because vLLM always ran on one GPU.
+    If Outrider was measured in the same session as vLLM, Outrider's result of that session is used. If
+    `settings` contain `tp`, the session is ignored, because vLLM always ran on one GPU.
     """
 
     def find(results: Results) -> Figure | None:
@@ -127,7 +128,7 @@ def _against_vllm(kind: str, batch: int, config: str, metric: str) -> Callable[[
 
 
 def _transports(transport: str, **settings: Any) -> Callable[[Results], Figure | None]:
-    """Return a function that finds the ratio of a round over `transport` to the nearest in-process run.
+    """Return a function that divides a round's time over `transport` by that of the nearest in-process run.
 
     `RecordedResult.distance` defines which run is nearest.
     """
@@ -183,7 +184,8 @@ def _perplexity(case: str) -> Callable[[Results], Figure | None]:
 def _share(case: str, name: str, whole: str = "", what: str = "") -> Callable[[Results], Figure | None]:
     """Return a function that finds a share recorded in a latency row, and converts it to percent.
 
-    If the share is part of a larger share, `whole` names the larger share and `what` describes the part.
+    If the share is part of a larger share, `whole` is the name of the larger share, and `what` describes the
+    part.
     """
 
     def find(results: Results) -> Figure | None:

@@ -71,7 +71,7 @@ def kernel_lines(results: Results) -> Iterator[str]:
 
 
 def _by_function(rows: Sequence[Mapping[str, Any]]) -> dict[tuple[str, str], list[Mapping[str, Any]]]:
-    """Return (function, bounding resource) → rows, in the order of the rows.
+    """Return the rows, grouped by (function, bounding resource). The order of the rows is kept.
 
     Whole passes are left out, because the goals table has rows for them.
     """

@@ -34,10 +34,11 @@ class Row:
         case: The measured case, e.g. ``round chain 5, batch 4``. Unique within a benchmark.
         value: The figure, in `unit`.
         unit: ``ms``, ``us``, ``tok/s``, ``GB/s``, ``TFLOP/s`` …
-        floor: The best possible value on this machine, in the same unit. It is the minimum of a time or the
-            maximum of a rate. None if the figure has no floor.
-        floor_of: Resource that determines the floor: ``bytes``, ``flops``, ``launch`` …
-        more: Further figures of the case for the JSON (percentiles, accept length …). The table shows a few.
+        floor: The best possible value on this machine, in the same unit: the smallest time or the highest
+            rate. None if the figure has no floor.
+        floor_of: The resource that determines the floor: ``bytes``, ``flops``, ``launch`` …
+        more: Further figures of the case for the JSON file (percentiles, accept length …). The table shows a
+            few of them.
     """
 
     case: str
@@ -63,9 +64,9 @@ class Row:
 
 
 def recorded_command() -> list[str]:
-    """Return this process's command line, to be written to a result.
+    """Return this process's command line, in the form that results contain.
 
-    Absolute paths are reduced to their last part, because other machines have other folders. The value of
+    Absolute paths are reduced to their last part, because the folders differ between machines. The value of
     `--api-key` is left out.
     """
     given = sys.argv[1:]
@@ -92,11 +93,11 @@ class Result:
     """The result of a benchmark run.
 
     Attributes:
-        name: Name of the benchmark. The file's name begins with it.
+        name: Name of the benchmark, with which the file's name begins.
         settings: The resolved settings of the run.
         rows: The figures.
         more: Further entries for the JSON file (a profile, single runs).
-        note: Remark that a reader of the figures needs. The table's title shows it.
+        note: A remark that a reader of the figures needs. The title of the table shows this remark.
     """
 
     name: str

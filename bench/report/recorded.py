@@ -43,7 +43,7 @@ class RecordedResult:
 
     @property
     def date(self) -> datetime:
-        """Time of the measurement. The epoch if the file has no date or a date in another format."""
+        """Time of the measurement, or the Unix epoch if the file has no date in the expected format."""
         try:
             recorded = datetime.fromisoformat(str(self.content.get("date", "")))
         except ValueError:
@@ -72,10 +72,10 @@ class RecordedResult:
         return ids[index] if index < len(ids) else None
 
     def distance(self, other: RecordedResult) -> tuple[bool, bool, bool, timedelta]:
-        """Return a sort key for the difference between the circumstances of two runs.
+        """Return a sort key that is smaller the more similar the circumstances of two runs are.
 
-        The GPU is compared first, because two GPUs of the same model differ by several percent. The visible
-        GPUs, the usable cores and the time between the runs follow in this order.
+        The GPU counts most, because two GPUs of the same model differ by several percent. The visible GPUs,
+        the usable cores and the time between the runs count next, in this order.
         """
         mine, others = (recorded.content.get("machine", {}) for recorded in (self, other))
         gpus, cores = (
@@ -95,7 +95,7 @@ class RecordedResult:
 
     @property
     def provenance(self) -> str:
-        """Time, machine and commit of the measurement. Parts that are not recorded are left out.
+        """Time, machine and commit of the measurement. Parts that the file does not record are left out.
 
         Example: ``2026-11-21 15:00 UTC, GPU 29f2f6ee, 16 of 64 cores, commit 2ea2987``.
         """
@@ -157,11 +157,11 @@ class PeerFigures:
 class Results:
     """All results recorded in a folder.
 
-    If several files fit a query, the latest file is used. With the argument `near`, the file that is closest
-    to `near` is used instead.
+    If several files fit a query, the latest file is used. If the argument `near` is given, the file whose
+    circumstances are closest to those of `near` is used instead.
 
-    A subfolder named by a time contains the results of one measuring session with a peer. Comparisons with a
-    peer's figure search the folder of its session first.
+    A subfolder whose name is a time contains the results of one session in which another server (a peer) was
+    measured too. For a comparison with a peer's figure, the folder of that peer's session is searched first.
 
     Raises:
         ConfigurationError: A file is not valid JSON.
@@ -189,18 +189,19 @@ class Results:
         beside: PeerFigures | None = None,
         **settings: Any,
     ) -> tuple[RecordedResult, Mapping[str, Any]] | None:
-        """Return the latest `outrider bench latency` file on a GPU that has the case, and the case's row.
+        """Return the latest GPU result of `outrider bench latency` that has the case, and the case's row.
 
-        Profiled runs are used only for idle shares, i.e. if `needs` is one of `PROFILED`.
+        Profiled runs are used only to find idle shares, i.e. if `needs` is one of `PROFILED`.
 
         Args:
             case: Case of the row.
-            needs: Field that the row must have.
+            needs: Name of a field that the row must have.
             changes: All settings in which the run must differ from the defaults.
             mps: True for a run with MPS, False for a run without it.
-            near: Prefer the file measured closest to this one, instead of the latest file.
-            beside: Prefer a file from this peer's measuring session, if the session measured the case.
-            settings: Settings that the run must have. The defaults are an in-process draft and one GPU.
+            near: Prefer the file whose circumstances are closest to those of this one, instead of the latest
+                file.
+            beside: Prefer a file from the measuring session of this peer, if that session measured the case.
+            settings: Settings that the run must have. By default, these are an in-process draft and one GPU.
         """
         here = {"shape": SHAPE, "prompt": 512, "new_tokens": 384, "draft_device": None, "tp": None}
         wanted = {
@@ -275,10 +276,10 @@ class Results:
         return None
 
     def vllm(self, config: str, batch: int) -> tuple[PeerFigures, Mapping[str, Any]] | None:
-        """Return the latest vLLM file that has this configuration and batch size, and the first such run.
+        """Return the latest vLLM file with this configuration and batch size, and the file's first such run.
 
-        A vLLM file is named ``vllm*.jsonl``. Its first line was added here and gives the time and the
-        machine. The other lines are from vLLM's own script.
+        A vLLM file is named ``vllm*.jsonl``. The first line of the file was added here and contains the time
+        and the machine. The other lines are the output of vLLM's own script.
         """
         wanted = {"case": "run", "config": config, "bs": batch}
         for peer in self._peers:

@@ -21,16 +21,16 @@ GIT_S = 10.0
 
 @cache
 def recorded_source(root: Path = ROOT) -> dict[str, Any]:
-    """Return the description of the source code in `root`. It is computed once per process and then cached.
+    """Return the description of the source code in `root`, which is computed only once per process.
 
     Returns:
         A dictionary with these keys.
 
         - commit: The checked-out commit or the commit that the environment variable names. None if neither
           exists.
-        - modified: True if files of the package differ from the commit. None without a checkout.
-        - trees: Folder → id. ``git rev-parse COMMIT:FOLDER`` prints the same id for the same files. This
-          verifies the commit that the environment variable names.
+        - modified: True if files of the package differ from the commit. None if there is no checkout.
+        - trees: Folder → id. ``git rev-parse COMMIT:FOLDER`` prints the same id for the same files. These ids
+          therefore verify the commit that the environment variable names.
     """
     commit, modified = _checked_out(root) or (os.environ.get(REVISION), None)
     return {"commit": commit, "modified": modified, "trees": {part: tree_id(root / part) for part in PARTS}}

@@ -1,4 +1,4 @@
-"""Describes a benchmark's process for the result file, and runs MPS for a benchmark.
+"""Describes the process of a benchmark for the result file, and runs MPS for a benchmark.
 
 The description contains the environment variables, the age of the process and the number of compiled kernels.
 MPS is NVIDIA's multi-process service, through which processes share a GPU.
@@ -36,9 +36,9 @@ SECRET = ("KEY", "TOKEN", "SECRET", "PASSWORD")
 PIPES = "CUDA_MPS_PIPE_DIRECTORY"
 DEFAULT_PIPES = "/tmp/nvidia-mps"
 START_FIELD = 19
-"""Index in /proc/self/stat of the process's start time, counted after the parenthesised name.
+"""Index of the process's start time in /proc/self/stat, counted from the field after the parenthesised name.
 
-The unit of the start time is clock ticks since boot.
+The start time is in clock ticks since boot.
 """
 
 

@@ -1,7 +1,7 @@
 """Makes the tables of docs/performance.md, docs/numerics.md and README.md from recorded results.
 
-The tables show the goals, the costs of options and the measurements. No table is edited by hand, so that
-every table matches the results.
+The tables show the goals, the costs of options and the measurements. They are never edited by hand, so they
+always match the results.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Table:
 
 
 def run_table(results: Path, document: Path | None, check: bool) -> int:
-    """Print the tables, or write them to the document that has markers for them (`outrider bench table`).
+    """Print the tables, or write them between the markers in `document` (`outrider bench table`).
 
     Raises:
         ConfigurationError: The folder of results is missing, the document has no markers for any table, or a
@@ -159,7 +159,7 @@ def time_lines(results: Results) -> Iterator[str]:
 
 
 def round_lines(results: Results) -> Iterator[str]:
-    """Yield the table that shows Outrider's rounds beside vLLM's rounds, and links to its files.
+    """Yield the table that compares the rounds of Outrider and vLLM, and links to the files of the figures.
 
     The links are relative to the README, which is one folder above the documents.
     """

@@ -16,7 +16,7 @@ class TimedAnswer:
     """Outcome of one sequence of a batch.
 
     Attributes:
-        arrivals: Seconds from submitting the batch to each step that delivered tokens, one entry per step.
+        arrivals: For each step that delivered tokens, the seconds from submitting the batch to that step.
         tokens: Number of tokens in the answer.
         rounds: Number of rounds that were verified after the prefill.
         draft_rounds: Number of rounds that had draft nodes.
@@ -65,7 +65,7 @@ class AnswerSink(EventSink):
 
     @property
     def fewest_steps(self) -> int:
-        """Smallest number of token deliveries among the sequences. 0 until every sequence had a delivery."""
+        """Smallest number of token deliveries of any sequence. 0 until every sequence has had a delivery."""
         return min(map(len, self._arrivals.values())) if len(self._arrivals) == self.requests else 0
 
     @property

@@ -30,13 +30,13 @@ def drafting_round(
 ) -> Iterator[Callable[[], DraftBatch]]:
     """Open `batch` sequences of `context` random tokens, and yield a function that enqueues a round for them.
 
-    A round extends the draft by one new row for each sequence, grows the trees and returns the trees. A round
-    may be repeated, because every repetition writes to the same cache positions.
+    A round extends the draft by one new row for each sequence, grows the trees and returns the trees. The
+    function may be called repeatedly, because every call writes to the same cache positions.
 
     Raises:
-        UnavailableError: The draft does not support device-resident rounds here.
+        UnavailableError: The draft does not support rounds that stay on this device.
     """
-    # 1. Write a random head, and load the head beside the target.
+    # 1. Write a random head, and load it into this process beside the target.
     draw = random.Random(1)
     with tempfile.TemporaryDirectory(prefix="outrider-head-", dir=memory_folder()) as folder:
         head = write_random_head(Path(folder), shape, decoder.device, decoder.dtype)
@@ -59,7 +59,7 @@ def drafting_round(
         if not drafter.device_resident:
             raise UnavailableError("The draft does not support device-resident rounds on this device.")
         drafter.catch_up(sessions)
-        # 3. Seat the sequences. The last round has chosen one token for each of them.
+        # 3. Seat the sequences in a round, as if the previous round had chosen one token for each of them.
         seated = drafter.seat(sessions, [context + 1] * batch, tree.bounded(), batch, columns)
         if seated.refused:
             raise UnavailableError("The draft's cache is too small for these sequences.")

@@ -1,7 +1,7 @@
-"""An in-process engine with random weights (model, draft, batches), built as by `outrider serve target`.
+"""An in-process engine with random weights, built in the same way as by `outrider serve target`.
 
-Few modules of `bench` depend on how the services are built: this module, `draft_stack`, `remote_draft` and
-the kernels' inputs. The other modules only measure what these modules provide.
+Only a few modules of `bench` depend on how the services are built: this module, `draft_stack`, `remote_draft`
+and `kernels.inputs`. All other modules only measure the engines and inputs that these modules create.
 """
 
 from __future__ import annotations
@@ -57,14 +57,15 @@ class EngineOptions:
     Attributes:
         shape: Shape of the target and the head.
         device, dtype: Device and dtype of the target, in the service's notation.
-        draft_device: Device of a draft that has its own process.
+        draft_device: Device of the draft if the draft has its own process.
         transport: Connection between the target and the draft.
         max_batch: Maximum number of concurrent sequences.
         max_len: Maximum length of a prompt and its answer together.
         trees: Tree shapes of the rounds.
         tp: Number of tensor-parallel ranks of the target.
-        around: Environment of a draft that has its own process.
-        settings: Further settings of the target, as name → text. They override all other settings.
+        around: Environment of the draft if the draft has its own process.
+        settings: Further settings of the target, as a mapping from name to text. They override all other
+            settings.
     """
 
     shape: NamedShape
@@ -159,9 +160,9 @@ class BenchEngine:
         Args:
             prompts: Token ids of each prompt.
             new_tokens: Length of all answers, or a list with the length of each answer.
-            tree: Tree shape of every round. None selects plain decoding.
-            mode: Mode of the requests. By default, `ON` with a tree, and `OFF` without one. With `AUTO`, the
-                settings of the engine limit the shapes, and `tree` is ignored.
+            tree: Tree shape of every round. With None, decoding is plain.
+            mode: Speculation mode of the requests. The default is `ON` if `tree` is given, and `OFF`
+                otherwise. With `AUTO`, `tree` is ignored, and the settings of the engine limit the shapes.
         """
         sink = AnswerSink(len(prompts))
         engine = self._target.engine
@@ -268,7 +269,7 @@ def running_engine(options: EngineOptions) -> Iterator[BenchEngine]:
             raise UnavailableError(
                 f"The draft is {state.value} after {DRAFT_START_S:.0f} s. Its last output:\n" + "\n".join(log)
             )
-        # Work that a server does while it is idle would disturb the measurements.
+        # Wait until the server has finished its work for idle times, which would disturb the measurements.
         asyncio.run(target.wait_recorded(for_all=True))
         yield BenchEngine(target, decoder, synthetic)
 
@@ -283,7 +284,7 @@ def check_accept_length(accept_length: float) -> None:
 
 
 def check_draft_device(device: str) -> None:
-    """Check, before the draft's process starts, that the draft can use this device.
+    """Check that the draft can use this device, before the process of the draft starts.
 
     Raises:
         ConfigurationError: This machine has no such device.

@@ -23,8 +23,8 @@ MEMORY_NEEDED = 4 << 30
 def memory_folder() -> Path | None:
     """Return a folder in memory with room for a head.
 
-    Returns None, which selects Python's default folder, if the folder in memory is too small. In containers,
-    that folder often has only 64 MiB.
+    If the folder in memory is too small, the result is None, and Python's default folder is used. In
+    containers, the folder in memory often has only 64 MiB.
     """
     return (
         MEMORY_FOLDER
@@ -42,7 +42,7 @@ def write_random_head(
     Args:
         folder: An existing folder, preferably in memory (/dev/shm).
         shape: Sizes of the target and the head.
-        device: Device on which the numbers are drawn.
+        device: Device on which the random numbers are drawn.
         dtype: Dtype of the tensors in the file.
     """
     from safetensors.torch import save_file

@@ -1,6 +1,7 @@
-"""Makes the target of a named shape with random weights, on the device where the target runs.
+"""Makes a target of a named shape with random weights, directly on the device where the target runs.
 
-The target consists of this repository's layers, or of the modules of `transformers` for generic models.
+The target consists of this repository's layers. A target for a generic model consists of modules of
+`transformers`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def random_target(shape: NamedShape, device: torch.device, dtype: torch.dtype) -> Decoder:
-    """Return the target of a shape, as `load_decoder` would return it from a checkpoint.
+    """Return a target of the given shape, in the form in which `load_decoder` returns a checkpoint's model.
 
     Raises:
         CheckpointError: The shape needs `transformers`, which is not installed or rejects the shape.
@@ -37,7 +38,7 @@ def random_target(shape: NamedShape, device: torch.device, dtype: torch.dtype) -
 def _generic(
     shape: NamedShape, config: GenericConfig, device: torch.device, dtype: torch.dtype
 ) -> GenericDecoder:
-    # Imported here, because these modules import `transformers`, which no other shape needs.
+    # Import these modules only here, because they import `transformers`, which no other shape needs.
     find_class = importlib.import_module("outrider.shared.nn.generic.config").find_class
     paged = importlib.import_module("outrider.shared.nn.generic.attention").PAGED
     decoder_class: type[GenericDecoder] = importlib.import_module(

@@ -30,7 +30,7 @@ class RemoteDraft:
 
     Attributes:
         head: Folder of the head.
-        transport: Transport to use; not ``INPROC``.
+        transport: Transport between target and draft. ``INPROC`` is not allowed.
         device, dtype: Device and dtype of the draft, in the service's notation.
         kv_tokens, max_sessions: Capacity of the draft's KV cache.
     """
@@ -46,9 +46,9 @@ class RemoteDraft:
         """Start the process and return its address for the target.
 
         Args:
-            cleanup: Stops the process when it is closed.
+            cleanup: Exit stack that stops the process when the stack is closed.
             around: Environment of the process.
-            log: Receives the lines that the process prints.
+            log: Queue that receives the lines that the process prints.
         """
         runtime = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="outrider-")))
         port = free_port()

@@ -1,6 +1,6 @@
 """Named model shapes: configurations without weights, each with the shape of an EAGLE-3 head.
 
-The shapes are those of published models with their public heads, and of tiny pairs for CI.
+Most shapes are those of published models and of their public heads. Tiny pairs of target and head serve CI.
 """
 
 from __future__ import annotations

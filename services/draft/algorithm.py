@@ -1,6 +1,6 @@
 """Chooses the drafting algorithm (EAGLE, MTP, standalone or n-gram) from the settings and the checkpoints.
 
-With ``speculative_algorithm`` = ``auto``, the names of the checkpoint's tensors decide (`identify`).
+If the setting ``speculative_algorithm`` is ``auto``, the tensor names in the checkpoint decide (`identify`).
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ class Choice:
     """The chosen algorithm, and the folder that the algorithm reads.
 
     Attributes:
-        algorithm: EAGLE (any kind of head), MTP, STANDALONE or NGRAM.
-        folder: Folder of the head, of the draft model, or of the target with MTP layers; None for NGRAM.
-        configured: The algorithm in the settings.
+        algorithm: The chosen algorithm: EAGLE (any kind of head), MTP, STANDALONE or NGRAM.
+        folder: The folder of the head, of the draft model, or of the target that has MTP layers. None for
+            NGRAM.
+        configured: The algorithm that the settings name, possibly ``auto``.
     """
 
     algorithm: Algorithm
@@ -52,7 +53,7 @@ def choose(configured: Algorithm, draft: Path | None, target_weights: Path | Non
     Args:
         configured: The setting `speculative_algorithm`.
         draft: Folder of a head or of a draft model, or None.
-        target_weights: The target's folder, or None while unknown.
+        target_weights: The target's folder. None if the folder is not known yet.
 
     Raises:
         ConfigurationError: The settings contradict each other or are incomplete. The message names the field
@@ -122,7 +123,7 @@ def check_token_map(choice: Choice, token_map: Path | None) -> None:
 
 
 def identify(folder: Path) -> Algorithm:
-    """Return the algorithm that the names of a checkpoint's tensors imply.
+    """Return the algorithm that the tensor names of a checkpoint imply.
 
     The result is EAGLE for a head, MTP for a model with MTP layers, and STANDALONE for any other model.
 

@@ -21,7 +21,7 @@ from outrider.shared.rpc.address import IpcAddress, grpc_address
 from outrider.shared.rpc.server import SyncServer, sync_server
 
 MAX_WORKERS = 64
-"""Number of threads of the gRPC server. Each target occupies two threads with its two open streams. Short
+"""Number of threads of the gRPC server. Each target keeps two streams open, which occupy two threads. Short
 calls need further threads."""
 
 log = get_logger("outrider.draft")

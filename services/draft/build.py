@@ -54,9 +54,9 @@ def build_engine(
 
     Args:
         settings: The resolved settings.
-        device, dtype: Device and type to compute with.
-        target: The target in this process, which lends the missing tensors after this call; None if the
-            target runs in another process.
+        device, dtype: Device and dtype to compute with.
+        target: The target, if it runs in this process; it lends the missing tensors after this call. None if
+            the target runs in another process.
         sizing: Function that chooses the size of the KV cache if `kv_tokens` is not set. If `sizing` is None,
             `plan_pages` chooses the size.
 
@@ -112,9 +112,10 @@ class Build:
     Attributes:
         settings: The resolved settings.
         choice: The chosen algorithm, and the folder that the algorithm reads.
-        device, dtype: Device and type to compute with.
-        target: The target in this process, or None.
-        same_tokenizer: True if the tokenizers in the folders of draft and target were compared and are equal.
+        device, dtype: Device and dtype to compute with.
+        target: The target, if it runs in this process; otherwise None.
+        same_tokenizer: True if the tokenizers in the draft's and the target's folder were compared and are
+            equal.
         sizing: Function that chooses the size of the KV cache; see `build_engine`.
     """
 
@@ -218,7 +219,7 @@ BUILDERS: Mapping[Algorithm, Callable[[Build], DraftStrategy]] = {
 
 
 def borrow(strategy: DraftStrategy, target_weights: Path, device: torch.device, dtype: torch.dtype) -> None:
-    """Check that the draft fits the target in a folder, and read the tensors that the draft borrows.
+    """Check that the draft fits the target in `target_weights`, and read the tensors that the draft borrows.
 
     Raises:
         CheckpointError: The draft does not fit, or a tensor is missing. The message names the key or tensor.

@@ -5,8 +5,8 @@ is driven by the draft service's loop or by the in-process drafter. The engine a
 KV memory is short, and drops requests whose deadline has passed.
 
 For a target in the same process, `seat` prepares the sessions that draft in the next round. Drafting and
-verification then alternate on the GPU, and each leaves its results there for the other. The host learns the
-results one round late (see `growth.slot_rounds`).
+verification then alternate on the GPU, where each of them leaves its results for the other. The host learns
+the results one round late (see `growth.slot_rounds`).
 
     messages       → sessions   Stale messages are dropped by their fences; contradictions cause a resync.
     ready sessions → extend     Feed the target's features of committed tokens, never drafted features.
@@ -120,7 +120,7 @@ class DraftEngine:
         return self._counted("features", self.sessions.add_features(peer, session_id, epoch, base, rows, now))
 
     def commit(self, peer: PeerId, commit: Commit, ask: Ask | None) -> Answer:
-        """Append the tokens that a round chose, and store the next tree request (None requests no tree)."""
+        """Append the tokens that a round chose. Store the request for the next tree, unless it is None."""
         now = self._clock()
         self.sessions.touch(peer, now)
         return self._counted("commit", self.sessions.commit(peer, commit, ask, now))
@@ -167,12 +167,12 @@ class DraftEngine:
     def give_up(self) -> int:
         """Forget every session that a failed step may have corrupted; return the number of sessions.
 
-        The targets open these sessions again.
+        The targets open the forgotten sessions again.
         """
         # Sessions that the failed step was working on.
         tainted = {id(session): session for session in (*self.sessions.ready(), *self.sessions.extendable())}
-        # Sessions that have rows in the KV but no state of the last row. The failed step may have extended
-        # them only in part.
+        # Sessions that have rows in the KV but no state of their last row. The failed step may have extended
+        # these sessions only in part.
         tainted |= {
             id(session): session
             for session in self.sessions
@@ -193,7 +193,7 @@ class DraftEngine:
         started = self._clock()
         kept, refusals = self._reserve(ready)
         groups = list(self._groups(kept, started))
-        # For groups drafted in one launch: the number of last rows by which that launch extends each session.
+        # For each session whose group drafts in one launch: how many of its last rows that launch may add.
         left = {
             id(session): pending_rows(session.ask.shape)
             for group in groups
@@ -225,8 +225,9 @@ class DraftEngine:
 
         Args:
             sessions: Sessions with reserved memory.
-            left: Maps the id of a `Session` object to the number of its rows that may be left for the launch
-                that grows the tree. At least one row is left. None extends each session by all of its rows.
+            left: Maps the id of a `Session` object to the largest number of its rows to leave for the launch
+                that grows its tree. At least one row is left. With None, each session is extended by all of
+                its rows.
         """
         while behind := [
             session for session in sessions if session.extendable_rows > (left[id(session)] if left else 0)
@@ -251,7 +252,7 @@ class DraftEngine:
     def absorb(self, peer: PeerId, session_ids: Sequence[int]) -> None:
         """Extend sessions of an unfinished prompt by all rows received so far, except the last one.
 
-        Sessions for which no memory is free are skipped, because no idle session is evicted for this purpose.
+        Sessions for which no memory is free are skipped, because this method evicts no idle sessions.
         """
         found = [self.sessions.get(peer, session_id) for session_id in session_ids]
         behind = [one for one in found if one is not None and one.extendable_rows > 1 and not one.engaged]
@@ -283,7 +284,8 @@ class DraftEngine:
         assert rounds is not None, "the strategy cannot draft on the device"
         sessions = [self.sessions.get(peer, session_id) for session_id in session_ids]
         for session in sessions:
-            # A session whose rows are all in its slot, e.g. after a prompt of one token, has no lease yet.
+            # A session may have no lease yet. After a prompt of one token, for example, all of its rows are
+            # in its slot.
             if session is not None and session.lease is None:
                 self.strategy.reserve(session)
         return rounds.seat(sessions, committed_upper, shape, batch_size, columns)
@@ -304,8 +306,8 @@ class DraftEngine:
         """Reserve memory for each session, evicting idle sessions if necessary.
 
         Returns:
-            The sessions that have memory, and a refusal for each session without memory. Refused sessions are
-            forgotten.
+            The sessions that have memory, and a `Refusal` for each session without memory. Refused sessions
+            are forgotten.
         """
         kept: list[Session] = []
         refusals: list[Refusal] = []
@@ -338,7 +340,7 @@ class DraftEngine:
         yield from groups.values()
 
     def _counted(self, message: str, answer: Answer) -> Answer:
-        """Count the answer in the metrics if it is not ACCEPTED, and return the answer."""
+        """Return the answer, after counting it in the metrics if its verdict is not ACCEPTED."""
         if answer.verdict is Verdict.ACCEPTED:
             return answer
         if answer.verdict is Verdict.RESYNC:

@@ -44,12 +44,12 @@ log = get_logger("outrider.draft")
 def drafter_beside(
     decoder: Decoder, settings: DraftSettings, sizing: CacheSizing | None = None
 ) -> InprocDrafter:
-    """Make the drafter of a target in this process. Tensors that the draft borrows are shared, not copied.
+    """Make the drafter of a target in this process. The draft shares borrowed tensors with the target.
 
     Args:
         decoder: The target's model; the draft uses its device and dtype.
-        settings: The draft's settings; `draft`, `speculative_algorithm` and the sizes are used. The folder
-            `target_weights` is read only for MTP layers and the tokenizer.
+        settings: The draft's settings, of which `draft`, `speculative_algorithm` and the sizes are used. The
+            folder `target_weights` is read only for MTP layers and the tokenizer.
         sizing: Chooses the size of the draft's KV cache if `kv_tokens` is not set.
 
     Raises:
@@ -61,7 +61,7 @@ def drafter_beside(
     spec = engine.strategy.feature_spec(target)
     for name in list(engine.strategy.missing()):
         engine.strategy.lend(name, decoder.weight(name))
-    # The target records the rounds of further batch sizes, so drop the further work.
+    # Drop the further work, because the target itself records the rounds of other batch sizes.
     warm_up(engine, decoder.device, record=False, tiles=not settings.disable_tile_trial, tiles_s=BUDGET_S)
     return InprocDrafter(engine, spec, decoder.device)
 
@@ -204,7 +204,7 @@ class InprocDrafter(EagerDrafter, DeviceDrafter):
         elif answer.verdict is Verdict.REJECTED:
             self._reasons[session_id] = answer.reason.value
         elif answer.verdict is Verdict.RESYNC:
-            # If the session was refused permanently when it was opened, do not reopen it in every round.
+            # Do not reopen a session in every round if it was refused permanently when it was opened.
             refused = self._reasons.get(session_id) in (Reason.FULL.value, Reason.TOO_LONG.value)
             if not (refused and answer.reason is Reason.UNKNOWN_SESSION):
                 self._reasons[session_id] = answer.reason.value

@@ -1,6 +1,7 @@
 """The draft's Prometheus metrics.
 
-`GetInfo` returns the metrics as text. The target adds them to its own, and the gateway exposes all of them.
+The call `GetInfo` returns the draft's metrics as text. The target adds this text to its own metrics, and the
+gateway exposes all of them.
 """
 
 from __future__ import annotations

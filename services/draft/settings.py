@@ -18,11 +18,11 @@ from outrider.shared.spec.tree import DraftShape
 CPU_KV_TOKENS = 64 * 1024
 CPU_KV_BYTES = 1 << 30
 FREE_SHARE = 0.1
-"""Default limit of the KV cache, as a share of the free GPU memory. The target may need the remaining
-memory."""
+"""Default limit of the KV cache, as a share of the free GPU memory. The rest stays free because the target
+may need it."""
 SESSION_TOKENS = 4 * 1024
-"""Default limit of the KV cache, in tokens per session, for `max_sessions` sessions. With 256 sessions, the
-limit is close to a target's cache on a large GPU, for example 848K tokens for an 8B model on an H200."""
+"""Default limit of the KV cache, in tokens for each of `max_sessions` sessions. With 256 sessions, the limit
+is about 1M tokens. For comparison, the cache of an 8B target on an H200 has 848K tokens."""
 SMALL_HEAD = 1024
 """Hidden size up to which a head's operations are too short to gain from several threads."""
 
@@ -115,7 +115,7 @@ class DraftSettings(ListenerSettings):
     log_json: bool = Field(False, description="Write one JSON object per log line.")
 
     def check(self) -> None:
-        """Check conditions that concern several fields or the machine.
+        """Check the conditions that involve several fields or depend on the machine.
 
         Raises:
             ConfigurationError: A condition is violated. The message names the field and the fix.
@@ -152,7 +152,7 @@ class DraftSettings(ListenerSettings):
             )
 
     def sized(self, kv_tokens: int) -> DraftSettings:
-        """Return the settings with a cache of this size, unless a cache size is already set.
+        """Return the settings with `kv_tokens` set to this size, unless a size is already set.
 
         The cache is at least large enough for one tree of the largest shape.
         """
@@ -186,13 +186,13 @@ class DraftSettings(ListenerSettings):
 
 
 def plan_pages(settings: DraftSettings, bytes_per_token: int, gpu_memory: tuple[int, int] | None) -> int:
-    """Return the number of pages of the KV pool. This is a pure function, so that tests need no GPU.
+    """Return the number of pages of the KV pool. The function is pure, so that its tests need no GPU.
 
     Args:
         settings: The settings, of which `kv_tokens`, `mem_fraction_static`, `max_sessions`, `page_size` and
             the tree limits are used.
         bytes_per_token: Size of one token in the draft's KV cache.
-        gpu_memory: (free, total) bytes of the GPU after the weights were loaded; None on a CPU.
+        gpu_memory: (free, total) bytes of the GPU's memory after the weights were loaded; None on a CPU.
 
     Raises:
         ConfigurationError: The pool is too small for one sequence with the largest tree.

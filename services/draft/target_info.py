@@ -12,12 +12,13 @@ class TargetInfo:
     """The target's self-description.
 
     Attributes:
-        target_id: Identifies the target process; its bulk stream carries the same id.
-        fingerprint: Fingerprint of the target's weights or configuration.
+        target_id: Identifies the target process. The bulk stream of the process carries the same id.
+        fingerprint: Fingerprint of the target's weights or of its configuration.
         vocab_size, hidden_size, num_layers: Sizes of the target's model.
         model_type: Model type in the target's configuration, for example ``deepseek_v3``. For some heads, the
-            model type decides how aux layers are counted. Empty if unknown.
-        tokenizer: `tokenizer_fingerprint` of the target's folder; empty if unknown.
+            model type decides whether the ids of aux layers stand for outputs or inputs of layers. Empty if
+            the model type is unknown.
+        tokenizer: `tokenizer_fingerprint` of the target's folder. Empty if the fingerprint is unknown.
     """
 
     target_id: str

@@ -14,7 +14,7 @@ class DraftVocabulary:
     """The part of the target's vocabulary that a head can draft.
 
     Attributes:
-        size: Rows of the head's lm_head.
+        size: Number of rows of the head's lm_head.
         target_size: Size of the target's vocabulary.
         d2t: ``[size] int64`` **offsets**: target id = draft id + d2t[draft id]. None if draft ids are target
             ids.
@@ -35,13 +35,13 @@ class DraftVocabulary:
 
         Args:
             d2t: ``[size]`` offsets of any integer type.
-            t2d: ``[target_size] bool``, True for each token in the vocabulary, or None. `t2d` is only
-                compared with `d2t`.
+            t2d: ``[target_size] bool``, True for each target id that the head can draft, or None. `t2d` only
+                serves to check `d2t`.
             target_size: Size of the target's vocabulary.
 
         Raises:
-            CheckpointError: Ids are repeated or out of range (for example target ids instead of offsets), or
-                `t2d` contains other tokens.
+            CheckpointError: Ids are repeated or out of range (for example because `d2t` contains target ids
+                instead of offsets), or `t2d` marks other ids than `d2t`.
         """
         offsets = d2t.to(torch.int64)
         ids = offsets + torch.arange(offsets.shape[0], device=offsets.device)
@@ -65,11 +65,11 @@ class DraftVocabulary:
 
     @classmethod
     def from_token_map(cls, token_ids: torch.Tensor | None, target_size: int) -> DraftVocabulary:
-        """Return the vocabulary of a head whose full lm_head is cut to the ids of a token map (FR-Spec).
+        """Return the vocabulary of a head whose lm_head is cut to the ids of a token map (FR-Spec).
 
         Args:
-            token_ids: ``[size] int64`` target ids, from `heads.files.token_map.read_token_map`; None for all
-                ids.
+            token_ids: ``[size] int64`` target ids, from `heads.files.token_map.read_token_map`. With None,
+                the head can draft all ids.
             target_size: Size of the target's vocabulary.
 
         Raises:

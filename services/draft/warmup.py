@@ -30,8 +30,8 @@ PERIOD = 7
 MOST_UNRECORDED = 16
 """Largest number of concurrent sessions for a strategy without recorded rounds."""
 MOST_TOKENS = 256
-"""Upper bound of the number of tokens of a made-up sequence and its tree. The bound decides how many
-sequences fit into the cache."""
+"""Upper bound for the number of tokens of a made-up sequence and its tree together. The warm-up derives from
+this bound how many such sequences fit into the cache."""
 
 
 def warm_up(
@@ -44,16 +44,16 @@ def warm_up(
 ) -> list[Work]:
     """Extend a made-up sequence and grow trees of the default shapes, greedy and with noise.
 
-    Only this work runs before the draft serves, so a restarted draft serves soon. On a GPU, the returned work
-    does the same for batches of several sizes.
+    Only this work must finish before the draft serves, so a restarted draft serves soon. On a GPU, the work
+    that this function returns does the same for batches of several sizes.
 
     Args:
         engine: An engine without sessions.
         device: The engine's device.
-        record: Whether the draft has its own process. All kernels are then compiled first, and CUDA graphs of
-            the rounds that the host starts belong to the returned work. A draft whose rounds do not stay on
-            the device needs these graphs.
-        tiles: Whether to tune the kernel tiles of matrix products that were never measured.
+        record: Whether the draft has its own process. If so, all kernels are compiled first, and the returned
+            work also records CUDA graphs of the rounds that the host starts. A draft whose rounds do not stay
+            on the device needs these graphs.
+        tiles: Whether to tune the kernel tiles of those matrix products for which no tile was ever measured.
         tiles_s: Start no further tuning after this time, in seconds.
 
     Returns:
@@ -63,7 +63,8 @@ def warm_up(
         CheckpointError: The draft's output is not finite, because its weights are damaged or its dtype is too
             narrow.
     """
-    # 1. Tune tiles. Then rehearse the work without kernels, to compile all kernels that the work needs.
+    # 1. Tune tiles. Then rehearse the work without running kernels, to find and compile all kernels that the
+    # work needs.
     if tiles and isinstance(engine.strategy, HasProducts):
         try_products(engine.strategy.uses(), device, tiles_s)
     first, further = list(_first_works(engine, device)), list(_further_works(engine, device, record))
@@ -110,8 +111,9 @@ def _further_works(engine: DraftEngine, device: torch.device, record: bool) -> I
 def compiled_batches(engine: DraftEngine) -> tuple[int, ...]:
     """Return the batch sizes to prepare: 1, 2, 4 … up to the largest batch, limited by the cache.
 
-    Kernels are compiled again for a size of 1, for multiples of 16, and for each power of two to which sizes
-    are padded. A compilation while sessions are open takes longer than a target waits for a tree.
+    Triton compiles separate kernels for a size of 1, for multiples of 16, and for each power of two to which
+    sizes are padded. The warm-up prepares all of them, because a compilation while sessions are open takes
+    longer than a target waits for a tree.
     """
     pages, rounds = engine.strategy.pages(), engine.strategy.rounds
     most = engine.sessions.limits.max_sessions

@@ -1,9 +1,10 @@
 """Extends sessions and grows their trees in one CUDA graph launch, for rounds that the host starts.
 
-Such rounds serve frames of remote targets and batches whose composition changes. The host's inputs, except
-page tables, are packed into one copy. On a GPU, launching the hundred kernels of a round takes longer than
-running these kernels, so rounds of a recurring size are recorded as CUDA graphs. The first few rounds of each
-size run eagerly, with the same code.
+Such rounds serve remote targets that send their requests in frames, and batches whose composition changes.
+The inputs from the host, except page tables, are packed and copied to the device together. On a GPU,
+launching the roughly one hundred kernels of a round takes longer than running these kernels. Rounds of a
+recurring size are therefore recorded as CUDA graphs. The first few rounds of each size run eagerly, with the
+same code.
 
 Also defines the draft's limit on recorded batch sizes (`DraftGraphs`).
 """
@@ -49,8 +50,8 @@ class _Buffers:
     """Inputs of rounds of one size, at fixed addresses: views of one packed tensor, and the features.
 
     Attributes:
-        packed: ``[n] int32``, the memory of `inputs`, except for features and page table.
-        places: ``[bs * rows] int64``, view of `packed`: for each queued feature, the flat index of its row.
+        packed: ``[n] int32``, the memory of all `inputs` except the features and the page table.
+        places: ``[bs * rows] int64``, a view of `packed`: for each queued feature, the flat index of its row.
         inputs: Inputs of the round.
         table: The page table in `inputs`.
     """
@@ -67,9 +68,9 @@ class DraftGraph:
     Args:
         memory: KV pool, page tables and model.
         graphs: Graph cache of the device. Without CUDA, every round runs eagerly.
-        feature_size: Width of a feature row; 0 if the model takes none.
+        feature_size: Width of a feature row; 0 if the model reads no features.
         dtype: Dtype of the features.
-        max_bs: Returns the largest batch size that is recorded.
+        max_bs: Returns the largest batch size to record.
     """
 
     def __init__(
@@ -155,8 +156,8 @@ class DraftGraph:
 
     def _make_buffers(self, bs: int, rows: int, width: int) -> _Buffers:
         device = self._memory.pool.device
-        # Use a separate table. If a table of `PageTables` were used here, rounds on the device would get a
-        # different table from the one that their graphs were recorded with.
+        # Use a separate table. If this code took a table from `PageTables`, rounds on the device would later
+        # get another table than the one that their graphs were recorded with.
         table = PageTable(bs, width, device)
         with torch.inference_mode(False):
             packed = torch.zeros(_packed_size(bs, rows), dtype=torch.int32, device=device)
@@ -215,9 +216,9 @@ class DraftGraphs:
         device: Device of the draft.
 
     Attributes:
-        cache: Graphs of all rounds and prompts of the draft. The graphs run on one stream and therefore share
-            memory.
-        max_bs: Larger batches run without graphs.
+        cache: The graphs of all rounds and prompts of the draft. The graphs can share memory because they all
+            run on one stream.
+        max_bs: The largest recorded batch size. Larger batches run without graphs.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -233,7 +234,7 @@ class DraftGraphs:
     def admits(self, batch: int) -> bool:
         """Return whether a remote target's batch of this size may run in rounds on this device.
 
-        If not, the reason is logged once per size.
+        If the result is False, the reason is logged once per size.
         """
         if batch > self.max_bs and batch not in self._told_of and len(self._told_of) < MAX_TOLD:
             self._told_of.add(batch)
@@ -248,16 +249,14 @@ class DraftGraphs:
 
 @dataclass(frozen=True, slots=True)
 class DeviceGrowth:
-    """The ways in which a strategy runs work in one launch: device rounds, host rounds and short prompts.
+    """Work that a strategy can run in a single launch: device rounds, host rounds and short prompts.
 
     Attributes:
-        memory: Resources shared by the rounds that stay on the device.
-        host: Runs the rounds that the host starts. None if it is faster to extend and to grow in separate
-            launches.
-            faster.
-        extension: Extends sessions by short prompts. None if graphs do not help, or if the model has several
-            stages.
-        graphs: The graph cache that the three share.
+        memory: The resources that all rounds of the model share.
+        host: Runs the rounds that the host starts. None on a CPU, where sessions are extended and trees are
+            grown in separate steps.
+        extension: Extends sessions by short prompts. None on a CPU, or if the model has several stages.
+        graphs: The graph cache that the rounds and the short prompts share.
     """
 
     memory: GrowthMemory

@@ -1,6 +1,6 @@
-"""The interface of a model that drafts with K/V of its own (`DraftModel`), for recurrent heads and decoders.
+"""`DraftModel`: the interface of models that draft with K/V of their own (recurrent heads and decoders).
 
-The model provides passes whose row counts are fixed in advance, so that a whole round can be one CUDA graph.
+The row counts of a model's passes are fixed in advance, so that a whole round can be one CUDA graph.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from outrider.shared.nn.layers.rope import Rotation
 
 
 class DraftPass(Protocol):
-    """One pass over rows. The caller plans attention first.
+    """One pass of a model over rows. The caller plans the attention before the call.
 
-    The features of a level are the states of the previous level.
+    In a pass over a level of a tree, the features are the states of the previous level.
     """
 
     def __call__(
@@ -38,8 +38,7 @@ class DraftPass(Protocol):
         Args:
             tokens: ``[rows] int32``.
             features: ``[m, width]``.
-            source: ``[rows] int32``, the index into `features` of each row. None means that row i uses
-                feature i.
+            source: ``[rows] int32``, each row's index into `features`. With None, row i uses feature i.
             ends: The rows whose states are wanted; see `RecurrentHead.forward`.
         """
         ...
@@ -48,15 +47,15 @@ class DraftPass(Protocol):
 class DraftModel(Protocol):
     """A model that extends sessions and grows trees.
 
-    A model has one stage if it runs all levels of a tree alike. A chain of MTP layers has one stage for each
-    layer; see `growth.stages`.
+    A model that runs all levels of a tree in the same way has one stage. A chain of MTP layers has one stage
+    for each layer; see `growth.stages`.
 
     Attributes:
-        vocabulary: Vocabulary of the logits.
+        vocabulary: The tokens that the logits range over.
         device, dtype: Device and dtype of the model.
         hidden_size: Width of the states.
-        lead: Number of stable rows of a sequence, minus the number of its committed tokens without the root;
-            see `kernels.round_plan`.
+        lead: The number of a sequence's stable rows minus the number of its committed tokens, not counting
+            the root; see `kernels.round_plan`.
         stages: Number of stages, each with K/V of its own.
     """
 
@@ -84,7 +83,7 @@ class DraftModel(Protocol):
         Args:
             positions: ``[sum(widths)] int32``, positions of the rows of all passes.
             widths: Number of rows of each pass.
-            stages: The stage that runs each pass.
+            stages: For each pass, the stage that runs it.
             attention: Attention backend of the model.
             pool: KV pool of the model.
         """
@@ -169,8 +168,8 @@ class DecoderModel(DraftModel):
     states serve only to compute logits.
 
     Args:
-        decoder: The draft model.
-        vocabulary: The token ids that both models have.
+        decoder: The decoder that drafts.
+        vocabulary: The token ids that the draft model and the target have in common.
     """
 
     lead = 1

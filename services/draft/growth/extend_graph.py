@@ -1,6 +1,6 @@
 """Extends a session by a short prompt with one CUDA graph.
 
-For short prompts, launching the kernels one by one takes longer than running them.
+For short prompts, launching the kernels one by one takes longer than their work on the GPU.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from outrider.shared.kv.pool import KVPool
 SIZES = (32, 64, 128, 256, 512)
 """Row counts of the recorded passes. Longer passes keep the device busy without a graph."""
 LONGEST_CONTEXT = 1024
-"""Number of tokens that the page table covers. Attention is planned for this number of tokens even if the
-context is shorter."""
+"""Number of tokens that the page table covers. Attention is planned for this number of tokens, even though
+the actual context may be shorter."""
 
 
 class ExtendGraph(RecordedRows["_Inputs"]):
@@ -34,7 +34,7 @@ class ExtendGraph(RecordedRows["_Inputs"]):
         model: The draft model, which has one stage.
         attention: Attention backend of the model.
         pool: KV pool of the model.
-        feature_size: Width of a feature row; 0 if the model takes none.
+        feature_size: Width of a feature row; 0 if the model reads no features.
         dtype: Dtype of the features.
         graphs: Cache in which the passes are recorded.
         sizes: Row counts of the passes, ascending.
@@ -67,8 +67,8 @@ class ExtendGraph(RecordedRows["_Inputs"]):
         size = self._size_for(chunk.count)
         session, inputs, ahead = chunk.session, self._at(size), 1 - self._model.lead
         assert session.lease is not None, "a session must be reserved before it is extended"
-        # With lead 0, the row at position t pairs the feature of t with the token t + 1, so the row reads the
-        # token one position ahead.
+        # If the model's lead is 0, the row at position t pairs the feature of t with the token t + 1. The row
+        # therefore reads the token one position ahead.
         inputs.rows.load(session.lease, session.tokens[chunk.start + ahead : chunk.stop + ahead], chunk.start)
         if session.row_source is RowSource.FEATURES:
             inputs.features[size - chunk.count :].copy_(
@@ -107,8 +107,8 @@ class _Inputs:
     Attributes:
         rows: Tokens and KV slots.
         features: ``[size, feature_size]``.
-        source: ``[size] int32``, the index of each row's feature, equal to the index of the row.
-        ends: Selects the last row.
+        source: ``[size] int32``, the index of each row's feature. This index equals the index of the row.
+        ends: Selects the last row, whose state is wanted.
     """
 
     def __init__(self, size: int, pool: KVPool, feature_size: int, dtype: torch.dtype) -> None:

@@ -50,7 +50,7 @@ class GrowthMemory:
     def reserve(self, lease: PageLease, num_tokens: int, *, grows: bool = False) -> bool:
         """Grow a lease to this many tokens, plus `SPARE_TOKENS` if there is room.
 
-        Without `grows`, a lease that already has enough pages is not changed.
+        If `grows` is False, a lease that already has enough pages is not changed.
 
         Returns:
             False if the pool is full.

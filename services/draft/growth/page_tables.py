@@ -12,7 +12,7 @@ from outrider.shared.kv.pool import KVPool
 
 FIRST_WIDTH_TOKENS = 4096
 """Number of tokens that the narrowest table covers. Each wider table covers `WIDTH_FACTOR` times as many
-tokens as the next narrower one."""
+tokens as the table before it."""
 WIDTH_FACTOR = 4
 
 
@@ -73,7 +73,7 @@ class PageTable:
 class PageTables:
     """The page tables of one KV pool, by batch size and width.
 
-    There are few widths, because a graph is recorded for each.
+    The number of widths is small, because a graph is recorded for each width.
 
     Args:
         pool: The KV pool.
@@ -93,12 +93,13 @@ class PageTables:
         return min(self._pool.pages_for(tokens), self._pool.num_pages)
 
     def find(self, bs: int, width: int, place: int = 0) -> PageTable:
-        """Return the table of this size. Rounds of equal sizes use the same table, one after the other.
+        """Return the table of this size. Rounds of equal sizes use the same table in turn.
 
         Args:
             bs: Number of rows.
             width: Pages per row.
-            place: Distinguishes tables of equal sizes that are written before either is used.
+            place: Distinguishes tables of equal sizes. Two tables need different values of `place` if both
+                are written before one of them is used.
         """
         key = (bs, width, place)
         if key not in self._tables:

@@ -23,16 +23,16 @@ class Ends:
     For the other rows, only K and V are computed.
 
     Attributes:
-        batch: Attention inputs of those rows, one per sequence. None if no states are wanted.
-        rows: ``[sequences] int64``, the indices of those rows. None if every sequence has the same number of
-            rows.
+        batch: Attention inputs of the last rows, one row per sequence. None if no states are wanted.
+        rows: ``[sequences] int64``, the indices of the last rows. None if every sequence has the same number
+            of rows.
     """
 
     batch: AttentionBatch | None
     rows: torch.Tensor | None = None
 
     def of(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return the wanted rows of ``rows [rows, ...]``: ``[sequences, ...]`` or none.
+        """Return the last row of each sequence from ``rows [rows, ...]``, ``[sequences, ...]``, or no rows.
 
         The result is a view if possible.
         """
@@ -48,7 +48,7 @@ ONLY_KEYS = Ends(None)
 
 
 class RecurrentHead(Protocol):
-    """A head that predicts from pairs (token t + 1, feature of t), and whose own state is the next feature.
+    """A head that reads pairs (token t + 1, feature of t), and whose output state is the next feature.
 
     Attributes:
         algorithm: Name of the algorithm, for example ``EAGLE3``.
@@ -56,7 +56,7 @@ class RecurrentHead(Protocol):
         hidden_size: Width of states and of feature rows.
         num_layers, kv_heads, head_dim: Sizes of the head's KV pool.
         latent: True if the pool has one latent plane per layer instead of K and V.
-        vocabulary: Vocabulary of the logits.
+        vocabulary: The tokens that the logits range over.
         device, dtype: Device and dtype of the head.
     """
 
@@ -74,7 +74,7 @@ class RecurrentHead(Protocol):
     def feature_spec(self, target: TargetInfo | None) -> FeatureSpec:
         """Return which hidden states the target must capture.
 
-        Without a target, the result has only the properties that do not depend on the target.
+        If `target` is None, the result contains only the properties that do not depend on a target.
 
         Raises:
             CheckpointError: The head does not fit the target.
@@ -103,21 +103,21 @@ class RecurrentHead(Protocol):
         source: torch.Tensor | None = None,
         ends: Ends | None = None,
     ) -> torch.Tensor:
-        """Run the head over rows, and write their K/V.
+        """Run the head over rows, and write the K/V of these rows.
 
         Args:
-            tokens: ``[rows] int32``, target token ids, each one position after its feature.
+            tokens: ``[rows] int32``, target token ids. The token of each row is one position after the row's
+                feature.
             features: ``[n, hidden_size]``: projected features of the target, or states of this head.
             rotation: Rotary angles of the rows' positions.
             attention: Attention backend, already planned for these rows.
             pool: KV pool of the head.
-            source: ``[rows] int32``, the index into `features` of each row. None means that row i uses
-                feature i.
-            ends: The rows whose states are wanted. None selects all rows.
+            source: ``[rows] int32``, each row's index into `features`. With None, row i uses feature i.
+            ends: The rows whose states are wanted. With None, the states of all rows are wanted.
 
         Returns:
-            States ``[rows, hidden_size]`` of the wanted rows. They are the input of `logits`, and the next
-            features.
+            The states ``[rows, hidden_size]`` of the wanted rows. These states are the input of `logits`, and
+            the features of the next step.
         """
         ...
 

@@ -1,8 +1,8 @@
-"""Drafts for sessions whose newest tokens and features are on the device, and reach the host one round late.
+"""Drafts for sessions whose newest tokens and features are on the device and reach the host one round late.
 
 The input of a round consists of the tokens and features that the previous round chose. A target in the same
-process keeps them in its slots. A target in another process has sent them in a state. The host knows them
-only one round later, so the fields of a session mean:
+process keeps these tokens and features in its slots. A target in another process sends them in a packed
+state. The host receives them one round later. The fields of a `Session` therefore mean:
 
     tokens       tokens of the rounds that the host has read
     cached_rows  number of rows that the rounds read so far have written to the KV
@@ -57,14 +57,15 @@ class SlotRounds:
     ) -> SessionGroup:
         """Prepare sessions for one round; see `DeviceDrafter.seat`.
 
-        Groups of one round that are all staged before the first is loaded need different values of `place`.
+        If a round has several groups that are all staged before the first group is loaded, each group needs
+        its own value of `place`.
         """
         memory, bounded, longest = self._memory, shape.bounded(), 1
         leases: list[PageLease | None] = []
         refused: list[int] = []
         needs = [memory.tokens_needed(upper, bounded) for upper in committed_upper]
-        # If one lease grows, grow every lease. The table is rewritten anyway, and the spare pages then avoid
-        # further rewrites for many rounds.
+        # If one lease grows, grow every lease. The table is rewritten in any case, and spare pages in every
+        # lease avoid further rewrites for many rounds.
         grows = any(
             session is not None and session.lease is not None and not memory.holds(session.lease, needed)
             for session, needed in zip(sessions, needs, strict=True)
@@ -109,7 +110,7 @@ class SessionGroup(SeatedGroup):
     Args:
         memory: Resources shared by all rounds.
         size: Sizes of the round.
-        table: Page table of the group. Groups of equal sizes share it in turn.
+        table: Page table of the group. Groups of equal sizes use the same table in turn.
         leases: The lease of each session; None for a refused session.
         budgets: ``[G] int32``, the node limit of every row.
         refused: Indices of the sessions that cannot draft in this round.

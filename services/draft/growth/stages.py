@@ -1,8 +1,9 @@
 """Stages of a draft model: chained MTP layers. Each stage has its own K/V and runs certain levels of a tree.
 
 Stage s runs level s of a tree, and the last stage runs all further levels. In the row at position t, stage s
-pairs the token t + 1 + s with the state of stage s - 1 at t. So stage s has s stable rows fewer than stage 0
-(stable rows are those of committed tokens). The rows of stage s on a tree follow its own stable rows:
+pairs the token t + 1 + s with the state of stage s - 1 at t. Stable rows are computed from committed tokens,
+so stage s has s stable rows fewer than stage 0. When a tree grows, the rows that stage s computes for the
+tree follow the stable rows of stage s:
 
     token index      S - 2     S - 1     S         S + 1          (S stable rows of stage 0, topk = 1)
     stage 0          stable    stable
@@ -10,11 +11,12 @@ pairs the token t + 1 + s with the state of stage s - 1 at t. So stage s has s s
     stage 2          level 1   level 2   level 3
 
 A row of the tree attends to the stable rows of its stage, and to its ancestors on all levels. A stage that
-takes over at level 2 or later therefore first runs the earlier levels (`passes_of`). As inputs, it uses the
-states of the previous stage.
+takes over at level 2 or later must therefore run the earlier levels first (`passes_of`). The inputs of these
+passes are the states of the previous stage.
 
-The state of the last row of stage s - 1 can be used by stage s only together with the token of the next
-round. Each sequence therefore keeps one state per stage until the next round (`StageStates`).
+Stage s pairs the state of stage s - 1's last row with a token that only the next round supplies.
+`StageStates` therefore keeps, for each sequence, the last state of every stage but the final one until the
+next round.
 """
 
 from __future__ import annotations
@@ -38,8 +40,8 @@ class PassKey(NamedTuple):
 def passes_of(model: DraftModel, levels: int) -> list[list[PassKey]]:
     """Return the passes of each level, from level 1 on.
 
-    The last pass of a level is the level's own. The passes before it run the earlier levels through a stage
-    that takes over at this level.
+    The last pass of a level computes the level itself. If another stage takes over at this level, the passes
+    before the last one run the earlier levels through that stage.
     """
     passes: list[list[PassKey]] = []
     for level in range(1, levels + 1):
@@ -50,10 +52,11 @@ def passes_of(model: DraftModel, levels: int) -> list[list[PassKey]]:
 
 
 class StageStates:
-    """The state of the last row of each stage except the last stage, for every sequence.
+    """For each sequence and each stage but the final one: the state of the stage's last row.
 
-    The states of a sequence are stored under the number of its first page. No two sequences share a page, and
-    the page table is on the device, so CUDA graphs find the states without the host.
+    The states of a sequence are stored at an index, its place, which is the number of the sequence's first
+    page. No two sequences share a page. The page table is on the device, so CUDA graphs find the states
+    without the host.
 
     Args:
         model: The draft model, with at least two stages.
@@ -71,7 +74,7 @@ class StageStates:
             self._rows = torch.zeros(pool.num_pages + 1, dtype=torch.int32, device=model.device)
 
     def places(self, page_table: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-        """Return the place of each sequence, ``[bs] int64``. All idle sequences share one extra place.
+        """Return the place of each sequence's states, ``[bs] int64``. Idle sequences share one extra place.
 
         Args:
             page_table: ``[bs, pages] int32``.
@@ -86,8 +89,8 @@ class StageStates:
     def fresh_rows(self, places: torch.Tensor, stop: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         """Return how many of the last `counts` rows before ``stop [n] int32`` are new, as ``[n] int32``.
 
-        The other rows were computed before. This happens after the host has computed rows that are also in
-        the target's slots.
+        Rows that are not new were computed by an earlier extension. The host may, for example, have computed
+        rows that are also in the target's slots.
         """
         return (stop - self._rows.index_select(0, places)).clamp(min=0).minimum(counts)
 
@@ -97,10 +100,10 @@ class StageStates:
         """Replace the states at ``places [n] int64``, except those of sequences without new rows.
 
         Args:
-            places: The places.
-            states: ``[n, stages - 1, hidden]``, states of the last rows after an extension.
+            places: The places of the sequences' states.
+            states: ``[n, stages - 1, hidden]``, the states of the stages' last rows after an extension.
             stop: ``[n] int32``, the number of rows of stage 0 after the extension.
-            fresh: ``[n] int32``, how many of these rows were new.
+            fresh: ``[n] int32``, how many rows of the extension were new.
         """
         new = fresh > 0
         self._states.index_copy_(0, places, torch.where(new[:, None, None], states, self.read(places)))
@@ -115,7 +118,7 @@ class HiddenLevels:
     """Masks for sequences that are too short for the first levels of a stage.
 
     If a sequence has S < s stable rows, the first s - S levels of stage s would lie before position 0. The
-    rows of these levels are computed like all other rows, but no other row may see them.
+    rows of these levels are computed like all other rows, but the masks hide them from all other rows.
 
     Args:
         stage: The stage s.
@@ -127,16 +130,17 @@ class HiddenLevels:
         columns = max(1, depth - 1) * topk
         every = torch.arange(mask_words(columns) * MASK_WORD_BITS)
         self._stage = stage
-        # Row h has the bits of all columns from level 1 + h on, and row (l, j) the bit of one row of level l.
+        # Row h of `_visible` has the bits of all columns from level 1 + h on. Row (i, j) of `_own` has only
+        # the bit of row j of level 1 + i.
         self._visible = _packed(every >= (torch.arange(stage + 1) * topk)[:, None]).to(device)
         self._own = _packed(every == torch.arange(columns)[:, None]).view(-1, topk, mask_words(columns))
         self._own = self._own.to(device)
 
     def apply(self, ancestors: torch.Tensor, level: int, stable_lens: torch.Tensor) -> torch.Tensor:
-        """Return the masks of a level's rows without the hidden columns.
+        """Return the masks of a level's rows after removing the hidden columns.
 
-        Every row still sees itself. A row that saw nothing would become NaN, and this NaN would spread even
-        to rows that do not see it.
+        Every row still sees itself. A row that saw nothing would become NaN, and its NaN would spread even to
+        rows whose masks hide this row.
 
         Args:
             ancestors: ``[bs * topk, words] int32``, masks of the level's rows.
@@ -154,7 +158,7 @@ def after_last(states: torch.Tensor, last: torch.Tensor, fresh: torch.Tensor) ->
 
     Args:
         states: ``[bs, R, hidden]``, states of the previous stage. The last ``fresh[b]`` rows are new.
-        last: ``[bs, hidden]``, the state of the previous stage's last row before this extension.
+        last: ``[bs, hidden]``, the state that the previous stage's last row had before this extension.
         fresh: ``[bs] int32``.
 
     Returns:
@@ -167,7 +171,7 @@ def after_last(states: torch.Tensor, last: torch.Tensor, fresh: torch.Tensor) ->
 
 
 def fresh_slots(slots: torch.Tensor, fresh: torch.Tensor) -> torch.Tensor:
-    """Return ``slots [bs * R] int64`` with -1 for all but the last ``fresh[b]`` rows of each sequence."""
+    """Return ``slots [bs * R] int64``, with -1 for every row but the last ``fresh[b]`` rows of sequence b."""
     rows = slots.view(fresh.shape[0], -1)
     stale = torch.arange(rows.shape[1], device=slots.device) < (rows.shape[1] - fresh)[:, None]
     return torch.where(stale, -1, rows).view(-1)

@@ -1,8 +1,8 @@
 """Extends sequences and grows dynamic draft trees (EAGLE-2, arXiv 2406.16858, section 4), level by level.
 
-The host provides no value that depends on the results of a round, so a round can be one CUDA graph. On a CPU,
-the same code runs immediately. Every sequence extends by R rows, of which the last `counts` are real
-(`kernels.round_plan`). Idle sequences are computed as well, but they read and write no KV.
+While a round runs, it needs no value from the host, so a round can be one CUDA graph. On a CPU, the same code
+runs without a graph. Every sequence is extended by R rows, of which only the last `counts` rows are real
+(`kernels.round_plan`). Rows of idle sequences are computed as well, but they read and write no KV.
 
 Draft KV of one sequence while its tree grows (S = stable rows, computed from committed tokens):
 
@@ -11,9 +11,9 @@ Draft KV of one sequence while its tree grows (S = stable rows, computed from co
     [S + topk, S + 2 * topk)     level 2, and so on: scratch rows, overwritten by the next round
 
 The root is the last committed token. All rows of level i have rope position S - 1 + i. A row sees the prefix,
-its own ancestors and itself. The beam of a level may contain two children of one row and no child of another
-row, so the ancestor masks are re-indexed at every level. `stages` explains the differences for models with
-several stages.
+its own ancestors and itself. The beam (the rows kept at a level) may contain two children of one row and no
+child of another row. The ancestor masks are therefore re-indexed at every level. `stages` explains the
+differences for models with several stages.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ class GrowthSize:
     """The sizes of a round, fixed by the host. Rounds with equal sizes and equal addresses share one graph.
 
     Attributes:
-        bs: Number of sequences, idle ones included.
+        bs: Number of sequences, including idle sequences.
         rows: R, the largest number of rows by which a sequence is extended.
         depth, topk: Depth and level width of the trees.
-        nodes: Columns of the trees.
+        nodes: Number of columns of the trees, one per node.
     """
 
     bs: int
@@ -68,7 +68,7 @@ class GrowthSize:
 def scratch_rows(depth: int, topk: int) -> int:
     """Return the number of scratch rows of one tree in the KV.
 
-    The model does not run the last level of the tree.
+    The last level needs no rows, because the model does not run on it.
     """
     return max(0, depth - 1) * topk
 
@@ -83,13 +83,15 @@ class GrowthInputs:
     """Inputs of a round, on the device.
 
     Attributes:
-        committed_lens: ``[bs] int32``, committed tokens, the root included.
-        counts: ``[bs] int32``, number of fresh tokens: 1..R, or 0 if idle.
-        tokens: ``[bs, columns] int32``, the fresh tokens, the root last.
+        committed_lens: ``[bs] int32``, number of committed tokens, including the root.
+        counts: ``[bs] int32``, number of fresh tokens, i.e. of the newest committed tokens, by which the
+            round extends the sequence: 1 to R, or 0 if the sequence is idle.
+        tokens: ``[bs, columns] int32``, the fresh tokens. The root is the last of them.
         features: ``[bs, columns, width]``, one feature per fresh token.
         max_nodes: ``[bs] int32``, node limit of each tree.
         page_table: ``[bs, pages] int32``.
-        temperature, seeds, choices: ``[bs]`` fp32, int64 and int32: the target's sampling noise.
+        temperature, seeds, choices: ``[bs]``, fp32, int64 and int32 respectively. They determine the target's
+            sampling noise.
     """
 
     committed_lens: torch.Tensor
@@ -108,7 +110,7 @@ class GrownTrees:
     """Outputs of a round.
 
     Attributes:
-        trees: ``[bs, nodes]``; the tree of an idle sequence has one node.
+        trees: The trees, ``[bs, nodes]``. The tree of an idle sequence has one node.
         states: ``[bs, hidden]``, the states of the last stable rows, from which the trees grew.
     """
 
@@ -122,10 +124,10 @@ class _Layout:
 
     Attributes:
         topk: Width of the levels, at most the size of the vocabulary.
-        plans: The rows of each stage.
+        plans: For each stage, the plan of its rows.
         levels: The passes of each level, from level 1 on.
         passes: The model's pass for each key.
-        noise: The target's sampling noise.
+        noise: The target's sampling noise for these rows.
     """
 
     topk: int
@@ -159,8 +161,8 @@ class TreeGrower:
     def draft(self, inputs: GrowthInputs, size: GrowthSize) -> GrownTrees:
         """Enqueue one round: extend the sequences by their fresh tokens, then grow their trees.
 
-        In the KV, the extension's rows are written after the stable rows. The levels' rows follow the
-        extension's rows.
+        In the KV, the rows of the extension follow the rows that were stable before, and the rows of the
+        tree's levels follow the rows of the extension.
         """
         layout = self._lay_out(inputs, size, extends=True)
         return self._grow(inputs, size, layout, self._extend(inputs, size, layout))
@@ -201,7 +203,8 @@ class TreeGrower:
         noise = Noise(inputs.temperature, inputs.seeds, inputs.committed_lens, inputs.choices)
         if not keys:
             return _Layout(topk, plans, levels, {}, noise)
-        # All rows in the order of the passes. A model with one stage has them in this order already.
+        # Put all rows in the order of the passes. The rows of a model with one stage are in this order
+        # already.
         first, width = bs * size.rows, bs * topk
         positions = plans[0].positions[0 if extends else first :]
         if model.stages > 1:
@@ -235,7 +238,8 @@ class TreeGrower:
         states = run(plan.tokens, features, plan.features).view(size.bs, size.rows, -1)
         after = [states[:, -1]]
         for stage, plan in enumerate(layout.plans[1:], 1):
-            # All stages get the same fresh tokens, but later stages read tokens that are further ahead.
+            # All stages receive the same fresh tokens, but later stages pair each position with a token that
+            # is further ahead.
             joined = after_last(states, before[:, stage - 1], fresh).flatten(0, 1)
             ends = None if stage < self._model.stages - 1 else ONLY_KEYS
             rows = plan._replace(extend_slots=fresh_slots(plan.extend_slots, fresh))
@@ -261,7 +265,7 @@ class TreeGrower:
         for level, (*missed, own) in enumerate(layout.levels, 1):
             assert beam is not None, "only the last level has no next beam"
             # 2. If another stage takes over, run that stage over the earlier levels first, to fill its K/V.
-            # Its inputs are the previous stage's states of the rows' parents.
+            # The inputs of that stage are the states that the previous stage computed for the rows' parents.
             if missed:
                 before = [self._last_states(inputs, own.stage - 1), *made]
                 made = [
@@ -297,9 +301,9 @@ class TreeGrower:
     def _run(
         self, inputs: GrowthInputs, layout: _Layout, key: PassKey, beam: Beam, parents: torch.Tensor
     ) -> torch.Tensor:
-        """Run a stage over the rows of a level, given the states ``parents`` of the level before."""
+        """Run a stage over the rows of a level. `parents` are the states of the previous level."""
         plan, topk = layout.plans[key.stage], layout.topk
-        # In a chain, a row sees everything before it and has only one possible parent, so neither masks nor
+        # In a chain, a row sees all earlier rows and has only one possible parent, so neither masks nor
         # parents are needed.
         masks, source = (beam.ancestors, beam.parents) if topk > 1 else (None, None)
         if key.stage > 1:
@@ -362,7 +366,7 @@ class TreeGrower:
     def _query_start(self, bs: int, rows: int) -> torch.Tensor:
         """Return the index of each sequence's first row, and the row count, as ``[bs + 1] int32``.
 
-        The tensor comes from a cache, because a graph cannot copy it from the host.
+        The tensor comes from a cache on the device, because a recorded graph cannot copy it from the host.
         """
         if (bs, rows) not in self._starts:
             self._starts[bs, rows] = (torch.arange(bs + 1, dtype=torch.int32) * rows).to(self._model.device)

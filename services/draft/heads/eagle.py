@@ -92,8 +92,8 @@ class EagleHead(LoadedHead, HasProducts):
 
         Args:
             path: Folder of the head.
-            device, dtype: Device and type to compute with.
-            token_map: The only target ids to draft (FR-Spec); None drafts all ids.
+            device, dtype: Device and dtype to compute with.
+            token_map: The only target ids to draft (FR-Spec). With None, the head drafts all ids.
 
         Raises:
             CheckpointError: The checkpoint is not usable. The message names the key or tensor, and the fix.
@@ -110,7 +110,8 @@ class EagleHead(LoadedHead, HasProducts):
         return head, keys
 
     def feature_spec(self, target: TargetInfo | None) -> FeatureSpec:
-        # Features are sent raw. `fc` also reads the embedding, so the target cannot apply `fc` in advance.
+        # The target sends raw features. It cannot apply `fc` to them in advance, because `fc` also reads the
+        # embedding.
         if target is not None:
             self.config.check_target(target)
         return FeatureSpec(final_hidden=True, feature_size=self.hidden_size, fingerprint=RAW_FEATURES)

@@ -1,4 +1,4 @@
-"""The network that serves trained EAGLE-3 heads; `Eagle3Head.load` reads such a head from its folder.
+"""The network of EAGLE-3 heads at inference. `Eagle3Head.load` reads a trained head from its folder.
 
 The head's decoder layers read pairs (embedding of token t + 1, feature of token t). Source: EAGLE-3 (arXiv
 2503.01840) and its official code.
@@ -9,8 +9,8 @@ The head's decoder layers read pairs (embedding of token t + 1, feature of token
     later layers: h1 = h + Attention(hidden_norm(h));   h = h1 + MLP(post_attention_layernorm(h1))
     logits = lm_head(norm(h)) over the draft vocabulary;   next feature = h, before the norm
 
-The target itself projects its features with ``fc`` and the norms of ``fc``, so every feature that this
-network receives already has the width ``hidden``.
+The target itself projects its features with the head's ``fc`` and the norms of ``fc``. Every feature that
+this network receives therefore has the width ``hidden``.
 """
 
 from __future__ import annotations
@@ -99,9 +99,9 @@ class Eagle3Head(LoadedHead, HasProducts):
 
         Args:
             path: Folder of the head.
-            device, dtype: Device and type to compute with.
-            token_map: The only target ids that a head with a full vocabulary drafts (FR-Spec); None drafts
-                all ids.
+            device, dtype: Device and dtype to compute with.
+            token_map: The only target ids that a head with a full vocabulary drafts (FR-Spec). With None, the
+                head drafts all ids.
 
         Raises:
             CheckpointError: The checkpoint is not usable. The message names the key or tensor, and the fix.
@@ -151,7 +151,7 @@ class Eagle3Head(LoadedHead, HasProducts):
         ends: Ends | None = None,
     ) -> torch.Tensor:
         kind = Residual.NORMED_FEATURE if self.config.norm_before_residual else Residual.FEATURE
-        # Path 1: fused kernels. A table supplies the embedding's share of the first product.
+        # Path 1: fused kernels. A table contains the embedding's share of the first product (`embedded`).
         if self._fused is not None and self._embedded is not None and isinstance(attention, StoredAttention):
             # If the last pass computed the sums of squares of these features, no norm kernel is needed.
             stream = self._fused.stream_of(features) if source is None and self._embedded.folded else None
@@ -165,8 +165,8 @@ class Eagle3Head(LoadedHead, HasProducts):
             lookup = Lookup(self._embedded.table, tokens.contiguous())
             stream = self._fused.forward(stream, rotation, attention, pool, ends, lookup)
             return normalise(stream) if self.config.norm_output else stream.residual
-        # Paths 2 and 3 read the pair [embedding ; feature]. Prepare this pair, and the residual around layer
-        # 0.
+        # Paths 2 and 3 read the pair [embedding ; feature]. Prepare this pair, and the residual that bypasses
+        # layer 0.
         if features.is_cuda:
             norms = self._embedding_norm.weight, self._hidden_norm.weight
             pair, residual = head_input(
@@ -179,7 +179,7 @@ class Eagle3Head(LoadedHead, HasProducts):
                 [self._embedding_norm(self._tables.embed(tokens)), normed], dim=-1
             )  # [rows, 2 * hidden]
             residual = normed if self.config.norm_before_residual else features
-        # Path 2: fused kernels with the whole first product, because the table would be too large.
+        # Path 2: fused kernels that compute the whole first product, because the table would be too large.
         if self._fused is not None and isinstance(attention, StoredAttention):
             stream = self._fused.forward(Stream(residual, pair, None, 0.0), rotation, attention, pool, ends)
             return normalise(stream) if self.config.norm_output else stream.residual

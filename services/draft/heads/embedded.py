@@ -5,9 +5,9 @@ of the embedding depends only on the token, so this share is looked up in a tabl
 
     table[token] = Wqkv[:, :hidden] @ norm(embedding[token])
 
-The product in each pass then reads only half of its weight matrix. In a pass over few rows, most of the time
-is spent on reading weights. For a layer of Llama-3.1-8B's shape, with its draft vocabulary, the table saves
-7 % of the bytes read.
+With the table, the product of each pass reads only half of its weight matrix. This saves time, because a pass
+over few rows spends most of its time on reading weights. For a head of Llama-3.1-8B's shape, with its lm_head
+over the draft vocabulary, the table saves 7 % of the bytes that a pass reads.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from outrider.shared.nn.layers.token_products import token_products
 
 @dataclass(frozen=True, slots=True)
 class EmbeddedTokens:
-    """A first layer's attention without the embedding's share of the product, and a table of that share.
+    """A first layer's attention, whose product lacks the embedding's share, and a table of that share.
 
     Attributes:
         attention: The layer's attention; its q-k-v product reads the feature only.
-        table: ``[vocabulary, (heads + 2 * kv_heads) * head_dim]``, the embedding's share for each token.
+        table: ``[vocabulary, (heads + 2 * kv_heads) * head_dim]``, the share of each token's embedding.
         norm: ``[hidden]``, the weights to apply when normalising a feature.
         folded: True if `norm` is all ones because the norm's weights are folded into the q-k-v product.
     """
@@ -41,15 +41,15 @@ class EmbeddedTokens:
 def embed_tokens(
     attention: Attention, norm: RMSNorm, embedding: torch.Tensor, feature_norm: RMSNorm, *, fold: bool
 ) -> EmbeddedTokens | None:
-    """Build the table of a first layer, or return None if the table would take too much memory.
+    """Build the table of a head's first layer, or return None if the table would take too much memory.
 
     Args:
         attention: The layer's attention; its q-k-v product reads [embedding ; feature].
         norm: The norm of the embedding.
         embedding: ``[vocabulary, hidden]``.
         feature_norm: The norm of the feature.
-        fold: Whether to fold the weights of `feature_norm` into the q-k-v product. True is allowed only if
-            nothing else reads the normed feature.
+        fold: Whether to fold the weights of `feature_norm` into the q-k-v product. Pass True only if nothing
+            else reads the normed feature.
     """
     weight, hidden = attention.qkv.weight, embedding.shape[1]
     table = token_products(embedding, norm, weight[:, :hidden])

@@ -67,12 +67,12 @@ class FusedHead:
         Args:
             stream: The input of the first q-k-v product, and the residual that bypasses the first layer.
             rotation, attention, pool, ends: The arguments of `RecurrentHead.forward`.
-            lookup: Table rows to add to the first q-k-v product; None adds nothing.
+            lookup: Table rows to add to the first q-k-v product. With None, nothing is added.
         """
         for block in self._blocks:
             if ends is not None and block is self._blocks[-1]:
-                # Only the last layer may skip rows, because the K/V of each layer needs all rows of the layer
-                # before.
+                # Only the last layer may skip rows. Every other layer must output all rows, from which the
+                # next layer computes its K/V.
                 if ends.batch is None:
                     return _store(block.attention, stream, rotation, attention.slots, pool, lookup)
                 stream = replace(stream, residual=ends.of(stream.residual))
@@ -88,8 +88,8 @@ class FusedHead:
     def stream_of(self, states: torch.Tensor) -> Stream | None:
         """Return the stream of the last pass if `states` is the residual of that stream, or None.
 
-        The result is also None if the stream has no sums of squares. With sums of squares, the next
-        product can apply the norm without a separate kernel.
+        The result is also None if the stream has no sums of squares. These sums let the next product apply
+        the norm without a separate kernel.
         """
         stream = self._last
         return (
@@ -144,12 +144,12 @@ def _store(
 
 
 class _EndAttention(StoredAttention):
-    """Stores K and V of all planned rows, but attends only from the last row of each sequence.
+    """Stores K and V of all planned rows, but computes attention only for the last row of each sequence.
 
     Args:
         attention: Backend planned for all rows. `attend` plans the backend again, for the last rows only.
         ends: Selects the last rows.
-        batch: The positions that those rows attend to.
+        batch: Attention inputs of the last rows.
     """
 
     def __init__(self, attention: StoredAttention, ends: Ends, batch: AttentionBatch) -> None:
@@ -190,11 +190,11 @@ def fuse(
     """Build the fused path of a head, or return None if a layer has no fused kernels.
 
     Args:
-        first: Attention and MLP of layer 0. The head itself prepares the input of layer 0.
+        first: Attention and MLP of layer 0. The head prepares the input of layer 0 outside the fused path.
         between: The norm between the attention and the MLP of layer 0.
         others: The layers after layer 0.
-        last: The norm after the last layer. A head without such a norm may pass any norm, because the norm's
-            output is not read.
+        last: The norm after the last layer. A head without such a norm may pass any norm, because the head
+            does not read the norm's output.
         lm_head: Projects states to logits.
     """
     layers = [

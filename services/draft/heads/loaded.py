@@ -15,7 +15,7 @@ from outrider.shared.nn.layers.rope import RotaryEmbedding, Rotation
 
 
 class LoadedHead(RecurrentHead):
-    """Sizes, rotary table and token tables of a head. Subclasses add the network.
+    """Base class of heads: sizes, rotary table and token tables. Subclasses add the network.
 
     Args:
         layer: Configuration of the head's decoder layers.

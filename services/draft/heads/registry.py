@@ -33,7 +33,7 @@ class HeadKind(Enum):
 
 
 FAMILIES = ("Llama", "Mistral", "Mixtral", "Qwen2", "Qwen2Moe", "Qwen3", "Qwen3Moe", "GptOss")
-"""Families of targets that appear in heads' architecture names. For every family, the heads have Llama's
+"""Families of targets that appear in the architecture names of heads. The heads of all families have Llama's
 layers."""
 ARCHITECTURES: Mapping[str, HeadKind] = {
     **{
@@ -99,9 +99,9 @@ def load_head(
 
     Args:
         path: Folder of the head.
-        device, dtype: Device and type to compute with.
-        token_map: The only target ids that a head with a full vocabulary drafts (`token_map.read_token_map`);
-            None drafts all ids.
+        device, dtype: Device and dtype to compute with.
+        token_map: The only target ids that a head with a full vocabulary drafts (`token_map.read_token_map`).
+            With None, the head drafts all ids.
 
     Raises:
         CheckpointError: The folder contains no supported head. `field` names the key, file or tensor.

@@ -1,7 +1,8 @@
-"""The interface through which rounds for remote targets receive their states and send their trees.
+"""The interface through which rounds for remote targets receive states and send trees.
 
-`stream_exchange` implements the interface with messages. `serving.ipc` implements it with a shared-memory
-mailbox on one host.
+A state contains the tokens and features that the target's last pass chose. `stream_exchange` implements the
+interface with messages. For targets on the same host, `serving.ipc` implements it with a shared-memory
+mailbox.
 """
 
 from __future__ import annotations
@@ -18,15 +19,16 @@ class Exchange(Protocol):
 
     @property
     def broken(self) -> bool:
-        """True if a state did not arrive in time, so that the target must be gone or have stopped."""
+        """True if a state did not arrive in time, i.e. if the target must be gone or must have stopped."""
         ...
 
     def goes_ahead(self, message: draft_pb2.RoundsNext, tried: bool) -> bool:
-        """Return True to enqueue the round before its state arrives, False to enqueue it on arrival.
+        """Return True to enqueue a round before its state arrives, False to enqueue it on arrival.
 
         Args:
             message: The message that announces the round.
-            tried: True if this very round has run before, so that enqueuing it cannot block the host.
+            tried: True if a round that uses the same recorded graphs has run before, so that enqueuing this
+                round cannot block the host.
         """
         ...
 
@@ -35,13 +37,13 @@ class Exchange(Protocol):
     ) -> None:
         """Receive a round's state into ``blob [n] uint8``, in stream order.
 
-        ``expected [1] int32`` is set to the round's number.
+        This call sets ``expected [1] int32`` to the round's number.
 
         Args:
             message: The message that announces the round.
             blob: Memory of the state.
             expected: Number of the round, on the device.
-            limit_s: Limit of the device's wait for the state.
+            limit_s: Limit of the device's wait for the state, in seconds.
         """
         ...
 
@@ -74,7 +76,7 @@ class Exchange(Protocol):
         ...
 
     def keep_state(self, state: bytes) -> None:
-        """Keep the state of the round that starts next, after `state_arrived` has returned False."""
+        """Keep this state for the round that starts next. Called after `state_arrived` has returned False."""
         ...
 
     def mend(self) -> bool:

@@ -16,16 +16,16 @@ from outrider.shared.spec.tree import DraftShape
 
 
 class GroupRound:
-    """The part of a round that drafts with one shape.
+    """The part of a round for one group, i.e. for the sessions whose trees have one shape.
 
     Args:
         group: The sessions, with reserved pages.
         buffers: Inputs and outputs of this size.
         shape: Shape of every tree.
-        sessions: The session of each row; None for a row that does not draft. Further rows are idle.
+        sessions: The session of each row; None for a row that does not draft. Rows beyond these are idle.
 
     Attributes:
-        buffers: As above.
+        buffers: The inputs and outputs.
         key: Identifies everything that a recorded graph depends on.
     """
 
@@ -94,8 +94,8 @@ class GroupRound:
     def _run(self) -> None:
         """Run the part that can be recorded. All tensors of this part keep their addresses."""
         buffers = self.buffers
-        # If the state did not arrive in time, the blob still contains an earlier round. The round then stores
-        # and drafts nothing.
+        # If the state did not arrive in time, the blob still contains the state of an earlier round. This
+        # round then stores nothing and drafts nothing.
         admit_counts(buffers.number, buffers.expected, buffers.state.counts)
         trees, out = self._group.draft(buffers.rows), buffers.trees
         pack_trees(trees.num_nodes, trees.tokens, trees.parents, out.num_nodes, out.tokens, out.parents)

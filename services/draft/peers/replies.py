@@ -54,7 +54,7 @@ class Pong:
 
 @dataclass(frozen=True, slots=True)
 class RoundsEntered:
-    """The answer to RoundsEnter of a target of version 2, whose rounds run through the host."""
+    """The reply to RoundsEnter, which only targets of version 2 send. Their rounds run through the host."""
 
     rounds: int
     reason: str
@@ -62,7 +62,7 @@ class RoundsEntered:
 
 @dataclass(frozen=True, slots=True)
 class SlotsOpened:
-    """The answer to SlotsOpen: an empty reason means that rounds on the device may begin."""
+    """The reply to SlotsOpen. An empty reason means that rounds on the device may begin."""
 
     reason: str
 
@@ -85,7 +85,7 @@ class RoundsEnded:
 
 @dataclass(frozen=True, slots=True)
 class RoundTrees:
-    """The trees of a round on the device, as a blob. The blob is empty if the round has no trees."""
+    """The trees of a round that ran on the device, as a blob. The blob is empty if the round has no trees."""
 
     rounds: int
     number: int

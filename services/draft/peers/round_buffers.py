@@ -1,4 +1,4 @@
-"""Inputs and outputs of rounds: of one group, at addresses that CUDA graphs can contain, and of a round."""
+"""Memory for the inputs and outputs of groups (at fixed addresses, for CUDA graphs) and of whole rounds."""
 
 from __future__ import annotations
 
@@ -52,10 +52,10 @@ class RoundBuffers:
 
 
 class JointBuffers:
-    """Memory for the blobs of rounds with several groups. All rounds use it in turn, in stream order.
+    """Memory for the blobs of rounds with several groups. These rounds use it in turn, in stream order.
 
     Attributes:
-        states, trees: ``[n] uint8``.
+        states, trees: ``[n] uint8``, the memory of the state blobs and of the tree blobs.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -86,9 +86,10 @@ class JointParts:
     """The blobs of one round.
 
     Attributes:
-        state, trees: ``[n] uint8``, what is received and sent.
-        expected: ``[1] int32``, is set to the round's number.
-        groups: The groups whose parts must be copied; empty if there is only one group.
+        state, trees: ``[n] uint8``, the received state and the trees to send.
+        expected: ``[1] int32``, receives the round's number.
+        groups: The groups whose parts must be copied between these blobs and the groups' own memory. Empty if
+            there is only one group.
     """
 
     state: torch.Tensor

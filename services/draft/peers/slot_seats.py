@@ -1,4 +1,4 @@
-"""The slots of one target: which session is in which slot, and what the rounds have done to them."""
+"""The slots of one target: the session in each slot, and the tokens that rounds add to the sessions."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ RAN_KEPT = 16
 
 
 class SlotSeats:
-    """The slots of one target, in one series of rounds after the other. Engine thread only.
+    """Assigns sessions to the slots of one target, for one series of rounds at a time. Engine thread only.
 
     Args:
         num_slots: Number of slots.
-        rounds: Receives the tokens of the passes.
-        follows: Returns True if the draft still follows a session.
+        rounds: Receives the tokens that the target's passes chose.
+        follows: Returns True if the draft still follows the given session.
 
     Attributes:
-        series: The number of the current series; 0 before the first.
+        series: The number of the current series; 0 before the first series.
         ended: True if the current series has ended. Its further rounds are refused.
     """
 
@@ -34,7 +34,7 @@ class SlotSeats:
         self._rounds = rounds
         self._follows = follows
         self._seats: dict[int, Session] = {}
-        # The session of every slot that drafted in a round, by the number of the round.
+        # Maps the number of each recent round to the sessions that drafted in it, by slot.
         self._ran: OrderedDict[int, Mapping[int, Session]] = OrderedDict()
 
     def begin(self, series: int) -> None:
@@ -43,7 +43,7 @@ class SlotSeats:
         self.series, self.ended = series, False
 
     def end(self) -> None:
-        """End the series and empty the slots. The sessions keep the rows of which the target has told."""
+        """End the series and empty the slots. The sessions keep the rows that the target has reported."""
         for session in self._seats.values():
             self._release(session)
         self._seats.clear()

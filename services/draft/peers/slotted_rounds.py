@@ -1,9 +1,9 @@
-"""Runs rounds on this device for targets in other processes: seats sessions, records and enqueues rounds.
+"""Runs rounds on this device for targets in other processes: assigns slots, records and enqueues rounds.
 
-A target opens slots once (SlotsOpen). RoundsNext announces a round: the sessions that join a slot, and groups
-of slots that draft with one shape each. The round's state (the tokens that the last pass chose, with their
-features) arrives through an `Exchange`, which also returns the trees. The target sends the tokens themselves
-after it has read them.
+A target opens slots once (SlotsOpen). The message RoundsNext announces a round. It lists the sessions that
+join slots, and groups of slots; all trees of a group have the same shape. The round's state, i.e. the tokens
+that the target's last pass chose and their features, arrives on the device through an `Exchange`, which also
+returns the trees. For the draft's host, the target sends the tokens again after it has read them.
 
     RoundsNext n+1     | update, joins · extend by rows of commits · reserve pages · enqueue the round
     state n+1 arrives  |                      group 1: extend, grow │ group 2: extend, grow │ trees n+1
@@ -46,8 +46,8 @@ MAX_GROUPS = 64
 MAX_COLUMNS = 64
 """Largest number of columns of a state."""
 MAX_SIZES = 64
-"""Number of group sizes whose memory is kept. Clients choose the sizes, so rounds of further sizes use memory
-of their own, and are not recorded."""
+"""Number of group sizes whose memory is kept. The number is limited because clients choose the sizes. A round
+of any other size uses memory of its own and is not recorded."""
 STATE_LIMIT_S = 2.0
 """Limit of the device's wait for a state. The target sends its state as soon as its pass is over."""
 
@@ -66,7 +66,7 @@ class SlottedRounds:
     """The slots and rounds of all targets. Engine thread only, except for `peer`.
 
     While a CUDA stream waits for a target's state, nothing else runs on that stream. If several targets have
-    sessions, the rounds of all of them therefore run through the host.
+    sessions, the host therefore starts the rounds of all these targets.
 
     Args:
         engine: The sessions and the drafting strategy.
@@ -163,7 +163,7 @@ class SlottedRounds:
         prepared = self._prepare(peer, seats, message, rounds)
         self._prepared = peer, prepared
         self._holder = peer
-        # 3. Enqueue the round, if the device may wait for the state.
+        # 3. Enqueue the round now if the device may wait for the state.
         keys = tuple(group.key for group in prepared.groups)
         tried = keys in self._tried and all(group.replays(self.graphs) for group in prepared.groups)
         if exchange.goes_ahead(message, tried) and not self._enqueue(peer, message.number, exchange):
@@ -176,7 +176,7 @@ class SlottedRounds:
         return "" if self._enqueue(peer, message.number, exchange) else "late"
 
     def abandon(self, peer: Peer) -> None:
-        """End a target's rounds. Its sessions keep the rows of which the target has told."""
+        """End a target's rounds. Its sessions keep the rows that the target has reported."""
         seats = self._slots.get(peer)
         if seats is not None:
             seats.end()

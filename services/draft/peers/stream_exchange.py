@@ -1,7 +1,8 @@
-"""Transfers states and trees of rounds as messages, for targets that share no memory with this draft (gRPC).
+"""Transfers states and trees of rounds as messages, for targets that share no memory with the draft (gRPC).
 
-A round that has run before is enqueued when RoundsNext arrives, and waits on the device for its state. Any
-other round is launched when its state arrives. A blob is the packed state or the packed trees of one round.
+If a round with the same recorded graphs has run before, a new round is enqueued when RoundsNext arrives, and
+waits on the device for its state. Any other round is launched when its state arrives. A blob is the packed
+state or the packed trees of one round.
 """
 
 from __future__ import annotations
@@ -50,13 +51,13 @@ class StreamExchange(Exchange):
     - `close` may be called on any thread.
     - The other methods are called on the thread that runs rounds.
 
-    The thread that finishes a round blocks until the device has its trees. The device has the state by then,
-    so the wait lasts for one pass of the draft.
+    The thread that finishes a round blocks until the device has computed the round's trees. This wait lasts
+    for one round of drafting, because the device already has the state.
 
     Args:
         peer: The session stream.
         relay: Transfers blobs between the connection and the device's stream; None if unavailable.
-        ahead: Enqueue rounds before their states have arrived.
+        ahead: Whether rounds may be enqueued before their states arrive.
     """
 
     def __init__(self, peer: Peer, relay: StreamRelay | None = None, *, ahead: bool = True) -> None:
@@ -70,8 +71,8 @@ class StreamExchange(Exchange):
         self._fits_relay = False
         self._relayed = False
         self._ahead = False
-        # The number of the last round for whose state the device has waited, and whether that state is still
-        # missing.
+        # The number of the last round whose state the device waits or has waited for, and whether that state
+        # is still missing.
         self._taken = 0
         self._awaited = False
         self._waiting: _Waiting | None = None
@@ -85,10 +86,10 @@ class StreamExchange(Exchange):
         return self._relay is not None and self._relay.broken
 
     def finish_sealed(self, message: bytes) -> bool:
-        """Like `finish`, but takes a message that is still encoded.
+        """Finish a round like `finish`, given a message that is still encoded.
 
         Returns:
-            False if the message is anything but the awaited state.
+            False if the message is not the awaited state.
 
         Raises:
             ProtocolError: The state does not have the size that the round needs; see `finish`.
@@ -203,7 +204,7 @@ class StreamExchange(Exchange):
     def _answer_owed(self, relay: StreamRelay) -> None:
         """Send the trees of a round whose state was announced, unless they were already sent.
 
-        Called on any thread that may wait for the device.
+        Any thread that may wait for the device may call this method.
         """
         try:
             waiting = self._owed.popleft()

@@ -1,6 +1,6 @@
 """Converts protobuf messages to and from the engine's types, and checks Hello messages and feature tensors.
 
-Only the servicer, the sockets and `protocol` handle protobuf messages; the engine does not.
+Only the gRPC servicer, the unix-socket server and `protocol` handle protobuf messages; the engine does not.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ WANTS_TREE = (draft_pb2.WANT_DRAFT, draft_pb2.WANT_BOTH)
 
 @dataclass(frozen=True, slots=True)
 class CommitMessage:
-    """One commit of a frame, and the shape of the tree that the target requests (None requests no tree)."""
+    """One commit of a frame, and the shape of the requested tree. The shape is None without a request."""
 
     commit: Commit
     ask: Ask | None
@@ -72,8 +72,8 @@ def hello_ack(
 ) -> draft_pb2.HelloAck:
     """Describe the draft to a target.
 
-    Before a Hello there is no `spec`, so layers and projector are left out, and no agreed version, so
-    `version` is the highest.
+    Before a Hello, there is no `spec`, so the layers and the projector are left out. There is no agreed
+    version either, so `version` is the highest supported version.
     """
     ack = draft_pb2.HelloAck(
         head_fingerprint=info.fingerprint,
@@ -126,7 +126,7 @@ def opening_from(message: draft_pb2.Open) -> SequenceOpen:
 def commits_from(
     frame: draft_pb2.TargetFrame, feature_size: int, received_s: float, tensors: TensorReader
 ) -> Iterator[CommitMessage]:
-    """Convert the commits of a frame. Their feature rows are views of one tensor.
+    """Convert the commits of a frame. The feature rows of all commits are views of one tensor.
 
     Args:
         frame: The frame.

@@ -1,7 +1,7 @@
 """The unix-socket server of the draft for targets on the same host, as an alternative to gRPC.
 
 The sockets carry the same messages as gRPC, in frames. Tensors travel through shared-memory mailboxes. The
-engine thread itself reads and answers session streams, so no message waits for a thread switch.
+engine thread itself reads session streams and replies on them, so no message waits for a thread switch.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from outrider.shared.rpc.tensors import InlineTensors
 
 FIRST_FRAME_TIMEOUT_S = 10.0
 HANDSHAKE_TIMEOUT_S = 360.0
-"""Time limit from Hello to the mailbox offer. In this time, the target may lend weights and the draft may
-warm up."""
+"""Time limit from Hello to the offer of the mailboxes. The target may lend weights, and the draft may warm
+up, within this limit."""
 IDLE_S = 3600.0
 MAX_CONNECTIONS = 128
 JOIN_S = 5.0
@@ -116,7 +116,7 @@ class IpcServer:
                 files = frames.take_files(3 if offer.HasField("rounds") else 2)
                 answer, mapped = acknowledge(offer, files, self._protocol.device)
                 if mapped is not None:
-                    # The engine thread must read the stream before the target receives this answer.
+                    # The engine thread must start to read the stream before the target receives this reply.
                     self._follow(hello.target_id, session, peer, mapped)
                 frames.send(FrameKind.MAILBOX, answer.SerializeToString())
                 log.info(
@@ -156,8 +156,8 @@ class IpcServer:
                 self._protocol.take(peer, draft_pb2.SessionRequest.FromString(payload), INLINE)
         finally:
             if mapped.rounds is not None:
-                # Close the stream on this thread. The engine thread may be waiting for a CUDA stream that
-                # waits for this target.
+                # Close the stream on this thread, because the engine thread may be waiting for a CUDA stream
+                # that waits for this target.
                 mapped.rounds.close()
             self._protocol.loop.submit(session.end)
 
@@ -175,12 +175,12 @@ class IpcServer:
 
 
 class IpcSession(Source, Outlet):
-    """The session stream of one target. After `begin`, only the engine thread reads and writes it.
+    """The session stream of one target. After `begin`, only the engine thread reads and writes the stream.
 
     Args:
         protocol: Handles the messages.
         frames: The connection to the target.
-        left: Called with this session when it has ended.
+        left: Called with this session when the session has ended.
     """
 
     def __init__(
@@ -232,7 +232,7 @@ class IpcSession(Source, Outlet):
             self.end()
 
     def send(self, reply: Reply) -> None:
-        """Send a reply. Pongs use the bulk stream, which a thread of the target reads all the time."""
+        """Send a reply. Pongs use the bulk stream, because a thread of the target always reads it."""
         frames = self.bulk if isinstance(reply, Pong) else self.frames
         if frames is None or self._ended:
             return
@@ -253,7 +253,7 @@ class IpcSession(Source, Outlet):
         if self.bulk is not None:
             self.bulk.close()
         if self._begun is not None:
-            # The peer refers to this session. Break the reference cycle, which would keep the mailboxes
+            # Break the reference cycle between the peer and this session, which would keep the mailboxes
             # alive.
             (peer, mapped), self._begun, self._exchange = self._begun, None, None
             self._protocol.leave(peer)

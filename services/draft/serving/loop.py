@@ -1,12 +1,12 @@
-"""The loop of the draft's engine thread: reads its sockets, runs commands of other threads, then drafts.
+"""The loop of the draft's engine thread: reads sockets, runs commands of other threads, then drafts.
 
 The loop also expires sessions of silent targets, runs low-priority work while no session is open, and lets a
 receiving thread run short urgent commands itself (`run_here`).
 
-Streams of targets on this host are `Source`s, which the engine thread reads itself. Threads of other streams
-(gRPC) submit commands. A short urgent command, such as a round on the device, runs on the thread that
-received it if the engine thread is idle. The reason is that a thread switch costs more than the command
-itself.
+The streams of targets on this host are `Source`s, which the engine thread reads itself. Other streams (gRPC)
+have threads of their own, which submit commands. If the engine thread is idle, a short urgent command, such
+as a round on the device, runs on the thread that received it, because a thread switch takes longer than the
+command itself.
 """
 
 from __future__ import annotations
@@ -75,9 +75,9 @@ class DraftLoop(Steppable):
         self._thread.wake()
 
     def later(self, *commands: Callable[[], object]) -> None:
-        """Queue commands to run, one by one, when there is no other work and no session is open.
+        """Queue commands to run, one at a time, while there is no other work and no session is open.
 
-        The commands may never run. Called on the engine thread.
+        If the draft is never idle, the commands never run. Call this method on the engine thread.
         """
         self._later.extend(commands)
 
@@ -100,7 +100,7 @@ class DraftLoop(Steppable):
         self.submit(command)
 
     def advance(self) -> None:
-        """Extend sessions by waiting rows now, instead of at the next step. Only called within a command.
+        """Extend sessions by waiting rows now, instead of at the next step. Call this only within a command.
 
         If a tree is requested, this method only wakes the engine thread, so that the caller need not wait for
         the tree.
@@ -113,8 +113,8 @@ class DraftLoop(Steppable):
     def stay_awake(self, seconds: float) -> None:
         """Make the engine thread busy-poll for this many seconds instead of sleeping.
 
-        Only called within a command. The call has no effect if the engine thread reads no sockets, or on a
-        machine with few cores.
+        Call this only within a command. The call has no effect if the engine thread reads no sockets, or if
+        the machine has few cores.
         """
         self._wake_up.stay_awake(seconds)
 
@@ -192,7 +192,7 @@ class DraftLoop(Steppable):
         return self._expire_at_s
 
     def step_failed(self, error: Exception) -> None:
-        """Forget the sessions that the failed step worked on; the targets open these sessions again."""
+        """Forget the sessions that a failed step worked on. The targets open these sessions again."""
         with self._turn:
             self._give_up(error)
 

@@ -1,7 +1,7 @@
 """The draft protocol: dispatches each message of a target to the engine or to rounds, and sends replies.
 
-The module also checks Hello messages (tokenizer, lender of borrowed tensors), and chooses the thread that
-runs a command. Transports (gRPC, unix sockets) only deliver messages.
+The module also checks the tokenizer in Hello messages, chooses the target that lends tensors, and chooses the
+thread that runs a command. Transports (gRPC, unix sockets) only deliver messages.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ from outrider.shared.spec.drafter import SequenceOpen
 log = get_logger("outrider.draft")
 
 PREFILL_S = 0.03
-"""How long the engine thread busy-polls after Open for the rows of a short prompt. A sleeping thread would
-wake up late, and the target would have to wait for the thread."""
+"""Seconds that the engine thread busy-polls, after Open, for the rows of a short prompt. A sleeping thread
+would wake up late, and the target would have to wait."""
 BEGINNING_S = 0.005
-"""How long the engine thread busy-polls for the first round after the rows of a short prompt."""
+"""Seconds that the engine thread busy-polls for the first round after the rows of a short prompt."""
 PASS_ROWS = 512
 """Number of prompt rows that justify a separate pass before the remaining rows have arrived."""
 
@@ -57,17 +57,17 @@ PASS_ROWS = 512
 class DraftProtocol:
     """Turns messages into commands for the engine.
 
-    Methods may be called on any thread but the engine thread, unless noted.
+    Unless noted otherwise, methods may be called on any thread except the engine thread.
 
     Args:
         loop: Runs the engine.
         device: Device of the engine.
         tokenizer: `tokenizer_fingerprint` of the draft, which every target must match; empty if unknown.
-        only_enqueues: True if work for a prompt or a round is only enqueued, as on a GPU. The thread that
-            receives the message may then run the work itself. If the engine thread ran the work, the
-            receiving thread would busy-poll for the next message, and the two threads would contend for the
-            GIL. None means True on CUDA only.
-        tiles: The argument `tiles` of `warm_up`.
+        only_enqueues: True if the host only enqueues the work for a prompt or a round, as on a GPU. The
+            thread that receives the message may then run this work itself. If the engine thread ran the work,
+            the receiving thread would busy-poll for the next message, and the two threads would contend for
+            the GIL. With None, the value is True on CUDA and False elsewhere.
+        tiles: The argument `tiles` for `warm_up`.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class DraftProtocol:
         self._tokenizer = tokenizer
         self._tiles = tiles
         self._slots = SlottedRounds(loop.engine, device)
-        # Fingerprints of the target last requested to lend tensors, and of the target that lent tensors.
+        # The fingerprint of the target that was last asked to lend tensors, and of the target that lent them.
         self._asked_to_lend = ""
         self._lender = ""
 
@@ -96,10 +96,10 @@ class DraftProtocol:
         return self._engine.strategy.info.feature_size
 
     def welcome(self, hello: draft_pb2.Hello, outlet: Outlet) -> tuple[Peer, draft_pb2.HelloAck]:
-        """Answer Hello, the first message of a session stream. Not called on the engine thread.
+        """Reply to Hello, the first message of a session stream. Do not call this on the engine thread.
 
         Raises:
-            OutriderError: Draft and target do not fit. The message contains the reason.
+            OutriderError: The draft and the target do not fit together. The message contains the reason.
         """
         agreed = agree(Offer.of(hello), Offer.ours(Side.DRAFT))
         target = target_info(hello)
@@ -134,7 +134,7 @@ class DraftProtocol:
             exchange: Transfers states and trees of rounds on the device; None if such rounds are impossible.
 
         Raises:
-            ProtocolError: The message is malformed or not expected here.
+            ProtocolError: The message is malformed, or its kind is not expected at this point.
         """
         loop = self.loop
         match request.WhichOneof("message"):
@@ -147,8 +147,8 @@ class DraftProtocol:
             case "rows":
                 some = request.rows
                 rows = tensors.read(some.features, "rows.features", self.feature_size)
-                # During rounds, this thread must not compute. The computation could wait for a state that
-                # this thread itself has yet to deliver.
+                # While rounds run on the device, this thread must not compute. The computation could wait for
+                # a state that this very thread has yet to deliver.
                 if self._only_enqueues and self._slots.peer is None:
                     loop.run_here(lambda: self._take_in(peer, some, rows))
                 else:
@@ -169,8 +169,8 @@ class DraftProtocol:
                 exchange.state_coming()
             case "round_state" if exchange is not None:
                 state = request.round_state
-                # Bypass the loop, because the engine thread may be waiting for the device, which waits for
-                # this state.
+                # Bypass the loop. The engine thread may be waiting for the device, which waits for this
+                # state.
                 if exchange.state_arrived(state):
                     return
                 loop.run_here(lambda: self._start_round(peer, state, exchange))
@@ -193,7 +193,7 @@ class DraftProtocol:
                 )
 
     def take_bulk(self, request: draft_pb2.BulkRequest, tensors: TensorReader) -> draft_pb2.BulkReply:
-        """Store rows of a prompt or a resync. Not called on the engine thread.
+        """Store rows of a prompt or a resync. Do not call this on the engine thread.
 
         Returns:
             The reply, with the number of rows stored so far.
@@ -207,9 +207,10 @@ class DraftProtocol:
         )
 
     def lend(self, name: str, tensor: torch.Tensor) -> None:
-        """Receive a tensor that the draft borrows. Called on the engine thread.
+        """Receive a tensor that the draft borrows. Call this on the engine thread.
 
-        When the last tensor has arrived, the warm-up starts. Its further work runs while no session is open.
+        The warm-up starts when the last tensor has arrived. The work that the warm-up leaves for later runs
+        while no session is open.
 
         Raises:
             OutriderError: The warm-up failed; see `warm_up`.
@@ -278,7 +279,7 @@ class DraftProtocol:
         exchange: Exchange,
         run: Callable[[], str],
     ) -> None:
-        """Run a round. If the round cannot run, send the target an answer that ends its wait."""
+        """Run a round. If the round cannot run, send a reply that ends the target's wait."""
         try:
             with self._on_device():
                 reason = run()

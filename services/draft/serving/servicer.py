@@ -1,7 +1,8 @@
 """The gRPC servicer of the draft: Session, Bulk, GetInfo, GetTensor and PutTensor.
 
-Session streams are `ServerStream`s. The server's polling thread turns messages directly into engine commands,
-and the engine thread sends replies itself. The gRPC handler threads only wait for the stream to end.
+Session streams are `ServerStream`s. The server's polling thread converts messages directly to engine
+commands, and the engine thread itself sends the replies. The gRPC handler threads only wait for their streams
+to end.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ SERVICE_NAME = "outrider.draft.v1.Draft"
 MAX_BULK_BYTES = 1024 * 1024
 MAX_FP32_BYTES = 4
 NEXT_S = 0.05
-"""How long the polling thread busy-polls for the message that follows a message of `FOLLOWED_KINDS`."""
+"""Seconds that the polling thread busy-polls for the message after a message of `FOLLOWED_KINDS`."""
 FOLLOWED_KINDS = frozenset(("open", "frame", "round_soon", "round_state"))
 """Kinds of messages that are soon followed by another message."""
 WARM_UP_S = 300.0
@@ -104,7 +105,7 @@ class DraftServicer(draft_pb2_grpc.DraftServicer):
             return
         if first.WhichOneof("message") != "hello":
             raise ProtocolError("The first message of a session stream must be Hello.", field="message")
-        # An entry ends the stream: an error, or None for a regular end.
+        # An entry in this queue ends the stream: an error, or None for a regular end.
         endings: SimpleQueue[Exception | None] = SimpleQueue()
         outlet = StreamOutlet(lambda: endings.put(None))
         peer, ack = self._protocol.welcome(first.hello, outlet)
@@ -124,8 +125,8 @@ class DraftServicer(draft_pb2_grpc.DraftServicer):
             if error is not None:
                 raise error
         finally:
-            # Close here and not on the engine thread, which may be waiting for a CUDA stream that waits for
-            # this target.
+            # Close the stream here and not on the engine thread, which may be waiting for a CUDA stream that
+            # waits for this target.
             exchange.close()
             stream.flush()
             outlet.close()

@@ -1,4 +1,4 @@
-"""Puts the draft's engine thread to sleep, and wakes it for commands of other threads and for its sockets.
+"""Puts the draft's engine thread to sleep, and wakes it for other threads' commands and for socket data.
 
 Before sleeping, the thread may busy-poll for a short time, so that an expected message is handled
 immediately.
@@ -34,7 +34,7 @@ class Source(Protocol):
 
 
 class SourceWakeUp(WakeUp):
-    """A `WakeUp` whose wait also ends when a source is ready.
+    """A `WakeUp` whose wait also ends when a `Source` is ready to be read.
 
     Any thread may call `set`. The other methods are for the engine thread only.
     """
@@ -74,9 +74,9 @@ class SourceWakeUp(WakeUp):
                 source.ready()
 
     def stay_awake(self, seconds: float) -> None:
-        """Busy-poll instead of sleeping for this many seconds from now, because a message is due.
+        """Busy-poll for this many seconds from now instead of sleeping, because a message is due.
 
-        The call has no effect on a machine with few cores, where the sender needs the core.
+        The call has no effect on a machine with few cores, where the sender of the message needs the core.
         """
         self._awake_until_s = max(self._awake_until_s, time.monotonic() + seconds)
 

@@ -29,7 +29,7 @@ class RowChunk:
 def take_chunks(sessions: Sequence[Session], max_rows: int, keep: int = 0) -> list[RowChunk]:
     """Distribute up to `max_rows` rows among the sessions, in order.
 
-    The last `keep` new rows of each session are left for later.
+    The last `keep` new rows of each session are left for a later call.
     """
     chunks: list[RowChunk] = []
     for session in sessions:
@@ -51,7 +51,7 @@ def leases_of(chunks: Sequence[RowChunk]) -> list[PageLease]:
 
 
 def finish_chunks(chunks: Sequence[RowChunk], states: Sequence[torch.Tensor | None]) -> None:
-    """Record that the rows of the chunks are cached.
+    """Record in the sessions that the rows of the chunks are cached.
 
     Args:
         chunks: The chunks of one pass.

@@ -1,4 +1,4 @@
-"""Queues feature rows between target and head: removes duplicates, restores order, waits until gaps close.
+"""Queues feature rows from the target: removes duplicates, restores order, and holds rows behind a gap.
 
 A feature row contains the target's captured hidden states at one position."""
 
@@ -18,8 +18,8 @@ class FeatureQueue:
     """Feature rows of one sequence that have arrived but are not consumed yet.
 
     ``0 <= consumed <= contiguous`` always holds. Rows ``[consumed, contiguous)`` are stored in order. A gap
-    occurs if a commit overtakes the bulk stream. Rows beyond a gap are stored separately until the gap
-    closes, and the number of such rows is bounded.
+    occurs if a commit, which carries rows too, overtakes the bulk stream. Rows beyond a gap are stored
+    separately until the gap closes, and the number of such rows is bounded.
     """
 
     __slots__ = ("_ahead", "_segments", "consumed", "contiguous")

@@ -69,9 +69,10 @@ class Answer:
 
     Attributes:
         verdict: The outcome of the message.
-        reason: Why the message was not accepted.
-        have_len: Number of feature rows stored, after an accepted open or accepted features.
-        retry_after_ms: For REJECTED, the time to wait before trying again.
+        reason: The reason why the message was not accepted.
+        have_len: After an accepted open or accepted features: the number of feature rows that the draft has
+            stored.
+        retry_after_ms: For the verdict REJECTED: the time to wait before the next attempt.
     """
 
     verdict: Verdict
@@ -85,13 +86,14 @@ ACCEPTED = Answer(Verdict.ACCEPTED)
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """A target's request for a tree from a session's current state.
+    """A target's request for a tree that continues a session's current tokens.
 
     Attributes:
-        round: The target's round, echoed in the answer.
+        round: The number of the target's round, which the reply repeats.
         shape: Requested size of the tree.
         asked_s: Time of the request, monotonic seconds.
-        deadline_s: Time after which the target ignores the tree, monotonic seconds; None if unknown.
+        deadline_s: Time after which the target ignores the tree, monotonic seconds. None if the time is
+            unknown.
     """
 
     round: int
@@ -104,8 +106,8 @@ class Ask:
 class Session:
     """One followed sequence.
 
-    `features` contains the rows that have arrived but are not in the strategy's KV yet. `cached_rows` is the
-    number of rows in the KV.
+    `features` contains the feature rows that have arrived but are not in the strategy's KV yet. `cached_rows`
+    is the number of rows in that KV.
     """
 
     peer: PeerId
@@ -128,13 +130,13 @@ class Session:
     row_source: RowSource = RowSource.FEATURES
     engaged: bool = False
     """True while the session's rounds stay on the device. No other code may then free the session's memory,
-    and only those rounds have all of the session's tokens."""
+    and the host does not have the session's newest tokens yet."""
     ready: bool = False
     """True once the target knows that all rows of the opening have arrived."""
 
     @property
     def committed_len(self) -> int:
-        """Number of committed tokens, including the root: the last one, from which trees grow."""
+        """Number of committed tokens, including the root (the last token, from which trees grow)."""
         return len(self.tokens)
 
     @property

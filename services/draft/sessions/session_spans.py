@@ -9,7 +9,7 @@ from outrider.shared.obs.tracing import OWN, Span, Tracer, Value, checked_tracep
 class SessionSpans:
     """The spans of the open sessions. Engine thread only.
 
-    Requests without a ``traceparent`` have no span: the target decides what is traced.
+    Requests without a ``traceparent`` have no span, because the target decides which requests are traced.
 
     Attributes:
         tracer: Records the spans.

@@ -1,9 +1,9 @@
-"""The table of followed sequences: opens, commits, closes, evicts and expires them, without any model.
+"""The table of followed sequences: opens, commits, closes, evicts and expires sessions, without any model.
 
 Every message carries a `Fence`: session, epoch, committed length, and hash of the committed tokens. Repeated
 or late messages are dropped and counted. If a message does not fit its session, the draft forgets that one
-sequence and answers RESYNC. The target then opens the sequence again with a higher epoch. Wrong or reordered
-messages cannot cause more harm than that.
+sequence and replies RESYNC. The target then opens the sequence again with a higher epoch. Wrong or reordered
+messages cause no other harm.
 
 Ledger of one session (which event ends each resource):
 
@@ -12,7 +12,7 @@ Ledger of one session (which event ends each resource):
     KV pages (session.lease)    the strategy    `SessionTable._forget` → `release`, in each of these cases
 
 Invariant: ``0 <= cached_rows <= num_rows``. If rows are computed from features, two further conditions hold:
-``cached_rows <= features.contiguous`` and ``num_rows = committed_len - 1``. The reason is that the row at
+``cached_rows <= features.contiguous`` and ``num_rows = committed_len - 1``. They hold because the row at
 position t needs the feature of t and the token t + 1 (`RowSource`).
 """
 
@@ -55,13 +55,13 @@ class SessionLimits:
         vocab_size: Every token id must be smaller than this number.
         feature_size: Width of a feature row; 0 if the strategy needs no features.
         max_shape: Largest tree that can be requested.
-        lease_s: A peer that is silent for this time loses its sessions.
-        evict_idle_s: When the table is full, the least recently used session may be evicted if it was idle
-            for this time.
-        row_source: The input of the strategy's rows.
-        rewind: When a session is reopened, the number of rows of the common prefix to compute again, in
-            addition to the last row of that prefix.
-        usual_shape: Shape of most trees; warm-up prepares this shape.
+        lease_s: A peer that is silent for this many seconds loses its sessions.
+        evict_idle_s: If the table is full, the least recently used session may be evicted if it has been idle
+            for this many seconds.
+        row_source: The input from which the strategy's rows are computed.
+        rewind: Number of rows to compute again when a session is reopened, from the end of the common prefix
+            and in addition to the prefix's last row.
+        usual_shape: The shape of most trees, which the warm-up prepares.
     """
 
     max_sessions: int
@@ -108,9 +108,10 @@ class SessionTable:
     def open(self, peer: PeerId, opening: SequenceOpen, now: float) -> Answer:
         """Start following a sequence, or restart it at a higher epoch.
 
-        A restarted sequence keeps the rows of the common prefix.
+        A restarted sequence keeps the cached rows of the prefix that its old and its new tokens have in
+        common.
         """
-        # 1. Check the opening by itself, and against the session that it would replace.
+        # 1. Check the opening itself, then compare it with the session that it would replace.
         fence, tokens = opening.fence, opening.token_ids
         known = self.get(peer, fence.session_id)
         if known is not None and fence.epoch < known.epoch:
@@ -159,10 +160,10 @@ class SessionTable:
     def add_features(
         self, peer: PeerId, session_id: int, epoch: int, base: int, rows: torch.Tensor, now: float
     ) -> Answer:
-        """Add feature rows of positions ``[base, base + n)`` from the bulk stream, ordered per session.
+        """Add feature rows of positions ``[base, base + n)`` from the bulk stream (ordered per session).
 
-        Rows may overtake the Open of their session, because the Open travels on another stream. Such rows are
-        kept for a while.
+        Rows may arrive before the Open of their session, because the Open travels on another stream. Such
+        early rows are kept for a limited time.
         """
         session = self.get(peer, session_id)
         if session is None or epoch > session.epoch:
@@ -182,9 +183,10 @@ class SessionTable:
         return Answer(Verdict.ACCEPTED, have_len=session.features.contiguous)
 
     def commit(self, peer: PeerId, commit: Commit, ask: Ask | None, now: float) -> Answer:
-        """Append the tokens chosen in a round, and store the request for the next tree (None requests none).
+        """Append the tokens chosen in a round, and store the request for the next tree. `ask` may be None.
 
-        A commit that repeats the current state renews the request. A commit of an earlier state is dropped.
+        A commit that repeats the session's current state only renews the request. A commit that belongs to an
+        earlier state is dropped.
         """
         fence = commit.fence
         session = self.get(peer, fence.session_id)
@@ -271,10 +273,10 @@ class SessionTable:
         self._forget(session)
 
     def evict_idle(self, now: float, keep: Collection[int] = ()) -> bool:
-        """Forget the least recently used session if it was idle for `evict_idle_s`. Return True in that case.
+        """Forget the least recently used session if it was idle for `evict_idle_s`. Return True if it was.
 
-        Sessions with a request, sessions whose rounds stay on the device, and those in `keep` (ids of
-        `Session` objects) are spared.
+        Three kinds of sessions are never evicted: sessions with a request, sessions whose rounds stay on the
+        device, and sessions in `keep` (ids of `Session` objects).
         """
         candidates = [s for s in self if id(s) not in keep and s.ask is None and not s.engaged]
         idle = [s for s in candidates if now - s.last_used_s >= self.limits.evict_idle_s]
@@ -297,7 +299,7 @@ class SessionTable:
         """Return whether all inputs of a tree have arrived."""
         if session.row_source is not RowSource.FEATURES:
             return True
-        # A tree grows from the row before the root, so one committed token is not enough.
+        # A tree grows from the row before the root, so a session needs more than one committed token.
         return session.num_rows > 0 and session.features.contiguous >= session.num_rows
 
     def allows(self, shape: DraftShape) -> bool:
@@ -314,9 +316,9 @@ class SessionTable:
         return all(0 <= token < vocab_size for token in tokens)
 
     def _problem(self, session: Session, commit: Commit) -> Reason:
-        """Return the reason to reject a commit that is not older than the session, or NONE.
+        """Return the reason to reject a commit that is not older than the session's state, or `Reason.NONE`.
 
-        The hash is not checked.
+        This check does not compare the hash of the tokens.
         """
         fence = commit.fence
         if commit.base_len > session.committed_len:
@@ -345,7 +347,7 @@ class SessionTable:
     def _reject(self, known: Session | None, reason: Reason) -> Answer:
         """Refuse an opening, and forget the session that the opening would replace.
 
-        The target has given up that session.
+        The target no longer uses the session that is forgotten.
         """
         if known is not None:
             self._forget(known)
@@ -367,8 +369,8 @@ class SessionTable:
 def _inherit(session: Session, known: Session, rewind: int) -> None:
     """Move the pages of `known` to its successor, and keep the cached rows of the common prefix.
 
-    The last common row and the `rewind` rows before it are computed again, because growing a tree needs their
-    states.
+    The last common row and the `rewind` rows before it are not kept. They are computed again, because growing
+    a tree needs their states.
     """
     session.lease, known.lease = known.lease, None
     shared = 0

@@ -1,8 +1,8 @@
-"""Defines `DraftStrategy`, the interface between the draft engine and the ways of drafting.
+"""Defines `DraftStrategy`, the interface between the draft engine and the different ways of drafting.
 
 A strategy may be a recurrent head (EAGLE), layers of the target's checkpoint (MTP), a standalone model, a
 table of n-grams, or a block drafter. Every strategy extends sessions by their new rows and returns trees. The
-engine relies on nothing else.
+engine relies on no other property of a strategy.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ class StrategyInfo:
         model_id: Name of the checkpoint folder.
         fingerprint: Fingerprint of the weights.
         vocab_size: Size of the target vocabulary that the strategy was made for.
-        feature_size: Width of the feature rows that the strategy reads; 0 if the strategy reads no features.
+        feature_size: Width of the feature rows that the strategy reads; 0 if it reads no features.
         max_len: Largest number of tokens of a session.
         row_source: The input from which the rows of the strategy's KV are computed.
-        hidden_size: Hidden size of the strategy's model; 0 without a model.
-        rewind: When a session is reopened, the number of rows of the common prefix to compute again, in
-            addition to the last row of that prefix.
-        extend_rows: Largest number of rows per pass over prompts.
+        hidden_size: Hidden size of the strategy's model; 0 if the strategy has no model.
+        rewind: Number of rows to compute again when a session is reopened, from the end of the common prefix
+            and in addition to the prefix's last row.
+        extend_rows: Largest number of rows in one pass over prompts.
     """
 
     algorithm: str
@@ -65,13 +65,13 @@ class Pages:
 class DraftStrategy(Protocol):
     """One way of drafting.
 
-    The engine thread makes all calls. Only `info` and `feature_spec`, which never change, may be used from
-    other threads.
+    Only the engine thread may use a strategy, except for `info` and `feature_spec`: these never change, so
+    any thread may use them.
 
     Attributes:
         info: Description of the strategy.
-        rounds: The strategy's recorded rounds, which extend sessions and grow trees in one launch on the
-            device; None if the strategy has no recorded rounds.
+        rounds: The strategy's recorded rounds, each of which extends sessions and grows trees in one launch.
+            None if the strategy has no recorded rounds.
     """
 
     info: StrategyInfo
@@ -80,7 +80,7 @@ class DraftStrategy(Protocol):
     def feature_spec(self, target: TargetInfo | None) -> FeatureSpec:
         """Return which hidden states the target must capture as features.
 
-        Without a target, the result has only the properties that do not depend on the target.
+        If `target` is None, the result contains only the properties that do not depend on a target.
 
         Raises:
             CheckpointError: The strategy does not fit the target. The message names the key and the fix.
@@ -88,9 +88,9 @@ class DraftStrategy(Protocol):
         ...
 
     def missing(self) -> Mapping[str, tuple[int, ...]]:
-        """Return the names and shapes of the target's tensors that are still to be lent.
+        """Return the names and shapes of the target's tensors that the target must still lend.
 
-        Drafting starts when no tensor is missing.
+        Drafting can start only when no tensor is missing.
         """
         ...
 
@@ -113,7 +113,7 @@ class DraftStrategy(Protocol):
     def extend(self, sessions: Sequence[Session], max_rows: int, keep: int = 0) -> None:
         """Add new rows of reserved sessions to the KV, except the last `keep` rows of each session.
 
-        At most `max_rows` rows are added in all, so a long prompt needs several calls.
+        One call adds at most `max_rows` rows over all sessions, so a long prompt needs several calls.
         """
         ...
 

@@ -74,7 +74,7 @@ class HeadStrategy(PagedStrategy, HasProducts):
         if not chunks or self._extended(chunks):
             return
         head = self._head
-        # The row at position t pairs the feature of t with token t + 1.
+        # The row at position t pairs the feature of t with the token t + 1.
         tokens = [
             np.array(chunk.session.tokens[chunk.start + 1 : chunk.stop + 1], dtype=np.int32)
             for chunk in chunks
@@ -84,7 +84,7 @@ class HeadStrategy(PagedStrategy, HasProducts):
         host = upload(np.stack([np.concatenate(tokens), np.concatenate(positions)]), torch.int32, head.device)
         starts, counts = [chunk.start for chunk in chunks], [chunk.count for chunk in chunks]
         batch = build_batch(self._pool, leases_of(chunks), starts, counts)
-        # The round that grows the tree adds the kept rows, and computes the state of the last row.
+        # The round that grows the tree later adds the kept rows and computes the state of the last row.
         ends = ONLY_KEYS
         if not keep:
             order = upload(

@@ -1,16 +1,16 @@
 """Drafting with the multi-token prediction (MTP) layers of the target's own checkpoint.
 
-Layer m (from 0) works on pairs of a token and a state. At position t, it pairs the token t + 1 + m with the
-state of layer m - 1 at t, and predicts the token t + 2 + m. Layer 0 uses the target's last hidden state
-after the
-final norm. Each layer has its own K/V, in a plane of the pool. With C committed tokens, layer m has C - 1 - m
-rows.
+Layer m (counted from 0) reads pairs of a token and a state. At position t, layer m pairs the token t + 1 + m
+with the state of layer m - 1 at t, and predicts the token t + 2 + m. Layer 0 instead uses the target's last
+hidden state after the final norm. Each layer has its own K/V, in a plane of the KV pool. With C committed
+tokens, layer m has C - 1 - m rows.
 
-Layer i runs level i of a tree, so each layer is one stage of the tree's growth (`growth.stages`). Levels
-beyond the last layer repeat that layer on its own previous state, as is usual for models with one MTP layer.
+Layer i runs level i of a tree, so each layer is one stage of the tree's growth (`growth.stages`). If a tree
+has more levels than there are layers, the last layer runs the further levels on its own previous state, as is
+usual for models with one MTP layer.
 
-After an extension, the state of a layer's last row cannot be used yet, because the next layer pairs it with a
-token that is not known. `StageStates` keeps these states for the next extension.
+After an extension, the state of a layer's last row cannot be used yet, because the next layer pairs this
+state with a token that is not known yet. `StageStates` keeps these states for the next extension.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ class MtpStrategy(PagedStrategy):
             feature_size=config.hidden_size,
             max_len=longest_session(pool, max_shape),
             hidden_size=config.hidden_size,
-            # Layer m continues from the last state of layer m - 1, which a reopened session no longer has.
-            # Layer 0 computes m earlier rows again to supply that state.
+            # Layer m continues from the last state of layer m - 1. A reopened session no longer has that
+            # state, so layer 0 computes m earlier rows again to supply it.
             rewind=model.stages - 1,
         )
         super().__init__(info, model, pool, attention)
@@ -115,13 +115,13 @@ class MtpStrategy(PagedStrategy):
         features = take_features(chunks, model.device, model.dtype)
         parts = list(features.split_with_sizes([chunk.count for chunk in chunks]))
         after: list[list[torch.Tensor]] = []
-        # Each layer lags one row behind the layer before, because the token for its newest row is not known
+        # Each layer is one row behind the layer before it, because the token for its newest row is not known
         # yet.
         for layer in range(model.stages):
             if layer and waiting is not None:
                 parts = [waiting.join(index, layer, outputs) for index, outputs in enumerate(parts)]
             parts = self._run_layer(layer, chunks, parts, waiting)
-            # A layer without rows has no state yet. Nothing reads the row that stands in for the state.
+            # A layer without rows has no state yet. `features[0]` takes the state's place and is never read.
             after.append([outputs[-1] if outputs.shape[0] else features[0] for outputs in parts])
         if waiting is not None:
             waiting.keep(after[:-1])
@@ -138,14 +138,14 @@ class MtpStrategy(PagedStrategy):
         inputs: Sequence[torch.Tensor],
         waiting: _WaitingRows | None,
     ) -> list[torch.Tensor]:
-        """Run a layer over its new rows of each chunk.
+        """Run one layer over the new rows that it has in each chunk.
 
         Args:
             layer: Index of the layer.
             chunks: The chunks.
-            inputs: For each chunk ``[rows, hidden]``, the states that the layer pairs with tokens. The last
+            inputs: For each chunk, the states that the layer pairs with tokens, ``[rows, hidden]``. The last
                 row is at position ``chunk.stop - 1 - layer``.
-            waiting: The states that were kept from the previous extension; None if there is one layer.
+            waiting: The states that were kept from the previous extension. None if there is only one layer.
 
         Returns:
             The layer's states for each chunk, ``[rows, hidden]``.
@@ -175,12 +175,12 @@ class MtpStrategy(PagedStrategy):
 
 
 class _WaitingRows:
-    """The rows of each layer that had to wait for their next token before an extension.
+    """Each layer's last row of the previous extension. Its state had to wait for the next token.
 
-    Rounds on the device may have extended a session further than the host knows. Such rows are not changed.
+    Rounds on the device may have computed rows that the host has not computed. These rows are not changed.
 
     Args:
-        kept: The states of these rows.
+        kept: The states of the waiting rows.
         chunks: The chunks of the extension.
         device: Device of the states.
     """
@@ -200,7 +200,7 @@ class _WaitingRows:
         )
         self._stops = stops
         self._states = kept.read(self._places)
-        # If nothing was computed since the session was opened, the kept state is of no use, and all rows are
+        # If nothing was computed since the session was opened, the kept state is not valid, and all rows are
         # new.
         self._new = torch.where(started > 0, kept.fresh_rows(self._places, stops, counts), counts)
 
@@ -215,8 +215,8 @@ class _WaitingRows:
         Args:
             index: Index of the chunk.
             layer: Index of the layer, at least 1.
-            outputs: ``[rows, hidden]``, states of the layer before. The last row must wait: the token that
-                this layer would pair it with is not known yet.
+            outputs: ``[rows, hidden]``, states of the layer before. The last row must wait, because the token
+                that this layer pairs with it is not known yet.
         """
         if not self._waited(index, layer):
             return outputs[:-1]
@@ -224,11 +224,11 @@ class _WaitingRows:
         return after_last(outputs[None], last, self._new[index : index + 1])[0]
 
     def new_slots(self, layer: int, slots: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
-        """Return ``slots [sum(counts)] int64`` with -1 for the rows that a round on the device has computed.
+        """Return `slots`, with -1 for each row that a round on the device has already computed.
 
         Args:
             layer: Index of the layer, at least 1.
-            slots: The slots of the layer's rows, chunk by chunk.
+            slots: ``[sum(counts)] int64``, the KV slots of the layer's rows, chunk by chunk.
             counts: The number of rows of each chunk.
         """
         parts = slots.split_with_sizes(list(counts))
@@ -240,6 +240,6 @@ class _WaitingRows:
         )
 
     def keep(self, states: Sequence[Sequence[torch.Tensor]]) -> None:
-        """Keep the states of the chunks' last rows, given for each layer but the last."""
+        """Keep the states of each chunk's last row. They are given for every layer but the last one."""
         fresh = torch.stack([torch.stack(list(of)) for of in states], 1)
         self._kept.keep(self._places, fresh, self._stops, self._new)

@@ -1,7 +1,8 @@
 """Compares the embedding and lm_head in the folder of MTP layers with those of the target.
 
-Drafting uses the target's tensors. The checkpoint repeats the tensors with which the MTP layers were trained.
-If these copies differ from the target's tensors, the layers belong to another model or another fine-tuning.
+Drafting uses the target's tensors. The folder of the MTP layers contains copies of the tensors with which the
+layers were trained. If these copies differ from the target's tensors, the layers were trained for another
+model or another fine-tuning.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ class ComparedCopy:
     """A copy of a target tensor in the folder of MTP layers, and its similarity to that tensor.
 
     Attributes:
-        name: Name in the draft's folder.
-        original: Name in the target's folder.
-        likeness: Mean cosine of sampled rows; 0 if the shapes differ.
+        name: Name of the copy in the folder of the MTP layers.
+        original: Name of the tensor in the target's folder.
+        likeness: Mean cosine similarity of sampled rows; 0 if the shapes differ.
     """
 
     name: str
@@ -56,8 +57,8 @@ def compare_copies(mtp: MtpWeights, folder: Path, target: Path) -> list[Compared
 
     Args:
         mtp: The layers.
-        folder: The folder of the layers. Its own embedding is compared too if it is a complete model other
-            than the target.
+        folder: The folder of the layers. If it contains a complete model other than the target, the embedding
+            of that model is compared too.
         target: The target's folder.
 
     Raises:

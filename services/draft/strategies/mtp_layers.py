@@ -4,9 +4,9 @@
     state' = final_norm(decoder_layer(x));   logits = the target's lm_head(state')
 
 Sources: the DeepSeek-V3 report (arXiv 2412.19437, section 2.2), and the published code of DeepSeek-V3 and
-MiMo as SGLang runs it. As in SGLang, the first layer reads the target's last hidden state *after* its final
-norm. The state passed to the next layer, or to the next step of the same layer, is normed by the layer's own
-final norm.
+MiMo in the form in which SGLang runs it. As in SGLang, the first layer reads the target's last hidden state
+*after* the target's final norm. Each layer applies its own final norm to the state that it passes to the next
+layer, or to its own next step.
 """
 
 from __future__ import annotations
@@ -40,11 +40,12 @@ class MtpDialect:
     """How a model family names the tensors of its MTP layers, and how these layers join token and state.
 
     Attributes:
-        layers: Prefix of the layers' names; the layer's number follows the prefix.
-        hidden_norm, token_norm, projection, final_norm: Names within a layer.
-        hidden_first: True if the state is the first half of the projection's input, False if the second.
-        blind_start: True if the embedding counts as zero in the row of position 0.
-        ignored: Names within a layer of tensors that only repeat other tensors.
+        layers: Prefix of the names of a layer's tensors. The layer's number follows the prefix.
+        hidden_norm, token_norm, projection, final_norm: Names of these modules within a layer.
+        hidden_first: True if the state is the first half of the projection's input, False if it is the second
+            half.
+        blind_start: True if the row of position 0 uses zeros instead of the token's embedding.
+        ignored: Names, within a layer, of tensors that only repeat other tensors of the checkpoint.
     """
 
     layers: str
@@ -119,7 +120,7 @@ class MtpLayer:
 
         Args:
             embedded: ``[rows, hidden]``, embeddings of the rows' tokens.
-            states: ``[rows, hidden]``, states of the target or of the layer before.
+            states: ``[rows, hidden]``, states of the target or of the previous layer.
             rotation: Rotary angles of the rows' positions.
             attention: Backend planned for these rows.
             pool: KV pool of all MTP layers.
@@ -152,8 +153,8 @@ class MtpWeights:
         """Read only the MTP layers from a model's folder.
 
         Raises:
-            CheckpointError: There are no MTP layers, or one is incomplete or has unused tensors. The message
-                names the key or tensor.
+            CheckpointError: There are no MTP layers, or a layer is incomplete or has unused tensors. The
+                message names the key or tensor.
         """
         config = read_mtp_config(path)
         with CheckpointReader(path, device=device, dtype=dtype) as reader:
@@ -179,10 +180,10 @@ class MtpWeights:
 def read_mtp_config(path: Path) -> ModelConfig:
     """Return the configuration of the model that the MTP layers in a folder belong to.
 
-    SGLang's exporter (``export_deepseek_nextn.py``) writes a folder with one MTP layer, which it numbers as
-    layer 0 of a model of one layer. In such a model, layer 0 would be dense. The MTP layer is like the last
-    layers of the original model, which are sparse. The returned configuration therefore has the dense layers
-    and one sparse layer.
+    SGLang's exporter (``export_deepseek_nextn.py``) writes a folder with one MTP layer, stored as layer 0 of
+    a model that has only this layer. By the family's rule, layer 0 of a model is dense. The MTP layer,
+    however, is sparse like the last layers of the original model. The returned configuration therefore has
+    the original model's leading dense layers, followed by one sparse layer.
 
     Raises:
         CheckpointError: The configuration cannot be read. The message names the key.

@@ -26,7 +26,7 @@ class MtpModel(DraftModel):
     Args:
         weights: The layers.
         device, dtype: Device and type to compute with.
-        token_map: The only target ids to draft, or None for all.
+        token_map: The only target ids to draft. With None, all ids may be drafted.
     """
 
     lead = 0
@@ -58,12 +58,12 @@ class MtpModel(DraftModel):
         )  # fmt: skip
 
     def bytes_per_token(self, page_size: int) -> int:
-        """Return the memory that one token takes: its K/V, and its share of the states of a page."""
+        """Return the bytes that one token takes: its K/V, and its share of the `StageStates` of a page."""
         states = (self.stages - 1) * self.hidden_size * self.dtype.itemsize
         return self.make_pool(1, page_size).bytes_per_token + -(-states // page_size)
 
     def missing(self) -> dict[str, tuple[int, ...]]:
-        """Return the names and shapes of the tensors still to be lent: the target's embedding and lm_head."""
+        """Return names and shapes of the tensors still to be borrowed: the target's embedding and lm_head."""
         shape = (self.weights.config.vocab_size, self.weights.config.hidden_size)
         return {
             name: shape

@@ -1,6 +1,6 @@
 """Base class of strategies with a model and a paged KV pool: reserves pages, grows trees, frees pages.
 
-Contents of the slots in a session's lease, and the events that free the slots:
+The lease of a session covers KV slots. The table shows the contents of these slots, and what frees them:
 
     token index                      content                         freed by
     [0, cached_rows)                 rows of committed tokens        release of the lease
@@ -29,12 +29,12 @@ from outrider.shared.spec.seeds import signed_seed
 from outrider.shared.spec.tree import DraftBatch, DraftShape
 
 CUDA_EXTEND_ROWS = 8192
-"""Largest number of rows per pass over prompts on CUDA. This limit exceeds the CPU's limit because, for a GPU
-pass over few rows, the host needs longer than the device."""
+"""Largest number of rows per pass over prompts on CUDA. The limit is higher than on a CPU, because in a GPU
+pass over few rows, the host needs more time than the device."""
 
 
 class PagedStrategy(DraftStrategy, ABC):
-    """The common part of strategies with a model: a pool, leases and trees.
+    """The common part of strategies with a model: KV pool, page leases and growth of trees.
 
     A subclass implements `extend`, and defines the features and tensors that it needs from the target.
 
@@ -75,7 +75,8 @@ class PagedStrategy(DraftStrategy, ABC):
     def reserve(self, session: Session) -> bool:
         shape = session.ask.shape if session.ask is not None else None
         scratch = scratch_rows(shape.depth, shape.topk) if shape is not None else 0
-        # At least one page, because a sequence's first page also identifies its `StageStates`.
+        # Reserve at least one page, because the number of a sequence's first page is also the index of its
+        # `StageStates`.
         wanted = max(1, session.cached_rows + session.extendable_rows + scratch)
         if session.lease is None:
             session.lease = self._pool.lease(wanted)

@@ -1,7 +1,7 @@
 """Drafting with a standalone model: any decoder that `shared.nn` loads and that has the target's token ids.
 
-The model needs no features. The model's rows are the committed tokens themselves, including the root: the row
-at position t is token t, and the tree grows from the root's row.
+The model needs no features. Its rows are the committed tokens themselves, including the root. The row at
+position t is the token t, and the tree grows from the row of the root.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ class StandaloneVocabulary:
     """The target's token ids, as far as they are known.
 
     Attributes:
-        target_size: Size of the target's vocabulary, or None while unknown.
-        same_tokenizer: True if the tokenizers were compared and are equal. The sizes of the vocabularies may
-            then differ by padding rows.
-        token_map: The only target ids that the draft may propose; None for all.
+        target_size: Size of the target's vocabulary. None if the size is not known yet.
+        same_tokenizer: True if the tokenizers were compared and are equal. The vocabulary sizes of the two
+            models may then differ by padding rows.
+        token_map: The only target ids that the draft may propose. With None, it may propose all ids.
     """
 
     target_size: int | None = None

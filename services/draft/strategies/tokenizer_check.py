@@ -12,7 +12,7 @@ def check_same_tokenizer(draft: Path, target: Path) -> bool:
     """Compare the vocabularies of two ``tokenizer.json`` files, including added tokens.
 
     Returns:
-        True if the vocabularies are equal; False if a folder has no tokenizer to compare.
+        True if the vocabularies are equal; False if one of the folders has no tokenizer.
 
     Raises:
         CheckpointError: The vocabularies differ. The message names the differing token with the lowest id.

@@ -1,12 +1,13 @@
 """Selects the target layers that feed an EAGLE-3 head; refuses a layer count without layer ids.
 
-If a configuration gives the number of feature layers (``num_aux_hidden_states``) but no list of ids, only the
-number three is accepted, because default layers exist only for three. `AuxLayers.outputs` refuses every other
-number. `eagle3_config` parses all other keys, and `eagle3_sizes` compares the number with the tensors.
+A configuration may give the number of feature layers (``num_aux_hidden_states``) without a list of their ids.
+Default layers exist only for the number three, so `AuxLayers.outputs` refuses every other number.
+`eagle3_config` parses all other keys, and `eagle3_sizes` compares the number of layers with the tensors.
 
-The module also decides whether ids count outputs or inputs of layers. Reading the ids by the wrong convention
-silently lowers the accept length. The convention here is SGLang's (`set_eagle3_layers_to_capture`). The ids
-count outputs of layers, except in two cases, where they count inputs:
+The module also decides whether an id i stands for the output or for the input of layer i. Reading the ids by
+the wrong convention silently lowers the accept length. The rule here is SGLang's
+(`set_eagle3_layers_to_capture`). The ids stand for outputs of layers, except in two cases, where they stand
+for inputs:
 
 - The last id equals the number of the target's layers, as in heads for gpt-oss.
 - The target is a DeepSeek or Kimi model, and the ids do not begin with 1.
@@ -27,11 +28,11 @@ NUM_AUX_KEY = "num_aux_hidden_states"
 DEFAULT_NUM_AUX = 3
 MIN_LAYERS_FOR_DEFAULT_AUX = 7
 INPUT_COUNTING_FAMILIES = ("deepseek", "kimi")
-"""Prefixes of the model types of targets whose ids count inputs, unless the ids begin with 1."""
+"""Prefixes of the model types of targets for which ids stand for inputs, unless the ids begin with 1."""
 
 
 class AuxConvention(Enum):
-    """How the ids of aux layers count layers. The values appear in logs and in the doctor's report."""
+    """Whether ids of aux layers stand for outputs or inputs. Logs and the doctor's report show the values."""
 
     DEFAULT = "not named: the inputs of layers 2, L//2 and L - 3"
     OUTPUTS = "ids count outputs"
@@ -41,14 +42,13 @@ class AuxConvention(Enum):
 
 @dataclass(frozen=True, slots=True)
 class AuxLayers:
-    """The aux layers that a head's configuration names.
+    """The aux layers of a head: the target's layers whose hidden states feed the head.
 
     Attributes:
         count: Number of aux layers.
-        ids: The ids of the layers, in ascending order and counted as in the file; None for the default
-            triple.
-        contradicted: The list in the file, if ``num_aux_hidden_states`` differs from the length of the list;
-            else None.
+        ids: The ids of the layers as in the file, in ascending order. None for the three default layers.
+        contradicted: The list in the file if its length differs from ``num_aux_hidden_states``; otherwise
+            None.
     """
 
     count: int
@@ -60,11 +60,11 @@ class AuxLayers:
         """Read the number of aux layers and the list of their ids from a head's configuration.
 
         If the number is smaller than the length of the list, only the first ids are used. If the number is
-        larger, the default layers are used. Default layers exist only for the number three.
+        larger than the length, it must be three, and the three default layers are used.
 
         Raises:
-            CheckpointError: The list is malformed, or the list is too short and there is no default for the
-                number.
+            CheckpointError: The list is malformed, or it is shorter than a number for which no default layers
+                exist.
         """
         ids = _listed(reader)
         count = reader.positive(NUM_AUX_KEY, len(ids) if ids else DEFAULT_NUM_AUX)
@@ -91,10 +91,10 @@ class AuxLayers:
         )
 
     def convention(self, target: TargetInfo, *, latent: bool) -> AuxConvention:
-        """Return how the ids are counted for this target.
+        """Return whether the ids stand for outputs or inputs of this target's layers.
 
-        An older target does not report its model type. The head's own family then decides: `latent` is True
-        for a head with latent attention, whose family is DeepSeek or Kimi.
+        If an older target does not report its model type, `latent` decides. It is True for a head with latent
+        attention, which belongs to the DeepSeek or Kimi family.
         """
         if self.ids is None:
             return AuxConvention.DEFAULT
@@ -107,8 +107,8 @@ class AuxLayers:
         """Return the layers whose outputs are captured, in ascending order.
 
         Raises:
-            CheckpointError: The target lacks one of the layers, or the file does not name the layers and no
-                default applies.
+            CheckpointError: The target lacks one of the layers, or the file does not name the layers and
+                there are no default layers for their number or for this target.
         """
         if self.ids is None:
             return self._default(target.num_layers)
@@ -127,7 +127,8 @@ class AuxLayers:
         """Return the ids that a file must contain to name the outputs of these layers; None if no ids can.
 
         For DeepSeek and Kimi targets, no ids can name the output of layer 0, unless the last layer is named
-        too. Counted as an input, that output has the id 1, but ids that begin with 1 count outputs.
+        too. The output of layer 0 is the input of layer 1 and would have the id 1, but ids that begin with 1
+        stand for outputs.
         """
         for ids in (outputs, tuple(layer + 1 for layer in outputs)):
             layers = AuxLayers(len(ids), ids)

@@ -1,7 +1,7 @@
 """Parses an EAGLE-3 head's configuration, in every published dialect, and checks that it fits the target.
 
-The keys of the feature layers are parsed by `aux_layers`, which also refuses a number of layers without their
-ids. `eagle3_sizes` compares the configuration with the shapes of the tensors.
+`aux_layers` parses the keys of the feature layers, and refuses a file that gives only the number of these
+layers and not their ids. `eagle3_sizes` compares the configuration with the shapes of the tensors.
 """
 
 from __future__ import annotations
@@ -28,21 +28,20 @@ class Eagle3Config:
 
     Attributes:
         layer: The head's decoder layers. ``layer.vocab_size`` is the size of the target's vocabulary.
-        draft_vocab_size: Number of rows of the head's lm_head, or None if the file does not contain the
-            number.
-        hot_vocab_size: Number of frequent tokens that the head drafts (FR-Spec), named by ``hot_token_id`` or
-            by a token map; None drafts all tokens.
+        draft_vocab_size: Number of rows of the head's lm_head. None if the file does not contain the number.
+        hot_vocab_size: Number of frequent tokens that the head drafts (FR-Spec). The tensor ``hot_token_id``
+            or a token map lists these tokens. With None, the head drafts all tokens.
         borrows_lm_head: True if ``draft_vocab_size`` is null in the file. The head then uses the target's
             lm_head, even if the checkpoint contains an lm_head.
-        target_hidden_size: Width of one aux feature, and of a borrowed embedding.
-        final_hidden: True if the feature is the target's last hidden state instead of aux layers
+        target_hidden_size: Width of the feature of one aux layer, and of a borrowed embedding.
+        final_hidden: True if the feature is the target's last hidden state and not the states of aux layers
             (``use_aux_hidden_state: false``).
-        aux: The target's layers that feed the head.
-        fc_norm, input_norm, fc_bias: Whether the projector has these parts; None means that the tensors in
-            the file decide.
-        attention_bias: True if the projections of q, k and v must have biases. If False, the tensors in the
+        aux: The target's layers that feed the head (aux layers).
+        fc_norm, input_norm, fc_bias: Whether the projector has these parts. With None, the tensors in the
             file decide.
-        norm_before_residual: True if the residual of the first layer is the normed feature, not the raw
+        attention_bias: True if the projections of q, k and v must have biases. With False, the tensors in the
+            file decide.
+        norm_before_residual: True if the residual of the first layer is the normed feature instead of the raw
             feature.
         norm_output: True if the next step's feature is the normed state.
     """
@@ -108,7 +107,7 @@ class Eagle3Config:
         )
 
     def aux_convention(self, target: TargetInfo) -> AuxConvention:
-        """Return whether the file's ids count outputs or inputs of this target's layers."""
+        """Return whether the file's ids stand for outputs or inputs of this target's layers."""
         return self.aux.convention(target, latent=self.layer.latent is not None)
 
     def aux_naming(self, outputs: tuple[int, ...], target: TargetInfo) -> tuple[int, ...] | None:
@@ -119,7 +118,7 @@ class Eagle3Config:
         """Check that the head fits a target, and return the layers whose outputs to capture.
 
         Returns:
-            The aux layers; empty if the head reads the last hidden state.
+            The aux layers. The result is empty if the head reads the last hidden state.
 
         Raises:
             CheckpointError: The head was made for another target. The message names the key and both values.

@@ -1,4 +1,4 @@
-"""Matches the tensors of an EAGLE-3 checkpoint by canonical names; none may be missing or left over.
+"""Matches the tensors of an EAGLE-3 checkpoint by canonical names; no tensor may be missing or left over.
 
 Canonical names are ``layers.N.*``, ``fc.*``, ``fc_norm.N.weight``, ``input_norm.weight``, ``norm.weight``,
 ``lm_head.weight``, ``embed_tokens.weight``, ``d2t`` and ``t2d``. Some published heads name the first three
@@ -50,7 +50,7 @@ def take_vocabulary(
     a token map; then the full vocabulary.
 
     Raises:
-        CheckpointError: The tensors contradict each other, or a token map was given for a head that has a
+        CheckpointError: The tensors contradict each other, or a token map was given although the head has a
             draft vocabulary.
     """
     size = config.layer.vocab_size
@@ -58,7 +58,7 @@ def take_vocabulary(
     if "d2t" not in keys:
         ids = take_hot_ids(reader, keys, token_map, config.hot_vocab_size, size)
         own_rows = "lm_head.weight" in keys and keys.shapes["lm_head.weight"][0] != size
-        # An lm_head that was cut to the frequent tokens has its rows in the order of `ids`.
+        # If the lm_head was cut to the frequent tokens, its rows are in the order of `ids`.
         return (
             DraftVocabulary.in_order(ids, size)
             if own_rows and ids is not None
@@ -86,7 +86,7 @@ def take_projector(reader: CheckpointReader, keys: HeadKeys) -> dict[str, torch.
 def layer_norm_name(keys: HeadKeys, layer: int) -> str:
     """Return the name of the norm that a layer after the first one applies to its input state.
 
-    The name is ``hidden_norm``, or ``input_layernorm`` in some exports.
+    Most exports name this norm ``hidden_norm``; some name it ``input_layernorm``.
     """
     name = f"layers.{layer}.hidden_norm.weight"
     return name if name in keys else f"layers.{layer}.input_layernorm.weight"

@@ -1,8 +1,8 @@
 """Compares an EAGLE-3 head's config.json with its tensors: hidden_size, vocab_size, number of aux layers.
 
-Each difference is reported in a single sentence. Without these checks, such a difference would appear as a
-long list of misshaped tensors. The module reads no layer ids: `aux_layers` refuses a number of layers without
-ids.
+Each difference is reported in a single sentence. Without these checks, a difference would be reported as a
+long list of misshaped tensors. The module reads no layer ids; `aux_layers` refuses a file that gives only the
+number of the aux layers and not their ids.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from outrider.shared.nn.checkpoint.checkpoint_reader import CheckpointReader
 
 
 def check_sizes(reader: CheckpointReader, config: Eagle3Config, actual: Mapping[str, str]) -> None:
-    """Compare the sizes in the configuration with the shapes of the tensors that depend on them.
+    """Compare the sizes in the configuration with the shapes of the tensors that have these sizes.
 
     Args:
         reader: Reader of the checkpoint.

@@ -22,10 +22,11 @@ class EagleConfig:
     Attributes:
         layer: The head's decoder layers.
         fc_bias: True if ``fc`` has a bias. The default is False for Mistral's heads, and True for all others.
-        qkv_bias: True if the projections of q, k and v have biases, as in heads for Qwen2.
+        qkv_bias: True if the projections of q, k and v have biases, as they do in heads for Qwen2.
         first_norm: True if layer 0 has its input norm, as in ModelOpt's and Mistral's heads.
         is_mistral: True for a head in Mistral's own format, whose last layer is followed by a norm.
-        hot_vocab_size: Number of frequent tokens that the head drafts (FR-Spec); None drafts all tokens.
+        hot_vocab_size: Number of frequent tokens that the head drafts (FR-Spec). With None, the head drafts
+            all tokens.
     """
 
     layer: HeadConfig
@@ -48,11 +49,11 @@ class EagleConfig:
     def parse(
         cls, raw: Mapping[str, Any], source: Path | str = CONFIG_FILE, *, native: bool = False
     ) -> EagleConfig:
-        """Parse a configuration that was already read.
+        """Parse the JSON object of a head's configuration.
 
         Args:
             raw: The JSON object.
-            source: The file to name in errors.
+            source: The file that the object was read from, for error messages.
             native: True if the checkpoint's tensors have Mistral's names.
         """
         reader = ConfigReader(flatten(raw, source), source)

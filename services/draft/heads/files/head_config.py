@@ -1,6 +1,6 @@
 """Parses the decoder layers in a head's configuration: sizes, rotary embedding, activation, sliding window.
 
-`flatten` first merges the dialects of config.json into one flat object.
+Before parsing, `flatten` converts every dialect of config.json to one flat object.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ PLAIN_ROPES = ("dynamic", "mrope")
 
 - ``dynamic``: Dynamic NTK raises the base only when a text exceeds ``max_position_embeddings``. The official
   EAGLE code then raises the base with each token, while cached keys keep the base with which they were
-  written. Here the base never changes, as in heads without scaling. The constant base lowers the accept
-  length on longer texts, but never affects correctness.
-- ``mrope``: The three coordinates of multimodal rotary embedding are equal in text.
+  written. Here the base never changes, as in heads without scaling. On longer texts, the constant base lowers
+  the accept length, but it never affects correctness.
+- ``mrope``: Multimodal rotary embedding has three coordinates, which are equal for text.
 """
 
 SERVE_ANOTHER = "serve the target that this head was trained for, or another --draft"
@@ -67,15 +67,15 @@ class HeadConfig:
         vocab_size: The target's vocabulary.
         hidden_size, intermediate_size, num_layers, num_heads: Sizes of the layers.
         num_kv_heads, head_dim: Shape of a token's entry in the KV pool. With latent attention, the entry is
-            one head, whose width is the width of the latent plus the width of the rotated part.
+            one head. The width of this head is the width of the latent plus the width of the rotated part.
         rotary_dim: Number of rotated dimensions of a head.
-        latent: Widths of multi-head latent attention, or None.
+        latent: Widths of multi-head latent attention. None for other attention.
         rms_norm_eps: Epsilon of every norm.
         rope: Rotary embedding. Its base defaults to 10000, not to the target's base.
         tie_word_embeddings: True if the head's lm_head is its embedding.
         activation: Activation of the MLP.
-        sliding_window: Number of positions that a row attends to, including its own position. None means no
-            limit.
+        sliding_window: Number of positions that a row attends to, including its own position. With None,
+            there is no limit.
         fingerprint: Fingerprint of the configuration's content.
     """
 
@@ -138,7 +138,7 @@ class HeadConfig:
             if latent is None
             else (1, latent.rank + latent.rope_dim)
         )
-        # Llama 4 has a separate key for the size of its dense layers.
+        # Configurations of Llama 4 have a separate key for the size of the dense layers.
         inner_key = (
             "intermediate_size_mlp"
             if model_type == "llama4_text" and raw.get("intermediate_size_mlp")
@@ -181,7 +181,7 @@ def flatten(raw: Mapping[str, Any], source: Path | str) -> dict[str, Any]:
     """Merge the sections of a configuration into one flat object with Hugging Face's keys.
 
     If sections repeat a key, ``eagle_config`` overrides the top level, which overrides
-    ``transformer_layer_config``. Null and [] count as absent.
+    ``transformer_layer_config``. A key whose value is null or [] counts as absent.
 
     Raises:
         CheckpointError: A section is not an object, or `from_params` cannot translate a key in Mistral's
@@ -248,7 +248,7 @@ def _activation(reader: ConfigReader) -> Activation:
 
 
 def _sliding_window(reader: ConfigReader) -> int | None:
-    """Return the sliding window of all layers, or None.
+    """Return the size of the sliding window of all layers, or None if there is no window.
 
     ``layer_types`` must name the same type for all layers, because no known head mixes types.
     """

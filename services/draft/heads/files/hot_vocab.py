@@ -1,4 +1,4 @@
-"""Finds the frequent tokens that an FR-Spec head drafts, in the head's ``hot_token_id`` or in a token map.
+"""Reads the frequent tokens that an FR-Spec head drafts, from the head's ``hot_token_id`` or a token map.
 
 Sources: FR-Spec (arXiv 2502.14856) and SGLang.
 """
@@ -29,12 +29,13 @@ def take_hot_ids(
     Args:
         reader: Reader of the head's checkpoint.
         keys: The head's tensors.
-        token_map: The ids from ``--speculative-token-map``, or None.
-        hot_size: ``hot_vocab_size`` of the head's configuration, or None.
+        token_map: The ids in the file that ``--speculative-token-map`` names. None if the flag is not given.
+        hot_size: The value of ``hot_vocab_size`` in the head's configuration. None if the key is missing.
         vocab_size: Size of the target's vocabulary.
 
     Raises:
-        CheckpointError: The three sources contradict each other, or the ids are repeated or out of range.
+        CheckpointError: `hot_token_id`, `token_map` and `hot_size` contradict each other, or ids are repeated
+            or out of range.
     """
     ids = keys.take_stored(reader, HOT_IDS).to(torch.int64) if HOT_IDS in keys else token_map
     if ids is None:

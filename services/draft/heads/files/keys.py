@@ -40,13 +40,13 @@ class HeadKeys:
     Attributes:
         actual: Maps the canonical name of each tensor to read to the tensor's name in the file.
         shapes: Maps the canonical name of each tensor to read to the tensor's shape.
-        dialect: Spelling of the first layer in this file (``midlayer.``, ``layers.0.``,
-            ``model.layers.0.``), for the log.
-        ignored: Maps the name in the file of each tensor that is not read to the reason.
-        pairs: Head width if q and k rotate adjacent pairs of dimensions (Mistral's format); 0 if q and k
-            rotate halves.
-        scales: Maps the canonical name of each matrix stored in FP8 to the name in the file of the matrix's
-            only scale.
+        dialect: Prefix of the first layer's tensors in this file, for the log: ``midlayer.``, ``layers.0.``
+            or ``model.layers.0.``.
+        ignored: Maps the name (in the file) of each tensor that is not read to the reason for not reading it.
+        pairs: The width of a head if q and k rotate adjacent pairs of dimensions (Mistral's format); 0 if
+            they rotate halves.
+        scales: For each matrix that is stored in FP8, maps its canonical name to the name (in the file) of
+            its only scale.
     """
 
     actual: Mapping[str, str]
@@ -70,12 +70,12 @@ class HeadKeys:
 
         Args:
             reader: Reader of the checkpoint.
-            stored: Maps the canonical name of each tensor in the file to the tensor's name in the file; see
+            stored: For each tensor of the file, maps its canonical name to its name in the file; see
                 `canonical_names`.
-            shapes: Maps the canonical name of each tensor that must exist to the tensor's shape.
-            ignored: Maps the canonical name of each tensor that may exist but is not read to the reason.
+            shapes: For each tensor that must exist, maps its canonical name to its shape.
+            ignored: For each tensor that may exist but is not read, maps its canonical name to the reason.
             integers: Canonical names of index and mask tensors.
-            head_dim: Width of an attention head, for files that rotate pairs.
+            head_dim: Width of an attention head, for files whose q and k rotate pairs.
 
         Raises:
             CheckpointError: A tensor is missing, unexpected or misshaped. The message lists all such
@@ -98,7 +98,7 @@ class HeadKeys:
         }
         scales = _scales(reader, stored, shapes)
         skipped |= dict.fromkeys(scales.values(), "multiplied into its matrix")
-        # 2. Everything else must match exactly. Index and mask tensors are checked when they are read.
+        # 2. All other tensors must match exactly. Index and mask tensors are checked when they are read.
         weights = {name: shape for name, shape in spelled.items() if name not in whole}
         reader.check(weights, ignored=(*skipped, *whole), dtypes={stored[name]: FP8 for name in scales})
         pairs = head_dim if is_native(reader.names) else 0
@@ -218,12 +218,12 @@ def read_scale(reader: CheckpointReader, name: str) -> torch.Tensor:
 def canonical_names(
     reader: CheckpointReader, rename: Callable[[str], str] = lambda name: name
 ) -> dict[str, str]:
-    """Return the name in the file of every tensor, by canonical name.
+    """Return a mapping from canonical names to the names in the file, for all tensors of a checkpoint.
 
     Args:
         reader: Reader of the checkpoint.
-        rename: An additional function that renames tensors. Its argument is a name without ``model.`` and
-            ``midlayer.``.
+        rename: An additional function that renames tensors. Its argument is a name from which the prefix
+            ``model.`` was removed and in which ``midlayer.`` was replaced.
 
     Raises:
         CheckpointError: Two tensors of the file have the same canonical name.
@@ -248,14 +248,14 @@ def canonical_names(
 def layer_shapes(
     config: HeadConfig, layer: int, input_size: int, stored: Mapping[str, str], *, qkv_bias: bool = False
 ) -> dict[str, Shape]:
-    """Return the names and shapes of a layer's projections and of its post_attention_layernorm.
+    """Return the names and shapes of a layer's projections and of the layer's post_attention_layernorm.
 
     Args:
         config: Sizes of the head's layers.
         layer: Index of the layer.
         input_size: Width of the input of q, k and v.
-        stored: Canonical names of the tensors in the file. If one projection of a group has a bias, every
-            projection of the group must have a bias.
+        stored: Canonical names of the tensors in the file. They show which groups of projections have biases.
+            If one projection of a group has a bias, every projection of the group must have one.
         qkv_bias: True if q, k and v must have biases even if the file contains none.
     """
     hidden, inner = config.hidden_size, config.intermediate_size
@@ -291,7 +291,7 @@ def layer_shapes(
 def _scales(
     reader: CheckpointReader, stored: Mapping[str, str], shapes: Mapping[str, Shape]
 ) -> dict[str, str]:
-    """Return the name of the scale of each matrix stored in FP8, by the matrix's canonical name.
+    """Return a mapping from the canonical name of each FP8 matrix to the name of the matrix's scale.
 
     Raises:
         CheckpointError: A matrix has more than one scale.

@@ -17,13 +17,13 @@ from outrider.shared.nn.layers.modules import Linear, RMSNorm
 
 
 def latent_shapes(config: HeadConfig, latent: LatentConfig, prefix: str, input_size: int) -> dict[str, Shape]:
-    """Return the name and shape of each tensor of a layer's attention.
+    """Return the name and shape of each tensor of a layer's latent attention.
 
     Args:
         config: The head's configuration.
         latent: Sizes of the latent attention of the head.
-        prefix: Prefix of the names.
-        input_size: Width of the input of the query and latent projections.
+        prefix: Prefix of the tensors' names.
+        input_size: Width of the input of the query projection and of the latent projection.
     """
     head_rows = config.num_heads * (latent.nope_dim + latent.rope_dim)
     shapes: dict[str, Shape] = {
@@ -48,7 +48,7 @@ def take_latent_attention(
     latent: LatentConfig,
     layer: int,
 ) -> LatentAttention:
-    """Read the attention of a layer.
+    """Read the latent attention of a layer.
 
     Args:
         take: Function that returns a tensor of the head, given the tensor's canonical name.

@@ -3,11 +3,11 @@
 Sources: the loaders of vLLM (`EagleMistralForCausalLM`, contributed by Mistral) and SGLang
 (`MistralForCausalLMEagle`).
 
-Mistral's heads are EAGLE-1/2 heads over complete Mistral layers:
+Mistral's heads are EAGLE-1/2 heads that consist of complete Mistral layers:
 
-- Layer 0 has its ``attention_norm``.
+- Layer 0 has an ``attention_norm``, which other EAGLE-1/2 heads lack.
 - ``eagle_linear`` (our ``fc``) has no bias.
-- A ``norm`` follows the last layer. The output of this norm is the input of the lm_head, and is also the next
+- A ``norm`` follows the last layer. The output of this norm is both the input of the lm_head and the next
   feature. vLLM applies the norm in this way; SGLang loads the norm but does not apply it.
 - q and k rotate adjacent pairs of dimensions.
 - Each FP8 matrix has one scale.
@@ -72,7 +72,7 @@ def config_file(folder: Path) -> Path:
 
 
 def read_head_config(folder: Path) -> dict[str, Any]:
-    """Read a head's configuration as stored. `head_config.flatten` translates keys to Hugging Face's keys.
+    """Read a head's configuration as stored; `head_config.flatten` later translates the keys.
 
     Raises:
         CheckpointError: The file is missing or not JSON.
@@ -83,10 +83,10 @@ def read_head_config(folder: Path) -> dict[str, Any]:
 def from_params(raw: Mapping[str, Any], source: Path | str) -> dict[str, Any]:
     """Return a configuration with Hugging Face's keys.
 
-    A configuration that already has such keys is returned unchanged.
+    A configuration that already has Hugging Face's keys is returned unchanged.
 
     Raises:
-        CheckpointError: A key requests something that is not supported.
+        CheckpointError: The value of a key requests a feature that is not supported.
     """
     config = dict(raw)
     if "dim" not in config:

@@ -17,7 +17,7 @@ REGULAR = "next_layer_regular"
 
 
 def check_eagle3(reader: ConfigReader, num_layers: int, *, final_hidden: bool) -> None:
-    """Reject options that need a different EAGLE-3 network from the one implemented here.
+    """Reject options that need another EAGLE-3 network than the one that is implemented here.
 
     Args:
         reader: The head's configuration, with its sections merged.
@@ -50,11 +50,11 @@ def check_eagle3(reader: ConfigReader, num_layers: int, *, final_hidden: bool) -
 
 
 def check_eagle(reader: ConfigReader, *, ends_with_norm: bool) -> None:
-    """Reject options that need a different EAGLE-1/2 network from the one implemented here.
+    """Reject options that need another EAGLE-1/2 network than the one that is implemented here.
 
     Args:
         reader: The head's configuration, with its sections merged.
-        ends_with_norm: True if a norm follows the last layer of this kind of head.
+        ends_with_norm: True if a norm follows the head's last layer.
 
     Raises:
         CheckpointError: An option is not supported; `field` names the key.

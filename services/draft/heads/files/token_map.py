@@ -1,7 +1,7 @@
-"""Reads an FR-Spec token map: the frequent tokens to which drafting with a full vocabulary is restricted.
+"""Reads an FR-Spec token map: the frequent tokens that a head with a full vocabulary may draft.
 
-Source: FR-Spec (arXiv 2502.14856). Published maps are files such as ``freq_32768.pt``: a tensor or a list of
-target ids, most frequent first.
+Source: FR-Spec (arXiv 2502.14856). Published maps are files such as ``freq_32768.pt``. Each contains a tensor
+or a list of target ids, with the most frequent id first.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ def read_token_map(path: Path) -> torch.Tensor:
         ``[size] int64``, distinct target ids in the file's order.
 
     Raises:
-        CheckpointError: The file is missing or corrupt, would run code, or is not a single list of ids.
+        CheckpointError: The file is missing or corrupt, would run code when loaded, or is not a single list
+            of ids.
     """
     reader = READERS.get(path.suffix)
     if reader is None:
@@ -74,7 +75,7 @@ def read_token_map(path: Path) -> torch.Tensor:
 
 
 def _merged(ids: torch.Tensor, path: Path) -> torch.Tensor:
-    """Return the ids without repetitions, each at its first place.
+    """Return the ids without repetitions. Each id keeps its first position.
 
     FR-Spec's own script adds special tokens to the frequent ones, so that a map can contain an id twice.
     """

@@ -55,9 +55,10 @@ class Corpus:
 
         Args:
             path: ``.json`` (one list of documents) or ``.jsonl`` (one document per line). A document is a
-                list of token ids, a string, or an object with ``text``. In any other file, each line is one
-                text.
-            tokenizer_dir: Folder with the target's ``tokenizer.json``; needed for texts.
+                list of token ids, a string, or an object with the key ``text``. In a file with any other
+                suffix, each line is one text.
+            tokenizer_dir: Folder with the target's ``tokenizer.json``, which is needed if documents are
+                texts.
 
         Raises:
             ConfigurationError: The file cannot be read, has another format, or contains texts although there

@@ -1,10 +1,10 @@
 """Finds earlier occurrences of a sequence's last tokens, and builds a trie of their continuations.
 
-This module needs no model and no torch: it runs numpy on the host. The trie is built from scratch each round,
-from at most `MAX_MATCHES` occurrences. A permanent trie of all n-grams would be faster to read but slower to
-maintain. With 12 tokens of context and 16 tokens of continuation, a permanent trie would need a few kilobytes
-of Python objects per token, and each round would still have to walk one path per suffix. One pass over 32k
-tokens of history takes about 15 µs.
+This module needs no model and no torch: it runs numpy on the host. Each round builds a new trie from at most
+`MAX_MATCHES` occurrences. A permanent trie of all n-grams would be faster to read but slower to maintain.
+With 12 tokens of context and 16 tokens of continuation, a permanent trie would need a few kilobytes of Python
+objects per token, and each round would still have to walk one path per suffix. Searching 32k tokens of
+history for occurrences takes about 15 µs.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ class Match:
         end: Index of the occurrence's last token.
         length: Number of tokens that the occurrence shares with the current suffix.
         weight: Weight of the continuation.
-        repeats: True if `text` is the current sequence itself. The proposed tokens then extend the text, so a
-            continuation that reaches the end of the text continues with its own first tokens.
+        repeats: True if `text` is the current sequence itself. The proposed tokens would then extend this
+            text. A continuation that reaches the end of the text therefore goes on with its own first tokens.
     """
 
     text: Tokens
@@ -96,8 +96,8 @@ class Match:
 def find_matches(text: Tokens, min_match: int, max_match: int) -> list[Match]:
     """Find earlier occurrences of the last tokens of `text`.
 
-    The longest occurrences come first. Occurrences of equal length are ordered latest first. Only occurrences
-    of at least `min_match` tokens count. At most `max_match` tokens are compared.
+    The longest matches come first. Among matches of equal length, later occurrences come first. A match must
+    have at least `min_match` tokens. At most `max_match` tokens are compared.
     """
     if len(text) < 2:
         return []
@@ -112,10 +112,10 @@ def rank_matches(
 
     Args:
         text: The text that contains the occurrences.
-        ends: Indices of tokens equal to the last token of `suffix`, ascending.
-        suffix: The current sequence.
-        min_match: Shorter matches are dropped.
-        max_match: Longer matches count as matches of this length.
+        ends: Ascending indices of the tokens in `text` that equal the last token of `suffix`.
+        suffix: The current sequence, whose last tokens are compared.
+        min_match: Matches shorter than this number of tokens are dropped.
+        max_match: A longer match counts as a match of this length.
         repeats: True if `text` is the current sequence itself; see `Match`.
     """
     lengths = np.ones(len(ends), dtype=np.int64)
@@ -145,7 +145,7 @@ class _Node:
 
 
 class ContinuationTrie:
-    """The continuations of all matches, merged by common prefixes.
+    """A trie in which the continuations of all matches share their common prefixes.
 
     The weight of a node is the sum of the weights of the matches whose continuations pass through it.
     """
@@ -163,13 +163,13 @@ class ContinuationTrie:
         """Return the heaviest nodes as a tree of this shape.
 
         In each level, at most `topk` nodes have children, and each of these nodes has at most `topk`
-        children. The log-probability of a node is its share of its parent's weight. A child never outweighs
-        its parent, so the selected nodes always form a tree.
+        children. The log-probability of a node is the logarithm of its share of its parent's weight. A child
+        never outweighs its parent, so the selected nodes always form a tree.
         """
         levels: list[list[_Candidate]] = []
         beam = [_Candidate(self._root, root_token, None)]
         for _ in range(shape.depth):
-            # Level by level, expand the heaviest nodes. Keep all children as candidates.
+            # Expand the heaviest nodes of each level in turn. Keep all children as candidates.
             beam = [child for candidate in beam for child in candidate.best_children(shape.topk)]
             if not beam:
                 break

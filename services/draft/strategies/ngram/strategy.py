@@ -1,7 +1,8 @@
-"""Drafting with n-grams (prompt lookup): proposes the tokens that followed earlier occurrences of a suffix.
+"""Drafting with n-grams (prompt lookup): proposes tokens that followed earlier occurrences of a suffix.
 
-N-gram drafting needs no model, no features and no KV. Longer, more frequent and later matches come first in
-the tree. Sources: SGLang's NGRAM algorithm; prompt lookup decoding (A. Saxena, 2023).
+A suffix consists of the last tokens of a sequence. N-gram drafting needs no model, no features and no KV.
+Longer, more frequent and later matches take precedence in the tree. Sources: SGLang's NGRAM algorithm; prompt
+lookup decoding (A. Saxena, 2023).
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ class NgramStrategy(DraftStrategy):
 
     Args:
         options: Limits of matching.
-        vocab_size: Size of the target's vocabulary, or None while unknown.
-        corpus: Additional texts, or None.
+        vocab_size: Size of the target's vocabulary. None if the size is not known yet.
+        corpus: Additional texts to search, or None.
         device: Device of the returned trees.
     """
 
