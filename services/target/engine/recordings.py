@@ -18,7 +18,7 @@ class RecordedDrafts(Protocol):
     """A draft source whose drafts are recorded in advance."""
 
     def capture(self, batch_size: int, shape: DraftShape) -> None:
-        """Record the draft of one size with idle rows."""
+        """Record the drafting of trees of one shape for `batch_size` idle rows."""
         ...
 
 
@@ -29,7 +29,7 @@ MOST_MIXED_ROWS = 512
 DENSE_ROWS = 64
 """Number of rows up to which mixed rounds of every bucket are recorded in advance.
 
-For larger rounds, a padding row costs little, so the sizes in `WIDE_ROWS` suffice.
+For larger rounds, padding rows cost little, so only the sizes in `WIDE_ROWS` are recorded.
 """
 WIDE_ROWS = (96, 128, 160, 192, 256, 320, 384, 448, 512)
 
@@ -88,8 +88,10 @@ class Recordings:
         return f"prompts of {size} tokens", lambda: self._runner.capture_prefill(size)
 
     def whole_prompt(self, size: int) -> Recording:
-        """Return the recording of the pass over one prompt by a library. It does nothing without a
-        library."""
+        """Return the recording of the pass over one prompt by a library's attention kernel.
+
+        The recording does nothing if there is no such library.
+        """
         self._refresh()
         return f"single prompts of {size} tokens", lambda: self._runner.capture_prefill(size, True)
 

@@ -16,8 +16,9 @@ The life of a sequence:
 If another sequence is already computing a prefix of a waiting sequence, the waiting sequence is admitted
 after that prefix is stored. It does not wait if it would save only little work (`LONG_PREFIX`).
 
-The oldest sequence of the highest priority is never retracted unless it is paused. A check on submission
-ensures that every sequence fits into the pool alone. Therefore at least one sequence always advances.
+Among the sequences that are not paused, the oldest one of the highest priority is never retracted. A check
+on submission ensures that every sequence fits into the pool alone. Therefore at least one sequence always
+advances.
 """
 
 from __future__ import annotations
