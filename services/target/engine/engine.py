@@ -51,7 +51,7 @@ from outrider.shared.spec.exchange_drafter import ExchangeDrafter
 DRAIN_RETRY_AFTER_S = 5.0
 NO_DRAFT_REASON = "no_draft"
 LOOK_S = 1.0
-"""Interval in seconds at which an idle engine checks for a new draft, because it needs other CUDA graphs."""
+"""Interval in seconds at which an idle engine checks for a new draft, which needs other CUDA graphs."""
 
 
 class TargetEngine(Steppable):
@@ -161,7 +161,7 @@ class TargetEngine(Steppable):
         self.wake()
 
     def pause(self, handle: int) -> None:
-        """Pause a request whose reader is slow. It keeps its KV pages until other requests need them."""
+        """Pause a request with a slow reader. The request keeps its KV pages until others need them."""
         self._inbox.append(Pause(handle, True))
 
     def resume(self, handle: int) -> None:
@@ -170,7 +170,7 @@ class TargetEngine(Steppable):
         self.wake()
 
     def flush_prefixes(self) -> Future[int]:
-        """Empty the prefix cache. Return the future number of removed pages. Running requests go on."""
+        """Empty the prefix cache, and return a future of the number of removed pages. Running requests go on."""
         removed: Future[int] = Future()
         self._inbox.append(FlushPrefixes(removed))
         self.wake()
@@ -300,7 +300,7 @@ class TargetEngine(Steppable):
     def step_failed(self, error: Exception) -> None:
         """Fail the requests in the batch after an exception. Queued requests stay in the queue.
 
-        The error of a lost rank, an `UnavailableError`, keeps its code and reason, so that clients retry.
+        If a rank was lost, the requests get the code and reason of this error, so that clients retry.
         """
         code, reason = (
             (error.code, error.reason) if isinstance(error, UnavailableError) else (ErrorCode.INTERNAL, None)

@@ -35,7 +35,7 @@ WIDE_ROWS = (96, 128, 160, 192, 256, 320, 384, 448, 512)
 
 
 class Recordings:
-    """Lists the graphs of one engine. Call the listed functions on the engine thread, or before it runs.
+    """Lists the graphs of one engine. Call the listed functions on the engine thread, or before it starts.
 
     Args:
         runner: Records passes over prompts.
@@ -134,9 +134,9 @@ def round_recordings(
 
 
 def mixed_recordings(rounds: RoundRunner, *, captures: bool) -> Iterator[Recording]:
-    """Yield the recordings of rounds with trees, in all sampling modes but `FULL`, the largest first.
+    """Yield the recordings of rounds with trees, in all sampling modes except `FULL`.
 
-    Larger rounds come first, so that smaller graphs can reuse their memory.
+    Larger rounds come first, so that the graphs of smaller rounds can reuse the memory of their graphs.
 
     Args:
         rounds: Records verify passes.

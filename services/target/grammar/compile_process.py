@@ -1,4 +1,4 @@
-"""The process that compiles constraints on trial: ``python -m …compile_process TOKENIZER VOCAB_SIZE END…``.
+"""The process that first compiles a constraint: ``python -m …compile_process TOKENIZER VOCAB_SIZE END…``.
 
 The process reads one request per line and writes one line in reply to each, both in JSON. A constraint that
 needs too much memory or time ends this process instead of the target.

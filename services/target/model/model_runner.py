@@ -282,7 +282,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def scrub(self, sequence: Sequence) -> None:
-        """Zero the pages of a sequence with NaN or infinity, so that their next owner cannot read them.
+        """Zero the pages of a sequence with NaN or infinity, so that no other sequence reads these values.
 
         Pages that other sequences may read are left alone.
         """

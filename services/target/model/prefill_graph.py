@@ -1,4 +1,4 @@
-"""Replays CUDA graphs for prompt chunks, whose many small kernels take longer to launch than to run.
+"""Runs prompt chunks as CUDA graphs, because their many small kernels take longer to launch than to run.
 
 Several chunks share a pass. Their rows are packed, and padded at the end to one of a few sizes, each of which
 is recorded once. A graph serves any number of chunks and any contexts, because attention plans its work on
@@ -104,7 +104,7 @@ class PrefillGraph:
         """Enqueue chunks that `takes` accepts. Store their K/V, and feature rows where they are wanted.
 
         Args:
-            chunks: The chunks of one pass, of different sequences with slots.
+            chunks: The chunks of one pass. Each chunk belongs to a different sequence, which has a slot.
             captures: True to store the feature rows of sequences that want drafts.
 
         Returns:

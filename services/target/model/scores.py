@@ -41,7 +41,7 @@ class ScoredPrompt:
 
 
 def score_prompts(decoder: Decoder, hidden: torch.Tensor, chunks: Seq[PrefillChunk]) -> list[ScoredPrompt]:
-    """Enqueue the logprobs of the prompt tokens that clients want and that these chunks predict.
+    """Enqueue the computation of the logprobs that clients want of prompt tokens that these chunks predict.
 
     Args:
         decoder: The model.

@@ -37,7 +37,7 @@ class StepModel:
 
 @dataclass(frozen=True, slots=True)
 class PassSize:
-    """The sizes of a verify pass that the host fixes. Passes of equal size replay the same graph.
+    """The properties of a verify pass that the host chooses. Passes of equal size replay the same graph.
 
     Attributes:
         rows: M, the number of packed rows, including padding.

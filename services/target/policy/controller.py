@@ -1,8 +1,8 @@
 """Chooses how many tokens each `auto` request drafts in the next round, from none to the largest shape.
 
 The controller maximises the expected tokens per second of the whole batch. `partition` divides the rows of
-the batch, one per request, among tree shapes and plain decoding. It needs two estimates, which the controller
-learns from executed rounds (`observe`): `RoundCosts` estimates seconds, `DrafterAcceptance` estimates tokens.
+the batch, one per request, among tree shapes and plain decoding. `RoundCosts` estimates the seconds of a
+round, and `DrafterAcceptance` estimates its tokens. Both learn from executed rounds (`observe`).
 
 A decision is kept for several rounds, because a change of shape needs other CUDA graphs and interrupts the
 rounds of a remote draft. Estimates become outdated, so a decision may include a *look* (see `looks`): for a

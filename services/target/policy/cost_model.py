@@ -3,7 +3,6 @@
     round = drafts (one per tree shape)  +  verify pass (batch size, rows)  +  rest
 
 In this module, a row is one tree node of the verify pass. Rows are counted over all sequences and include the
-In this module, a row is one tree node of the verify pass. Rows are counted over all sequences and include the
 roots. Each part of a round is estimated as a moving average of measured times. There is one average for:
 
 - drafts of each combination of depth, form (tree or chain) and bucket of sequences;
@@ -136,8 +135,8 @@ class RoundCosts:
     def plain(self, batch_size: int) -> float | None:
         """Return the duration of a plain pass at this batch size.
 
-        If the size has not been measured, interpolate between the nearest sizes that have been. Before the
-        first plain pass, return the shortest verify pass. Return None before any pass.
+        If this size has not been measured, interpolate between the nearest measured sizes. Before the first
+        plain pass, return the duration of the shortest verify pass. Return None before any pass.
         """
         exact = self._plain.get(batch_size)
         if exact is not None:

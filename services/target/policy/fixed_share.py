@@ -5,7 +5,7 @@ On average, the trees of fixed shapes may at most double the estimated time of a
 enforces this limit. Each round adds `ROUND_LIMIT - 1` times its estimated time without these trees to the
 credit, and subtracts the estimated time of the trees that it drafts. If the credit does not suffice for the
 trees of all rows, the rows take turns. If a single tree costs more than the full credit, its row still gets a
-turn. After such a
+turn. After such a turn, no row of a fixed shape drafts until the credit is positive again.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class FixedShare:
 
         Args:
             rows: Session ids of the rows of fixed shapes.
-            base_s: Estimated seconds of the round without their trees.
+            base_s: Estimated seconds of the round without the trees of these rows.
             round_s: Returns the estimated seconds of the round if the given rows draft. The estimate grows
                 with the number of rows.
         """

@@ -2,9 +2,9 @@
 
 In a look, a few rows draft for a few rounds with a shape that is not in use, or all rows decode plainly. A
 look updates the estimates of the drafter's acceptance and of the cost of the shape. The loss of a look is the
-additional time that it takes, compared with the best choice for the same number of tokens. All looks together
-may lose a fixed share of the time of all rounds of the server. The looks of many short requests therefore
-lose no more time than those of one long request.
+additional time that it takes, compared with the best choice for the same number of tokens. The losses of all
+looks together are limited to a fixed share of the time of all rounds of the server. The looks of many short
+requests therefore lose no more time than those of one long request.
 
 The next look measures the shape for which the losses of past looks and the estimated loss of the next look
 have the smallest sum. Cheap shapes are therefore measured more often.
@@ -67,7 +67,7 @@ class Looks:
         """Return the shape that the next look measures, or None if no look is affordable.
 
         Args:
-            losses: For each shape that is not in use, the estimated loss of a round, in seconds.
+            losses: For each shape that is not in use, the estimated loss of a round of a look, in seconds.
             plain_s: Duration of a plain round.
         """
         least = LEAST_LOSS_SHARE * plain_s

@@ -4,11 +4,11 @@ The objective is the largest number of expected tokens per second of the round:
 
     expected tokens, summed over all rows  /  seconds of the round (`RoundCosts.round`)
 
-Each node of a tree has a *price*: the number of tokens that the round can produce in the time by which the
-node prolongs it. For a given set of shapes, each row gets the shape with the most expected tokens after the
-price of its nodes is deducted. Rows with good drafts therefore get large shapes. Rows whose drafts yield less
-than their price decode plainly. Rows with equal expectations form one class, so that a decision does not take
-longer for a larger batch.
+Each node of a tree makes the round longer. The *price* of a node is the number of tokens that the round could
+produce in this additional time. For a given set of shapes, each row gets the shape with the most expected
+tokens after the price of its nodes is deducted. Rows with good drafts therefore get large shapes. Rows whose
+drafts yield less than their price decode plainly. Rows with equal expectations form one class, so that a
+decision does not take longer for a larger batch.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class RowClass:
 
 @dataclass(frozen=True, slots=True)
 class Others:
-    """The rows of a round that get no shape from this module.
+    """The rows of a round whose shapes `Partitions` does not choose.
 
     Attributes:
         shapes: Number of rows by shape, `NO_DRAFT` included.

@@ -28,7 +28,8 @@ def wait_cap_s(rows: Sequence[RowBound], batch_size: int, costs: RoundCosts, *, 
 
     - `P99_MULTIPLE` times the 99th percentile of the measured proposal times;
     - `WAIT_SHARE` of the time that the proposal can save. A proposal of n expected tokens saves the time of n
-      plain rounds, but costs the time of its verify pass. The assumed saving is at least one plain round.
+      plain rounds, but costs the time of its verify pass. The assumed saving is at least the time of one
+      plain round.
 
     Args:
         rows: The `auto` rows.

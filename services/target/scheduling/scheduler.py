@@ -4,17 +4,18 @@ The life of a sequence:
 
 1. The sequence waits in the queue until pages for all of its tokens are free. It is then admitted.
 2. The sequence prefills in chunks and then decodes in every step.
-3. If a decoding sequence needs a page and none is free, the scheduler *retracts* one sequence: a paused
-   sequence, or otherwise usually the latest arrival (`TokenShares.victim`). The scheduler also retracts a
-   sequence if a waiting sequence needs its slot or its pages. In this case, the retracted sequence is paused,
-   has a lower priority, or belongs to a tenant with more than its share (`TokenShares.makes_room`). A
-   retracted sequence returns its pages, keeps its tokens and waits again. Later, its prompt and its emitted
-   tokens are prefilled again. This does not change the sequence's tokens.
+3. If a decoding sequence needs a page and none is free, the scheduler *retracts* one sequence. It chooses a
+   paused sequence if there is one, and otherwise usually the latest arrival (`TokenShares.victim`). The
+   scheduler also retracts a sequence if a waiting sequence needs its slot or its pages. In this case, the
+   retracted sequence is paused, has a lower priority, or belongs to a tenant with more than its share
+   (`TokenShares.makes_room`). A retracted sequence returns its pages, keeps its tokens and waits again.
+   Later, its prompt and its emitted tokens are prefilled again. This does not change the sequence's tokens.
 4. When a sequence ends or is retracted, its full pages stay in the prefix cache until other sequences need
    the memory.
 
-If another sequence is already computing a prefix of a waiting sequence, the waiting sequence is admitted
-after that prefix is stored. It does not wait if it would save only little work (`LONG_PREFIX`).
+If another sequence is already computing a prefix of a waiting sequence, the waiting sequence is admitted only
+after that prefix has been stored. If this would save little work (`LONG_PREFIX`), the sequence does not wait
+for the prefix.
 
 Among the sequences that are not paused, the oldest one of the highest priority is never retracted. A check
 on submission ensures that every sequence fits into the pool alone. Therefore at least one sequence always

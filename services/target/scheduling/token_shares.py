@@ -1,4 +1,4 @@
-"""Fairness between tenants: whose sequence is admitted next, and which sequence makes room for it.
+"""Shares the target fairly between tenants: decides which sequence is admitted next, and which makes room.
 
 Each tenant with live sequences has a counter of the tokens that it was served: prompt tokens at admission,
 and emitted tokens. The tenant with the lowest counter is owed the most, so its sequences are admitted first.
@@ -123,9 +123,9 @@ class TokenShares:
     ) -> Sequence | None:
         """Return the admitted sequence that makes room for a waiting sequence, or None.
 
-        If admitted sequences have a lower priority than the waiting sequence, the youngest one of the lowest
-        priority makes room. If several tenants compete, it is the youngest one of the tenant with the most
-        slots among these.
+        If admitted sequences have a lower priority than the waiting sequence, one of the lowest priority
+        makes room. This is the youngest one, or with several tenants, the youngest one of the tenant with the
+        most slots.
 
         Otherwise, a sequence of the same priority may make room if its tenant was served at least as many
         tokens as the waiting sequence's tenant, and has at least two more slots. Of these sequences, the
