@@ -170,7 +170,7 @@ class TargetEngine(Steppable):
         self.wake()
 
     def flush_prefixes(self) -> Future[int]:
-        """Empty the prefix cache, and return a future of the number of removed pages. Running requests go on."""
+        """Empty the prefix cache. The future receives the number of removed pages. Running requests go on."""
         removed: Future[int] = Future()
         self._inbox.append(FlushPrefixes(removed))
         self.wake()
@@ -300,7 +300,7 @@ class TargetEngine(Steppable):
     def step_failed(self, error: Exception) -> None:
         """Fail the requests in the batch after an exception. Queued requests stay in the queue.
 
-        If a rank was lost, the requests get the code and reason of this error, so that clients retry.
+        If a rank was lost, the requests get the code and reason of this `UnavailableError`. Clients then retry.
         """
         code, reason = (
             (error.code, error.reason) if isinstance(error, UnavailableError) else (ErrorCode.INTERNAL, None)

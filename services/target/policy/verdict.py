@@ -21,7 +21,7 @@ class Reason(Enum):
 
     - PAYS: Some rows draft, because drafting is estimated to be faster.
     - DOES_NOT_PAY: No row drafts, because plain decoding is estimated to be faster.
-    - PROBING: A look is under way (see `looks`). Some rows draft, or all rows decode plainly, only to measure.
+    - PROBING: A look is under way (see `looks`): some rows draft, or all decode plainly, only to measure.
     - UNMEASURED: No row drafts, because too few rounds were measured.
     - DRAFT_AWAY: No row drafts, because the draft cannot draft now.
     - IDLE: There has been no row in mode `auto` yet.
