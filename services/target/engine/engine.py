@@ -263,7 +263,7 @@ class TargetEngine(Steppable):
         self._source.carry()  # last, because it may wait for a draft in another process
 
     def _adopts_draft(self) -> bool:
-        """Adopt a changed draft. Return True if this step recorded graphs instead of serving requests."""
+        """Adopt a changed draft. Return True if the step called the recorder instead of serving requests."""
         self.recorder.hear()
         if self._sessions.outdated:
             # Sequences may be prefilled again, to capture the features that the new draft needs.
@@ -300,7 +300,7 @@ class TargetEngine(Steppable):
     def step_failed(self, error: Exception) -> None:
         """Fail the requests in the batch after an exception. Queued requests stay in the queue.
 
-        If a rank was lost, the requests get the code and reason of this `UnavailableError`. Clients then retry.
+        After the loss of a rank, they keep the code and reason of its `UnavailableError`: clients retry.
         """
         code, reason = (
             (error.code, error.reason) if isinstance(error, UnavailableError) else (ErrorCode.INTERNAL, None)

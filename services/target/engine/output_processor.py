@@ -24,7 +24,7 @@ class OutputProcessor:
 
     Attributes:
         generated_tokens: Number of tokens emitted since the start or the last call of `start_counting`.
-        totals: Speculation statistics of the sequences that have ended in this time.
+        totals: Speculation statistics of the sequences that have ended since the same moment.
         before_end: Called with every sequence before it ends.
     """
 

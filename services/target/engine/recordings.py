@@ -136,7 +136,7 @@ def round_recordings(
 def mixed_recordings(rounds: RoundRunner, *, captures: bool) -> Iterator[Recording]:
     """Yield the recordings of rounds with trees, in all sampling modes except `FULL`.
 
-    Larger rounds come first, so that the graphs of smaller rounds can reuse the memory of their graphs.
+    Larger rounds come first, so that the graphs of smaller rounds can reuse the memory of larger graphs.
 
     Args:
         rounds: Records verify passes.

@@ -8,7 +8,7 @@ from outrider.services.target.grammar.matcher import Grammar, Mask, words_of
 from outrider.shared.base.constraint import Constraint
 
 PROMPT_END_TOKENS = 8
-"""Number of tokens at the end of a prompt in which the opening of the free part is looked for."""
+"""Number of tokens at the end of a prompt that are searched for the opening of the free part."""
 
 
 class OutputForm:

@@ -33,7 +33,7 @@ from outrider.shared.nn.feature_projector import FeatureProjector
 from outrider.shared.spec.drafter import FeatureSpec
 
 LIBRARY_ROWS = 1024
-"""Passes over at least this many rows are not recorded if a library's attention is faster than our kernel.
+"""From this many rows on, a pass replays no graph of our attention kernel if a library's kernel is faster.
 
 For this many rows, a large GPU takes as long to run the kernels of a pass as the host takes to launch them.
 """

@@ -97,7 +97,11 @@ class RowBuckets:
 
     @classmethod
     def up_to(cls, most: int) -> RowBuckets:
-        """Return buckets up to `most` rows: 1, 2, 4, every multiple of 8 up to 128, and fewer above 128."""
+        """Return buckets up to `most` rows.
+
+        The buckets are 1, 2, 4, the multiples of 8 up to 128, the multiples of 16 up to 256, and larger steps
+        above 256.
+        """
         sizes = [1, 2, 4, *range(8, 128, 8), *range(128, 256, 16), *range(256, 512, 64)]
         sizes += [*range(512, 1024, 128), *range(1024, 4097, 512)]
         return cls((*[size for size in sizes if size < most], most))

@@ -41,9 +41,9 @@ class TreeForms:
         self._words = words_of(vocab_size)
 
     def fit(self, entries: Seq[Entry], starts: Seq[int], rows: int) -> Masks | None:
-        """Fit the trees of a round, whose drafting was enqueued before, to the forms of their outputs.
+        """Fit the trees of a round to the forms of their outputs.
 
-        The host must have read all earlier rounds.
+        The drafting of this round must have been enqueued, and the host must have read all earlier rounds.
 
         Args:
             entries: The entries of the round.
@@ -138,7 +138,7 @@ def prompt_masks(sequences: Seq[Sequence], device: torch.device) -> torch.Tensor
 
 
 def fitted(form: OutputForm, tree: HostTree, rows: int, depth: int) -> HostTree:
-    """Return a tree without the nodes that a form forbids, and with added nodes for text that it forces.
+    """Return a tree without the nodes that a form forbids, and with nodes for text that the form forces.
 
     Nodes whose tokens end the output are removed too, because nothing can follow them.
 

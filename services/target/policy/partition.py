@@ -23,10 +23,11 @@ from outrider.services.target.policy.offered_shapes import MOST_ROWS
 from outrider.shared.spec.tree import NO_DRAFT, DraftShape
 
 SMALL_STEP_ROWS = 32
-"""Number of rows (nodes of all trees) that a round may have even if no similar round has been measured."""
+"""A round may have up to this many rows (nodes of all trees) even if no round of half its size has been
+measured."""
 MOST_SHAPES = 2
 MOST_OFFERED = 8
-"""Largest number of shapes that are compared. The limit bounds the time of a decision."""
+"""Largest number of shapes that are compared. Further bounds of requests then cannot prolong a decision."""
 PRICE_STEPS = 2
 """Number of times that the price is computed from the rate of the latest partition."""
 
