@@ -300,7 +300,7 @@ class TargetEngine(Steppable):
     def step_failed(self, error: Exception) -> None:
         """Fail the requests in the batch after an exception. Queued requests stay in the queue.
 
-        After the loss of a rank, they keep the code and reason of its `UnavailableError`: clients retry.
+        An `UnavailableError`, which reports a lost rank, keeps its code and reason, so that clients retry.
         """
         code, reason = (
             (error.code, error.reason) if isinstance(error, UnavailableError) else (ErrorCode.INTERNAL, None)

@@ -31,7 +31,7 @@ class Expiry:
     def overdue(
         self, live: Iterable[Sequence], now: float, pause_timeout_s: float
     ) -> Iterator[tuple[Sequence, OutriderError]]:
-        """Yield the requests that must end now, each with its error. Set `next_due` for the other requests."""
+        """Yield each request that must end now, with its error. Update `next_due` for the other requests."""
         if self.next_due is None or now < self.next_due:
             return
         self.next_due = None
