@@ -67,7 +67,7 @@ _log = get_logger("outrider.target")
 DrafterFactory = Callable[[Decoder, CacheSizing], Drafter]
 """Makes a drafter for a model.
 
-After the drafter has loaded its weights, it calls the `CacheSizing` to size its KV cache.
+After loading its weights, the drafter calls the `CacheSizing` to determine the size of its KV cache.
 """
 Result = TypeVar("Result")
 
@@ -76,7 +76,7 @@ def run(settings: TargetSettings, make_drafter: DrafterFactory | None = None) ->
     """Serve until SIGTERM or SIGINT, and return the exit code.
 
     Args:
-        settings: Resolved.
+        settings: The resolved settings.
         make_drafter: Makes a drafter inside this process. The launcher passes this function. By default, the
             drafter is a client of the draft service at `settings.draft`.
 
@@ -181,7 +181,7 @@ class StandIn:
 
     Attributes:
         decoder: The model with random weights.
-        synthetic: The distribution of the number of accepted drafts. None uses the model's own decisions.
+        synthetic: The distribution of the number of accepted drafts. With None, the model itself decides.
     """
 
     decoder: Decoder
@@ -192,7 +192,7 @@ class Target:
     """One serving process without its gRPC server: model, KV pool, drafter, engine and engine thread.
 
     Args:
-        settings: Resolved.
+        settings: The resolved settings.
         make_drafter: Makes a drafter inside this process; see `run`.
         stand_in: Replaces the model of `settings.model`. Only `outrider bench` passes one.
         on_rank_lost: Called when another rank is lost; see `start_group`.
@@ -335,7 +335,7 @@ class Target:
         """Wait, for at most `RECORD_LIMIT_S`, until the first CUDA graphs or all of them are recorded."""
         recorded = self.engine.ask_recorded(for_all=for_all)
         deadline = time.monotonic() + RECORD_LIMIT_S
-        # Poll on this thread, because a stop would have to wait for any other thread.
+        # Poll on this thread. If another thread waited, a stop would have to wait for that thread.
         while not recorded.is_set() and time.monotonic() < deadline:
             await asyncio.sleep(POLL_S)
 

@@ -14,9 +14,9 @@ class Device(Enum):
 
 
 class OverlapSchedule(Enum):
-    """Whether the host launches a round before it has read the previous one, and drafts on the device.
+    """Whether the host launches a round before it has read the previous one. If so, drafts run on the device.
 
-    AUTO does so if the model runs on a GPU.
+    AUTO selects ON if the model runs on a GPU.
     """
 
     AUTO = "auto"
@@ -25,10 +25,10 @@ class OverlapSchedule(Enum):
 
 
 class RoundPlacement(Enum):
-    """Whether rounds with a draft in another process run through the host or on the devices.
+    """Where rounds with a draft in another process run.
 
-    Rounds on the devices of target and draft use `shared.spec.resident`. AUTO selects these rounds if the
-    target uses a single GPU.
+    HOST passes trees and results through the host. DEVICE keeps the rounds on the devices of target and draft
+    (`shared.spec.resident`). AUTO selects DEVICE if the target uses a single GPU.
     """
 
     AUTO = "auto"

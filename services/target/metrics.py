@@ -22,8 +22,8 @@ REASONS_OF_STATE = {
     DrafterState.DOWN: "draft_down",
 }
 
-# Fallback reasons of the engine, `DraftSessions` and the remote drafter. The reasons of a draft that refuses
-# a session are added when they first occur.
+# Fallback reasons of the engine, `DraftSessions` and the remote drafter. If a draft refuses a session for
+# another reason, that reason is added when it first occurs.
 FALLBACK_REASONS = (
     *(
         state.value
@@ -163,8 +163,8 @@ class TargetMetrics:
         Args:
             step: The round.
             draft_s: Seconds of drafting on the device.
-            answer_s: Seconds from a request for trees through the host until the trees had arrived; None if
-                trees were not requested through the host.
+            answer_s: Seconds between the host's request for trees and the arrival of the trees. None if the
+                host requested no trees.
         """
         self._verify_s.observe(step.verify_s)
         if step.path is not DraftPath.HOST:
@@ -228,7 +228,7 @@ class TargetMetrics:
     def _tell_decision(self, verdict: Verdict) -> None:
         for reason in Reason:
             self._decision.labels(reason.value).set(1 if verdict.reason is reason else 0)
-        # Names without topk and nodes, because each name is a series, and requests can set many bounds.
+        # Leave topk and nodes out of names, because each name is a series and requests can set many bounds.
         rows = Counter({"plain": verdict.plain_rows})
         for shape, count in verdict.shapes.items():
             rows[f"{'chain' if shape.topk == 1 else 'tree'} {shape.depth}"] += count

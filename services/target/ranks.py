@@ -17,7 +17,7 @@ class Ranks:
         local_rank, local_size: The rank of this process among the ranks of this host, and the number of these
             ranks.
         host, port: Address of the store that all ranks connect to. Rank 0 runs on the host of the store.
-        agent_store: Whether `torchrun` serves the store. Otherwise rank 0 serves the store.
+        agent_store: True if `torchrun` serves the store. False if rank 0 serves the store.
     """
 
     rank: int

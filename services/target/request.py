@@ -34,8 +34,8 @@ class SpeculationParams:
         mode: `ON` for a fixed shape, `AUTO` for shapes that the controller chooses, or `OFF`.
         shape: The shape of every round (`ON`), or the largest shape of a round (`AUTO`).
         trace: Whether the client receives a trace of every round.
-        chain: The longest chain that `AUTO` may choose in addition to `shape`. `NO_DRAFT` allows no such
-            chain.
+        chain: The longest chain that `AUTO` may choose in addition to `shape`. With `NO_DRAFT`, `AUTO` may
+            not choose such a chain.
     """
 
     mode: SpeculationMode
@@ -133,13 +133,14 @@ class GenerationRequest:
         stop_token_ids: Tokens that end the sequence. The stop token is emitted as the last token.
         ignore_eos: True if the model's end-of-sequence tokens do not end the sequence.
         deadline: Time at which the request fails, from `time.monotonic()`. None sets no deadline.
-        priority: Requests with higher values are admitted first, and may take the place of others.
+        priority: Requests with higher values are admitted first, and may displace requests with lower values.
         tenant: Name of the party whose requests share a part of the server. Empty if there is only one.
         logprobs: The log-probabilities that the client wants.
-        constraint: The form that the output must have. None allows any output.
-        grammar: The compiled constraint. None without a constraint.
+        constraint: The form that the output must have. None if any output is allowed.
+        grammar: The compiled constraint. None if there is no constraint.
         cache_salt: Only requests with the same salt share stored prefixes.
-        traceparent: The target's span of this request, for the draft. Empty if the request is not traced.
+        traceparent: The trace context of the target's span for this request, which is sent to the draft.
+            Empty if the request is not traced.
         resume_ids: Tokens that another target has emitted for this request. They count as output.
     """
 
@@ -169,9 +170,9 @@ class TokensEvent:
         request_id: The identifier from the request.
         token_ids: The tokens.
         rounds: The rounds that chose the tokens, if the client wants a trace.
-        logprobs: One per token, if the client wants logprobs of the output.
-        prompt_logprobs: The next prompt tokens, if the client wants their logprobs. The first one is that of
-            the token at index `prompt_start`, or at index 1 if `prompt_start` is 0.
+        logprobs: The log-probability of each token in `token_ids`, if the client wants them.
+        prompt_logprobs: The log-probabilities of the next prompt tokens, if the client wants them. The first
+            entry is for the token at index `prompt_start`, or at index 1 if `prompt_start` is 0.
     """
 
     request_id: str

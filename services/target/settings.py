@@ -28,7 +28,7 @@ from outrider.shared.spec.algorithm import Algorithm
 from outrider.shared.spec.tree import DraftShape
 
 CUDA_PREFILL_TOKENS = 8192
-"""Default prompt tokens per step on a GPU.
+"""Default number of prompt tokens per step on a GPU.
 
 The value equals SGLang's default `chunked_prefill_size` and vLLM's `max_num_batched_tokens` on large GPUs.
 """
@@ -227,7 +227,7 @@ class TargetSettings(ListenerSettings):
         self._check_ranks()
 
     def keeps_draft_rounds(self, device: torch.device) -> bool:
-        """Return True if rounds with a draft in another process stay on the target's device."""
+        """Return True if rounds with a draft in another process run on the devices of target and draft."""
         if self.draft_rounds is RoundPlacement.AUTO:
             return device.type == "cuda" and self.tp == 1
         return self.draft_rounds is RoundPlacement.DEVICE
@@ -278,7 +278,7 @@ class TargetSettings(ListenerSettings):
     def torch_device(self) -> torch.device:
         """Return the device on this machine.
 
-        Ranks use consecutive GPUs, starting at the configured GPU or, without one, at the first GPU.
+        Ranks use consecutive GPUs. The first is the configured GPU, or GPU 0 if no GPU is configured.
         """
         name = self.device
         if name == Device.AUTO.value:
@@ -292,8 +292,8 @@ class TargetSettings(ListenerSettings):
     def prefill_tokens(self) -> int:
         """Return the maximum number of prompt tokens per step.
 
-        A step reads the weights once for any number of tokens, so it should have enough tokens to fill the
-        device.
+        A step reads the weights once for any number of tokens. It should therefore have enough tokens to keep
+        the device busy.
         """
         return self.prefill_chunk or (
             CUDA_PREFILL_TOKENS if self.torch_device().type == "cuda" else CPU_PREFILL_TOKENS

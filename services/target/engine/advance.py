@@ -1,4 +1,4 @@
-"""Cuts the tokens of a pass at stop tokens and at the length limit, and appends the others to a sequence."""
+"""Cuts the tokens of a pass at stop tokens and the length limit, and appends kept tokens to a sequence."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Advance:
         kept: The tokens that are kept and emitted.
         num_cut: Number of tokens that were dropped after a stop token or the length limit.
         finish: The reason why the sequence ends with these tokens. None if the sequence continues.
-        matched_token: The stop token that ended the sequence. None if no stop token did.
+        matched_token: The stop token that ended the sequence. None unless the sequence ended at a stop token.
     """
 
     kept: list[int]
@@ -28,7 +28,7 @@ class Advance:
 def advance(sequence: Sequence, emitted: list[int]) -> Advance:
     """Append chosen tokens to a sequence, up to the first stop token or the sequence's length limit.
 
-    Lengths, usage and noise positions do not include dropped tokens.
+    All later tokens are dropped. Lengths, usage and noise positions do not include dropped tokens.
     """
     kept, finish, matched = emitted, None, None
     stop_ids, remaining = sequence.stop_ids, sequence.remaining

@@ -1,4 +1,4 @@
-"""Commits the tokens that a pass has chosen, and emits them: the only path for prompts and for rounds."""
+"""Commits the tokens that a prefill or a round has chosen, and emits them to the client."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Committer:
 
     Args:
         output: Collects events for the clients and ends sequences.
-        poisoned: Called with a sequence whose logits are NaN or infinite. The function fails that sequence.
+        poisoned: Called with a sequence whose logits are NaN or infinite. This function fails the sequence.
         forget: Called with every sequence that has ended.
     """
 
@@ -34,7 +34,7 @@ class Committer:
         self._forget = forget
 
     def accept(self, sequence: Sequence, emitted: Seq[int]) -> Advance | None:
-        """Append chosen tokens. Return None, and fail the sequence, if its logits are invalid."""
+        """Append chosen tokens. If the sequence's logits are invalid, fail the sequence and return None."""
         if emitted[-1] == FAILED_TOKEN:
             self._poisoned(sequence)
             return None
@@ -47,7 +47,7 @@ class Committer:
         trace: RoundTrace | None = None,
         logprobs: Seq[TokenLogprob] = (),
     ) -> None:
-        """Pass accepted tokens to the client, and end the sequence if they are its last tokens."""
+        """Pass accepted tokens to the client, and end the sequence if it is complete."""
         if self._output.tokens(sequence, step, trace, logprobs):
             self._forget(sequence)
 

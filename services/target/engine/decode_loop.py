@@ -5,12 +5,12 @@ On a GPU, a round is enqueued before the host has read the previous round (a loo
     device    | round n          | round n + 1      | round n + 2
     host      launch n + 1 · wait for n · deliver n · launch n + 2 · wait for n + 1 …
 
-On a CPU, or if the trees of a round come from the host, the loop reads a round before it launches the next (a
-lookahead of 0).
+On a CPU, or if the trees of a round come from the host, the loop reads a round before it launches the next
+one (a lookahead of 0).
 
-Sequences join and leave between two rounds. The rounds in flight go on meanwhile. The host sees the end of a
-sequence one round late, so one more round may contain the sequence. The result of that round is void: its
-tokens are never emitted, billed or cached.
+Sequences join and leave between two rounds, while the rounds in flight continue. With a lookahead of 1, the
+host reads the end of a sequence one round late, so one more round may contain the ended sequence. The results
+of that round for this sequence are void: the tokens are never emitted, billed or cached.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ class DecodeLoop:
     Args:
         rounds: Enqueues and reads rounds.
         prefill: Enqueues prompt chunks and finishes them.
-        planner: Chooses the tree shape of each row.
+        planner: Chooses the tree shape of each sequence.
         drafts: Supplies the trees.
         committer: Commits and emits tokens.
         scheduler: Reserves pages for sequences that join a round.
-        controller: Learns from the rounds.
+        controller: Learns costs and acceptance from the rounds.
         metrics: Counts rounds.
         lookahead: Number of rounds that may be in flight when the host launches the next one: 0 or 1.
 
@@ -78,7 +78,7 @@ class DecodeLoop:
         self._in_flight: deque[Round | PrefillPass] = deque()
         self._ahead = 0
         self._read_at = 0.0
-        # Numbers of the rounds in flight whose drafts include work on earlier tokens.
+        # Numbers of the rounds in flight in which the drafter also processes earlier tokens.
         self._catching_up: set[int] = set()
         self.num_rounds = 0
 
@@ -102,7 +102,7 @@ class DecodeLoop:
             decodes = [sequence for sequence in decodes if not sequence.passes_ahead]
         entries = self._entries(decodes)
         if self._drafts.waits_for_host(entries):
-            # The trees depend on tokens that the host must know.
+            # The host requests these trees, for which it must know all earlier tokens.
             if any(isinstance(one, Round) for one in self._in_flight):
                 self._drafts.postponed(entries)
                 return
@@ -131,7 +131,7 @@ class DecodeLoop:
             self._ahead = self._lookahead
 
     def finish(self) -> None:
-        """Read, commit and emit the passes in flight, except a round that may stay ahead of the host."""
+        """Read, commit and emit the passes in flight, except for a round that may stay ahead of the host."""
         while self._in_flight and not self._stays_ahead():
             if len(self._in_flight) == 1:
                 self._drafts.carry()

@@ -1,7 +1,7 @@
 """The target's engine and its `step`: receive, adopt a changed draft, schedule, launch, finish.
 
 A step enqueues prompt chunks and one round of all decoding sequences. Then it reads the earlier passes, and
-delivers their tokens. A sequence without draft nodes takes part in the same round with one row.
+delivers their tokens. A sequence without draft nodes takes part in the same round with a single row.
 
 All state belongs to the engine thread. Other threads only append to the inbox.
 """
@@ -51,7 +51,7 @@ from outrider.shared.spec.exchange_drafter import ExchangeDrafter
 DRAIN_RETRY_AFTER_S = 5.0
 NO_DRAFT_REASON = "no_draft"
 LOOK_S = 1.0
-"""Poll interval at which an idle engine checks for a new draft, which needs other CUDA graphs."""
+"""Interval in seconds at which an idle engine checks for a new draft, which needs other CUDA graphs."""
 
 
 class TargetEngine(Steppable):
@@ -64,7 +64,7 @@ class TargetEngine(Steppable):
         scheduler: Owns the KV pages and decides which sequences run.
         drafter: Proposes trees.
         limits: Checks requests on arrival.
-        metrics: Prometheus metrics. By default, the engine creates new metrics.
+        metrics: Prometheus metrics. By default, the engine creates them.
         controller: Chooses how much to draft. By default, the engine creates a new controller.
         wake: Wakes the engine thread.
         plan: Configures the decode loop.
@@ -161,7 +161,7 @@ class TargetEngine(Steppable):
         self.wake()
 
     def pause(self, handle: int) -> None:
-        """Pause a request whose reader is slow. It keeps its KV pages unless other requests need them."""
+        """Pause a request with a slow reader. The request keeps its KV pages until others need them."""
         self._inbox.append(Pause(handle, True))
 
     def resume(self, handle: int) -> None:
@@ -170,7 +170,7 @@ class TargetEngine(Steppable):
         self.wake()
 
     def flush_prefixes(self) -> Future[int]:
-        """Empty the prefix cache; the result is the number of pages removed. Running requests go on."""
+        """Empty the prefix cache. The future receives the number of removed pages. Running requests go on."""
         removed: Future[int] = Future()
         self._inbox.append(FlushPrefixes(removed))
         self.wake()
@@ -211,7 +211,7 @@ class TargetEngine(Steppable):
         return len(self._live) + sum(isinstance(message, Submit) for message in tuple(self._inbox))
 
     def ask_recorded(self, *, for_all: bool = False) -> threading.Event:
-        """Return an event that is set once the first graphs, or all, are recorded. Thread-safe."""
+        """Return an event that is set once the first (or all) graphs are recorded. Thread-safe."""
         asked = self.recorder.ask(for_all=for_all)
         self.wake()
         return asked
@@ -263,7 +263,7 @@ class TargetEngine(Steppable):
         self._source.carry()  # last, because it may wait for a draft in another process
 
     def _adopts_draft(self) -> bool:
-        """Adopt a changed draft. Return True if this step has recorded one of the graphs for it instead."""
+        """Adopt a changed draft. Return True if the step called the recorder instead of serving requests."""
         self.recorder.hear()
         if self._sessions.outdated:
             # Sequences may be prefilled again, to capture the features that the new draft needs.
@@ -300,7 +300,7 @@ class TargetEngine(Steppable):
     def step_failed(self, error: Exception) -> None:
         """Fail the requests in the batch after an exception. Queued requests stay in the queue.
 
-        The error of a lost rank, an `UnavailableError`, keeps its code and reason, so that clients retry.
+        An `UnavailableError`, which reports a lost rank, keeps its code and reason, so that clients retry.
         """
         code, reason = (
             (error.code, error.reason) if isinstance(error, UnavailableError) else (ErrorCode.INTERNAL, None)

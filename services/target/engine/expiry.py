@@ -12,15 +12,15 @@ class Expiry:
     """Tracks the earliest time at which a live request may have to end. Engine thread only.
 
     Attributes:
-        next_due: Time of the next check, from `time.monotonic()`, or None. The check may be too early, but
-            never too late.
+        next_due: Time of the next check, from `time.monotonic()`. None if no check is due. The check may be
+            too early, but never too late.
     """
 
     def __init__(self) -> None:
         self.next_due: float | None = None
 
     def due_at(self, moment: float | None) -> None:
-        """Schedule a check at `moment` or earlier. None changes nothing."""
+        """Schedule a check at `moment` or earlier. With None, do nothing."""
         if moment is not None and (self.next_due is None or moment < self.next_due):
             self.next_due = moment
 
@@ -31,7 +31,7 @@ class Expiry:
     def overdue(
         self, live: Iterable[Sequence], now: float, pause_timeout_s: float
     ) -> Iterator[tuple[Sequence, OutriderError]]:
-        """Yield the requests that must end now, each with its error. Update `next_due` for all others."""
+        """Yield each request that must end now, with its error. Update `next_due` for the other requests."""
         if self.next_due is None or now < self.next_due:
             return
         self.next_due = None

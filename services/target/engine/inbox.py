@@ -25,7 +25,7 @@ class Cancel:
 
 @dataclass(frozen=True, slots=True)
 class Pause:
-    """Pauses a request whose reader became slow (`paused`), or resumes it."""
+    """Pauses a request whose reader became slow. If `paused` is False, resumes the request."""
 
     session_id: int
     paused: bool

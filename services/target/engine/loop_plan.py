@@ -17,12 +17,12 @@ class LoopPlan:
     Attributes:
         lookahead: Number of rounds that may be in flight when the host launches the next round: 0 or 1.
         drafts_on_device: True to draft on the target's device if the drafter can.
-        max_depth: Depth of the deepest tree that a request may ask for.
+        max_depth: Depth of the deepest tree that a request may use.
         max_nodes: Largest number of nodes of a tree.
-        max_packed_rows: Largest number of packed rows of a round, i.e. of the nodes of all its trees.
+        max_packed_rows: Largest number of packed rows of a round, i.e. of nodes in all its trees together.
         prefill_budget_s: Seconds that the prompt chunks of a step may take while other sequences decode.
-        recorded_entries: Largest number of sequences of a round that is recorded as CUDA graphs. None sets no
-            limit.
+        recorded_entries: Largest number of sequences of a round that is recorded as CUDA graphs. With None,
+            rounds of any number of sequences are recorded.
     """
 
     lookahead: int = 0

@@ -23,8 +23,8 @@ class OutputProcessor:
     """Collects the events of a step and delivers them together. Ends every sequence and frees its pages.
 
     Attributes:
-        generated_tokens: Number of tokens emitted since the start or the last `start_counting`.
-        totals: Speculation statistics of the sequences that have ended since then.
+        generated_tokens: Number of tokens emitted since the start or the last call of `start_counting`.
+        totals: Speculation statistics of the sequences that have ended since the same moment.
         before_end: Called with every sequence before it ends.
     """
 

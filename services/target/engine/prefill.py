@@ -1,7 +1,8 @@
 """Enqueues prompt chunks between the rounds, and commits the first tokens after prompts.
 
-The last chunk of a prompt writes its first token into the sequence's slot on the device. The next round
-therefore contains the sequence before the host has read the token:
+The last chunk of a prompt also chooses the first token after the prompt, and writes this token into the
+sequence's slot on the device. The next round can therefore contain the sequence before the host has read the
+token:
 
     device    | round n | chunk of a prompt | round n + 1, with the new sequence
     host      enqueue the chunk and round n + 1 · read and deliver round n · read and deliver the first token
@@ -31,11 +32,11 @@ class PrefillPass:
     """Prompt chunks in flight, and the first tokens after those prompts that the chunks complete.
 
     Attributes:
-        completed: The sequences whose prompts are complete, with their residence.
+        completed: The sequences whose prompts are complete, each with its `residence` (see `Sequence`).
         chosen: The first token of each completed sequence.
         tokens: Number of prompt tokens of the pass.
-        longest: Largest context of a chunk.
-        enqueued_at: Time of the call, from `time.monotonic()`.
+        longest: Largest context of a chunk, in tokens.
+        enqueued_at: Time at which the pass was enqueued, from `time.monotonic()`.
     """
 
     completed: Seq[tuple[Sequence, int]]
@@ -73,8 +74,8 @@ class Prefill:
     def limit(self, scheduler: Scheduler) -> int | None:
         """Return how many prompt tokens the next step may compute while sequences decode.
 
-        The limit is the largest recorded size within the time budget, so that chunks need no padding. None
-        means that no prompt is left to compute.
+        The limit is the largest size of a recorded pass within the time budget, so that chunks need no
+        padding. Return None if no prompt is left to compute.
         """
         stored = (one.cached_len for one in scheduler.active if one.status is SequenceStatus.PREFILLING)
         context = next(stored, 0 if scheduler.waiting else None)
@@ -113,7 +114,7 @@ class Prefill:
 
         Args:
             launched: The oldest pass in flight.
-            previous_end: Time at which the host had read the pass before it.
+            previous_end: Time at which the host had read the previous pass.
         """
         tokens = launched.chosen.wait()
         started = max(launched.enqueued_at, previous_end)
@@ -134,7 +135,7 @@ class Prefill:
             self._committer.emit(sequence, step, logprobs=_first_logprob(launched.chosen, index, sequence))
 
     def _rules_of(self, completed: Seq[Sequence]) -> SlotRules | None:
-        """Write the rules of the sequences. Return None if they have no rules."""
+        """Write the rules of completed sequences to their slots. Return None if no sequence has rules."""
         ruled = [sequence for sequence in completed if sequence.ruled]
         if not ruled:
             return None
@@ -154,7 +155,7 @@ class Prefill:
         self._committer.emit_prompt(sequence, unpack_logprobs(rows, top))
 
     def _stored(self, chunk: PrefillChunk) -> None:
-        """Note what a chunk stores."""
+        """Update a sequence's lengths for the K/V and the feature rows that a chunk stores."""
         sequence = chunk.sequence
         if self._runner.captures and sequence.stores_features and sequence.feature_len == chunk.start:
             sequence.feature_len = chunk.stop

@@ -3,11 +3,11 @@
     start       | first graphs | ready | idle for `IDLE_S`: preparation, then one further graph per step …
     new draft   | idle: first graphs, immediately | idle for `IDLE_S`: one further graph per step …
 
-A preparation is other work that is not urgent. It is divided into parts, and a step of the engine does one
-part. A request that arrives meanwhile waits for at most one recording or one part. While requests are live,
-a
-piece of a round that has no graph runs kernel by kernel. If such a piece is used often and can be recorded
-quickly, `GraphCache` records it while requests are live.
+A preparation is other work that is not urgent. It is divided into parts, and one step of the engine does one
+part. A request that arrives during this work waits for at most one recording or one part.
+
+While requests are live, nothing is recorded here, and pieces of a round that have no graph run kernel by
+kernel. However, `GraphCache` records such a piece if it is used often and can be recorded quickly.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from outrider.shared.engine.graphs import GraphCache
 IDLE_S = 0.25
 """Seconds without a live request after which an idle engine records the further graphs.
 
-Between the requests of one client, the engine is idle for a shorter time.
+The pauses between two requests of one client are usually shorter.
 """
 
 _log = logging.getLogger("outrider.target")
@@ -55,7 +55,8 @@ class RecordingList:
 class Recorder:
     """The graphs that are not recorded yet. Engine thread only, except for `ask`.
 
-    All graphs recorded here are kept. `GraphCache` limits only the number of graphs recorded in place.
+    All graphs recorded here are kept. `GraphCache` only limits the number of graphs that it records while
+    requests are live.
 
     Args:
         graphs: The target's CUDA graphs.
@@ -74,9 +75,10 @@ class Recorder:
         self._further: deque[Recording] = deque()
         self._preparations: deque[Iterator[object]] = deque()
         self._is_compiled: Callable[[Callable[[], None]], bool] = always
-        # Whether the next further graph has all its kernels, and how many graphs in a row lacked some.
+        # Whether the kernels of the next further graph are compiled, and for how many graphs in a row some
+        # kernels were not compiled yet.
         self._checked, self._uncompiled = False, 0
-        # Callers of `ask` that `hear` has not noted yet, and those that it has, each with `for_all`.
+        # Callers of `ask`, each with `for_all`: those not noted by `hear` yet, and those already noted.
         self._asked: deque[tuple[threading.Event, bool]] = deque()
         self._heard: list[tuple[threading.Event, bool]] = []
         self._started = 0.0
@@ -99,7 +101,7 @@ class Recorder:
 
     @property
     def next_due(self) -> float | None:
-        """Time at which the next graph may be recorded unless a request is live. None if none is left."""
+        """Time at which the next work may be done unless a request is live. None if no work is left."""
         if self._first or self._asked or self._heard:
             return self._live_until
         return self._live_until + self._idle_s if self._further or self._preparations else None
@@ -113,8 +115,8 @@ class Recorder:
         """Return an event that is set once graphs are recorded. May be called from any thread.
 
         Args:
-            for_all: Whether to wait for all graphs and preparations instead of the first graphs. They are
-                then done at once if no request is live.
+            for_all: True if the event must also wait for further graphs and preparations. If no request is
+                live, the engine then does this work without waiting for `idle_s`.
         """
         asked = threading.Event()
         self._asked.append((asked, for_all))
@@ -123,8 +125,8 @@ class Recorder:
     def hear(self) -> None:
         """Note the callers of `ask`. Call this before checking whether the draft has changed.
 
-        A caller that asks after the check waits for the next one, because the draft may have changed between
-        the check and the question.
+        The draft may change between this check and a later call of `ask`. The event of a later call is
+        therefore set only after the next check.
         """
         while self._asked:
             self._heard.append(self._asked.popleft())
@@ -133,7 +135,7 @@ class Recorder:
         """Add work that is done while no request is live, before the further graphs.
 
         Args:
-            work: Does one piece of the work for each item that is taken from it. Graphs that it records are
+            work: Does one part of the work each time it yields an item. All graphs that the work records are
                 kept.
         """
         self._preparations.append(iter(work))
@@ -154,7 +156,7 @@ class Recorder:
         self.renew()
 
     def renew(self) -> None:
-        """Plan to record all listed graphs. Graphs that exist already take no time."""
+        """Plan to record all listed graphs. A graph that already exists takes no time."""
         if self._list is None:
             return
         listed = self._list()

@@ -18,7 +18,7 @@ class RecordedDrafts(Protocol):
     """A draft source whose drafts are recorded in advance."""
 
     def capture(self, batch_size: int, shape: DraftShape) -> None:
-        """Record the draft of one size with idle rows."""
+        """Record the drafting of trees of one shape for `batch_size` idle rows."""
         ...
 
 
@@ -29,13 +29,13 @@ MOST_MIXED_ROWS = 512
 DENSE_ROWS = 64
 """Number of rows up to which mixed rounds of every bucket are recorded in advance.
 
-For larger rounds, a padding row costs little, so the sizes in `WIDE_ROWS` suffice.
+For larger rounds, padding rows cost little, so only the sizes in `WIDE_ROWS` are recorded.
 """
 WIDE_ROWS = (96, 128, 160, 192, 256, 320, 384, 448, 512)
 
 
 class Recordings:
-    """Lists the graphs of one engine. Call the listed functions on the engine thread, or before it runs.
+    """Lists the graphs of one engine. Call the listed functions on the engine thread, or before it starts.
 
     Args:
         runner: Records passes over prompts.
@@ -88,8 +88,10 @@ class Recordings:
         return f"prompts of {size} tokens", lambda: self._runner.capture_prefill(size)
 
     def whole_prompt(self, size: int) -> Recording:
-        """Return the recording of the pass over one prompt by a library. It does nothing without a
-        library."""
+        """Return the recording of the pass over one prompt by a library's attention kernel.
+
+        The recording does nothing if there is no such library.
+        """
         self._refresh()
         return f"single prompts of {size} tokens", lambda: self._runner.capture_prefill(size, True)
 
@@ -132,9 +134,9 @@ def round_recordings(
 
 
 def mixed_recordings(rounds: RoundRunner, *, captures: bool) -> Iterator[Recording]:
-    """Yield the recordings of rounds with trees, in all sampling modes but `FULL`, the largest first.
+    """Yield the recordings of rounds with trees, in all sampling modes except `FULL`.
 
-    Larger rounds come first, so that smaller graphs can reuse their memory.
+    Larger rounds come first, so that the graphs of smaller rounds can reuse the memory of larger graphs.
 
     Args:
         rounds: Records verify passes.

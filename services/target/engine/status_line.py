@@ -54,7 +54,7 @@ class StatusLine:
 
 
 async def log_status(stats: Callable[[], EngineStats], interval_s: float) -> None:
-    """Log a line every `interval_s` seconds in which something happened, until cancelled. 0 logs nothing."""
+    """Until cancelled, log a line every `interval_s` seconds if something happened. With 0, log nothing."""
     line = StatusLine()
     line.fields(stats(), time.monotonic())
     while interval_s:

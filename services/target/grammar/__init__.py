@@ -1,1 +1,1 @@
-"""Forms of outputs: compiles grammars in a process of its own, and finds the tokens that they allow."""
+"""Constrained outputs: compiles grammars in a separate process, and finds the tokens that they allow."""

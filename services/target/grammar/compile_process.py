@@ -1,7 +1,7 @@
-"""The process that tries constraints out: ``python -m …compile_process TOKENIZER VOCAB_SIZE END…``.
+"""The process that first compiles a constraint: ``python -m …compile_process TOKENIZER VOCAB_SIZE END…``.
 
-The process reads one request per line and answers each with one line, both in JSON. A constraint that needs
-too much memory or time ends this process instead of the target.
+The process reads one request per line and writes one line in reply to each, both in JSON. A constraint that
+needs too much memory or time ends this process instead of the target.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ def request_line(constraint: Constraint) -> bytes:
 
 
 def error_of(line: bytes) -> str:
-    """Return the error that an answer contains, or an empty text."""
+    """Return the error that a reply contains, or an empty text if it contains none."""
     return str(json.loads(line))
 
 
 def main(arguments: list[str]) -> None:
-    """Answer requests until the input ends."""
+    """Reply to requests until the input ends."""
     file, vocab_size, *ends = arguments
     vocabulary = Vocabulary(Path(file), int(vocab_size), tuple(int(end) for end in ends))
     limits: Any = (MEMORY_BYTES, MEMORY_BYTES)

@@ -1,7 +1,7 @@
-"""Compiles constraints: first in a process of its own, with caps on time and memory, then in the target.
+"""Compiles constraints: first in a separate process, with caps on time and memory, then in the target.
 
-A constraint that the process has compiled is harmless, and is compiled again here, because a compiled grammar
-cannot be sent from one process to another.
+If the process has compiled a constraint, the constraint is harmless. The target then compiles the constraint
+again, because a compiled grammar cannot be sent from one process to another.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class GrammarCompiler:
         self._process: _CompileProcess | None = None
         self._kept: OrderedDict[bytes, Grammar] = OrderedDict()
         self._started: dict[bytes, asyncio.Future[Grammar]] = {}
-        # One thread, because there is one process.
+        # One thread suffices, because there is one compile process.
         self._thread = ThreadPoolExecutor(1, "outrider-grammar")
         self._closed = threading.Event()
 
@@ -66,12 +66,12 @@ class GrammarCompiler:
         return cls(model / TOKENIZER_FILE, config.vocab_size, frozenset(config.eos_token_ids))
 
     async def compile(self, constraint: Constraint) -> Grammar:
-        """Return the grammar of a constraint. Constraints that are known already cost one look-up.
+        """Return the grammar of a constraint. Finding a recently compiled grammar costs one lookup.
 
         Raises:
-            InvalidRequestError: The constraint is malformed, too expensive, or cannot be enforced. The error
-                names the client's field.
-            OutriderError: This target cannot enforce constraints.
+            InvalidRequestError: The constraint is malformed or too expensive, or this target cannot enforce
+                it. The error names the client's field.
+            OverloadedError: Too many constraints are being compiled.
         """
         constraint.check()
         self._check_model(constraint)
@@ -87,7 +87,7 @@ class GrammarCompiler:
             loop = asyncio.get_running_loop()
             started = self._started[digest] = loop.run_in_executor(self._thread, self._compile, constraint)
             started.add_done_callback(lambda done: self._keep(digest, done))
-        # A client that leaves must not end the compilation for the others.
+        # A client that leaves must not end the compilation for other clients with the same constraint.
         return await asyncio.shield(started)
 
     def close(self) -> None:
@@ -137,7 +137,7 @@ class GrammarCompiler:
 
 
 class _NoAnswerError(Exception):
-    """The process has not answered."""
+    """The process has not replied."""
 
     def __init__(self, error: Callable[[Constraint], OutriderError]) -> None:
         super().__init__()
@@ -154,10 +154,10 @@ class _CompileProcess:
         self._ready = False
 
     def ask(self, constraint: Constraint, limit_s: float) -> str:
-        """Return the error of a constraint, or an empty text.
+        """Return the error of a constraint, or an empty text if it has none.
 
         Raises:
-            _NoAnswerError: The process has not answered in time, or has ended.
+            _NoAnswerError: The process has not replied in time, or has ended.
         """
         if not self._ready:
             self._line(START_S)

@@ -1,4 +1,4 @@
-"""The form of one output: free text up to a marker, then a grammar. Follows the tokens of a path and back."""
+"""Follows one output through its form, which is free text up to a marker and then a grammar."""
 
 from __future__ import annotations
 
@@ -8,24 +8,27 @@ from outrider.services.target.grammar.matcher import Grammar, Mask, words_of
 from outrider.shared.base.constraint import Constraint
 
 PROMPT_END_TOKENS = 8
-"""Number of tokens at the end of a prompt that may open the free part."""
+"""Number of tokens at the end of a prompt that are searched for the opening of the free part."""
 
 
 class OutputForm:
-    """Knows which tokens may come next in one output. Engine thread only.
+    """Determines which tokens may come next in one output. Engine thread only.
 
-    The tokens of the output are `settle`d once, in order. The nodes of a tree are visited with `accept` and
-    `rollback`, which must be balanced before the next call of `settle`.
+    An output consists of an optional free part, which ends with a marker, and a part that the grammar
+    determines. A text that is called the opening may precede the free part.
+
+    `settle` follows each token of the output once, in order. `accept` and `rollback` visit the nodes of a
+    tree. Each `accept` must be rolled back before the next call of `settle`.
 
     Args:
         grammar: The compiled grammar of the constraint.
-        constraint: Where the grammar begins. None begins with the first token.
+        constraint: Names the marker and the opening. With None, the grammar begins at the first token.
         prompt: The tokens of the prompt. If they end with the opening, the output begins with the free part.
 
     Attributes:
         ends: The tokens that end the output.
         vocab_size: Number of logits of the model.
-        dead: True if the output contains a token that the form does not allow. Nothing is allowed then.
+        dead: True if the output contains a token that the form does not allow. No token is allowed then.
     """
 
     def __init__(
@@ -49,7 +52,7 @@ class OutputForm:
                 self._tail = b""
             else:
                 self._may_open = self._opening is not None
-        # For each token on the path, the state before it.
+        # The state before each token on the path.
         self._path: list[tuple[bytes | None, bool]] = []
         self._settled = 0
         self.dead = False

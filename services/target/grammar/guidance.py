@@ -24,7 +24,7 @@ _TIMES = {"time": f"^{_TIME}$", "date-time": f"^{_DATE}T{_TIME}$"}
 _DATA = ("const", "default", "enum", "examples")
 """Keywords whose values are no schemas."""
 LIMITS = llguidance.LLParserLimits(max_lexer_states=50_000)
-"""The memory of one grammar stays below about 100 MB, and the work for one token below about 15 ms."""
+"""With these limits, one grammar needs less than about 100 MB, and one token less than about 15 ms."""
 
 
 class Vocabulary:
@@ -48,7 +48,7 @@ class Vocabulary:
 
 
 def source_of(constraint: Constraint) -> str:
-    """Return the library's own form of a constraint.
+    """Return a constraint in the library's own format.
 
     Raises:
         InvalidRequestError: The source is malformed.
@@ -93,7 +93,7 @@ def compile_grammar(constraint: Constraint, vocabulary: Vocabulary) -> GuidanceG
     """Compile a constraint.
 
     Raises:
-        InvalidRequestError: The constraint is malformed, or contains what the library cannot enforce.
+        InvalidRequestError: The constraint is malformed, or uses a feature that the library cannot enforce.
     """
     source = source_of(constraint)
     failed, messages = llguidance.LLMatcher.validate_grammar_with_warnings(
@@ -123,7 +123,7 @@ class GuidanceGrammar(Grammar):
         return self._vocabulary.vocab_size
 
     def matcher(self) -> Matcher:
-        """Return a matcher at the begin of the output."""
+        """Return a matcher at the beginning of the output."""
         return GuidanceMatcher(self._matcher.deep_copy(), self._vocabulary.ends)
 
     def text_of(self, token: int) -> bytes:
@@ -140,9 +140,9 @@ class GuidanceGrammar(Grammar):
 
 
 class GuidanceMatcher(Matcher):
-    """Follows one output. After the token that ends the output, nothing is allowed.
+    """Follows one output. After the token that ends the output, no token is allowed.
 
-    If a token exceeds `LIMITS`, nothing is allowed any more either, so that request fails alone.
+    If a token exceeds `LIMITS`, no further token is allowed, so that only this request fails.
     """
 
     def __init__(self, matcher: llguidance.LLMatcher, ends: tuple[int, ...]) -> None:

@@ -19,7 +19,7 @@ def words_of(vocab_size: int) -> int:
 class Matcher(Protocol):
     """Follows the tokens of one output through a grammar. Not thread-safe.
 
-    The matcher counts a token that ends the output like any other token.
+    For `rollback`, a token that ends the output counts like any other token.
     """
 
     def accept(self, token: int) -> bool:
@@ -51,7 +51,7 @@ class Grammar(Protocol):
         ...
 
     def matcher(self) -> Matcher:
-        """Return a matcher at the begin of the output."""
+        """Return a matcher at the beginning of the output."""
         ...
 
     def text_of(self, token: int) -> bytes:

@@ -20,7 +20,7 @@ class GraphKey(NamedTuple):
         mode: The sampling mode. None if the graph serves every mode.
         shape: Shape of the trees of a draft.
         capture: True if feature rows are computed and stored.
-        drafter: The drafter's part of the key.
+        drafter: The part of the key that the drafter supplies.
         draft_dependent: True if the graph reads the drafter's tensors, the feature plane or the projector.
             Such graphs become invalid when another draft connects. Graphs of plain decoding stay valid.
     """

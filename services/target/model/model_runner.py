@@ -33,9 +33,9 @@ from outrider.shared.nn.feature_projector import FeatureProjector
 from outrider.shared.spec.drafter import FeatureSpec
 
 LIBRARY_ROWS = 1024
-"""Least number of rows of a pass that is not recorded because a library attends faster than our kernel.
+"""From this many rows on, a pass replays no graph of our attention kernel if a library's kernel is faster.
 
-The host takes as long to launch the kernels of a pass as a large GPU takes to run them over this many rows.
+For this many rows, a large GPU takes as long to run the kernels of a pass as the host takes to launch them.
 """
 
 
@@ -49,8 +49,8 @@ class ChosenTokens:
         on_device: ``[n] int64``, the tokens on the device. Valid until the next recorded pass.
         logprobs: ``[n, WORDS] int32`` in host memory, from `token_logprobs`. None if no client wants them.
             Valid after `wait`.
-        prompts: Logprobs of prompt tokens in host memory, in the order of the chunks that have any. Valid
-            after `wait`.
+        prompts: Logprobs of prompt tokens in host memory, for the chunks that have any, in order. Valid after
+            `wait`.
     """
 
     on_device: torch.Tensor
@@ -90,8 +90,8 @@ class ModelRunner:
         synthetic: Replaces the model's choice of how many drafts a round accepts. Only benchmarks with random
             weights pass this argument.
         graphs: Records and replays passes. By default, nothing is recorded.
-        prefill_sizes: Numbers of rows, ascending, of the passes over prompts that may be recorded, once there
-            are slots (see `use_slots`). By default, no such pass is recorded.
+        prefill_sizes: Numbers of rows, ascending, of the passes over prompts that may be recorded. Recording
+            requires a call of `use_slots` first. By default, no such pass is recorded.
     """
 
     def __init__(
@@ -148,7 +148,7 @@ class ModelRunner:
         self.pool.resize_features(spec.feature_size)
 
     def step_model(self, capture: bool) -> StepModel:
-        """Return the model and memory for `verify_pass`. `capture` also computes feature rows."""
+        """Return the model and memory for `verify_pass`. With `capture`, the pass computes feature rows."""
         return StepModel(
             self.decoder, self.pool, self.attention, self._projector if capture else None, self._synthetic
         )
@@ -171,12 +171,12 @@ class ModelRunner:
 
         Args:
             chunks: The chunks, at most one per sequence.
-            rules: The rules of the slots. The rules of sequences whose prompts end must be written. None if
-                no sequence has rules.
+            rules: The rules of the slots. They must include the rules of all sequences whose prompts end with
+                these chunks. None if no sequence has rules.
             allowed: The tokens that may be chosen after each prompt that ends, as in `SamplingTensors`.
 
         Returns:
-            The token at index committed_len for each chunk that completes its prompt, in order.
+            The token at index committed_len of each sequence whose prompt is complete, in order.
         """
         finished = [chunk.sequence for chunk in chunks if chunk.is_last]
         capture = self.captures and any(chunk.sequence.stores_features for chunk in chunks)
@@ -211,10 +211,11 @@ class ModelRunner:
         return ChosenTokens.of(chosen, token_logprobs(logits, rows, chosen, wanted), prompts)
 
     def _replays(self, recorded: PrefillGraph, chunks: Seq[PrefillChunk]) -> bool:
-        """Return True if a recorded pass over these chunks is the fastest.
+        """Return True if these chunks have a recorded pass and no unrecorded pass would be faster.
 
-        Long passes take longer on the device than on the host, so they are not recorded if a library's
-        attention is faster. The shapes of a library's attention depend on the chunks.
+        A long pass takes longer on the device than its launch takes on the host. If a library's attention is
+        faster than our kernel, a long pass therefore uses the library. Such a pass cannot be recorded,
+        because the shapes that the library needs depend on the chunks.
         """
         if recorded.takes_whole(chunks):
             return recorded.takes(chunks)
@@ -222,7 +223,7 @@ class ModelRunner:
         return recorded.takes(chunks) and (rows < LIBRARY_ROWS or not self._by_library(chunks))
 
     def _by_library(self, chunks: Seq[PrefillChunk]) -> bool:
-        """Return True if a library would attend from some of these chunks in an unrecorded pass."""
+        """Return True if an unrecorded pass would use a library's attention for some of these chunks."""
         library, kept = library_of(self.attention), self.decoder.cached
         return library is not None and library.takes(
             [(chunk.start, chunk.stop - chunk.start) for chunk in chunks], kept.num_heads * kept.head_dim
@@ -251,7 +252,7 @@ class ModelRunner:
         return hidden, score_prompts(self.decoder, output.hidden, chunks)
 
     def use_slots(self, table: SlotTable) -> None:
-        """Let passes over prompts of sequences with slots be recorded. The passes read the slots' pages."""
+        """Enable recorded passes over prompts of sequences with slots. These passes read the page table."""
         self._recorded = PrefillGraph(self.step_model, self.graphs, self._prefill_sizes, table)
 
     def recorded_rows(self, most: int) -> int | None:
@@ -260,11 +261,12 @@ class ModelRunner:
 
     @torch.inference_mode()
     def capture_prefill(self, size: int, whole: bool = False) -> None:
-        """Record the pass over prompt chunks of up to `size` tokens. `use_slots` comes first.
+        """Record the pass over prompt chunks of up to `size` tokens. Requires `use_slots`.
 
         Args:
             size: Number of rows.
-            whole: True for the pass over one prompt from its first token on, by a library, if there is one.
+            whole: True to record the pass over one whole prompt with a library's attention instead. Without
+                such a library, nothing is recorded.
         """
         assert self._recorded is not None, "there are no slots yet"
         if whole:
@@ -280,7 +282,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def scrub(self, sequence: Sequence) -> None:
-        """Zero the pages of a sequence with NaN or infinity, so that their next owner cannot read them.
+        """Zero the pages of a sequence with NaN or infinity, so that no other sequence reads these values.
 
         Pages that other sequences may read are left alone.
         """

@@ -1,7 +1,8 @@
 """Inputs and results of rounds over packed rows, at fixed addresses, and the sizes that rounds are padded to.
 
 One set of buffers serves all sizes. A round of M rows uses the first M elements. The host writes the entries
-of a round with one copy in stream order, so that a round in flight does not see the entries of the next.
+of a round with one copy in stream order, so that a round in flight does not see the entries of the next
+round.
 """
 
 from __future__ import annotations
@@ -56,11 +57,11 @@ class Entry:
         sequence: The sequence, which has a slot.
         residence: The sequence's residence when the round was planned. If the residence has changed, the
             sequence has left its slot, and the result is void.
-        shape: The bounded shape of the tree to draft; `NO_DRAFT` verifies the root alone.
+        shape: The shape of the tree to draft, within all bounds. `NO_DRAFT` verifies the root alone.
         epoch: The sequence's epoch when the round was planned. If the epoch has changed, the drafter's
             session was reopened and has not drafted in this round.
-        most_columns: Largest number of tokens that a round may choose for a slot. Text that a form forces may
-            be longer than the tree that was drafted is deep.
+        most_columns: Largest number of tokens that a round may choose for a slot. Text that the form of the
+            output forces may reach deeper than the drafted tree.
     """
 
     sequence: Sequence
@@ -96,7 +97,11 @@ class RowBuckets:
 
     @classmethod
     def up_to(cls, most: int) -> RowBuckets:
-        """Return buckets up to `most` rows: 1, 2, 4, every 8 up to 128, every 16 up to 256, then wider."""
+        """Return buckets up to `most` rows.
+
+        The buckets are 1, 2, 4, the multiples of 8 up to 128, the multiples of 16 up to 256, and larger steps
+        above 256.
+        """
         sizes = [1, 2, 4, *range(8, 128, 8), *range(128, 256, 16), *range(256, 512, 64)]
         sizes += [*range(512, 1024, 128), *range(1024, 4097, 512)]
         return cls((*[size for size in sizes if size < most], most))
@@ -109,7 +114,9 @@ class RowBuckets:
 
 
 WIDTHS = (1, 8, 64)
-"""Classes of the widest entry of a round. Attention chooses its blocks by the class."""
+"""Classes of the number of rows of a round's widest entry. Attention chooses its block sizes by the class.
+
+The class of a wider entry is the next power of 2."""
 
 
 def width_class(rows: int) -> int:
@@ -164,11 +171,11 @@ class PackedBatch:
         return self._nodes
 
     def results(self, rows: int) -> int:
-        """Return the number of leading entries that may be real in a round of `rows` rows."""
+        """Return the number of leading entries of a round of `rows` rows that may be other than padding."""
         return min(rows, self.slots)
 
     def load(self, entries: Seq[Entry], rows: int) -> None:
-        """Upload the entries of a round of `rows` rows, unless the last round had the same."""
+        """Upload the entries of a round of `rows` rows, unless the last round had the same entries."""
         slots, starts, drafted, captures = self._host
         count = len(entries)
         slots[:count] = [entry.sequence.slot for entry in entries]
@@ -189,5 +196,5 @@ class PackedBatch:
         self._entries.copy_(source.pin_memory() if self._entries.is_cuda else source, non_blocking=True)
 
     def make_idle(self, rows: int) -> None:
-        """Load a round of `rows` rows without entries, with which graphs are recorded."""
+        """Load a round of `rows` rows without entries, in order to record a graph."""
         self.load((), rows)

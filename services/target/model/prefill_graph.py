@@ -1,15 +1,16 @@
-"""Replays CUDA graphs for prompt chunks, whose many small kernels take longer to launch than to run.
+"""Runs prompt chunks as CUDA graphs, because their many small kernels take longer to launch than to run.
 
 Several chunks share a pass. Their rows are packed, and padded at the end to one of a few sizes, each of which
-is recorded once. A graph serves any number of chunks and any contexts: attention plans its work on the
-device, from lengths and from the slots' page tables.
+is recorded once. A graph serves any number of chunks and any contexts, because attention plans its work on
+the device from the lengths and from the slots' page tables.
 
     rows      | chunk of slot 3 | chunk of slot 0 | padding, which belongs to no slot |
 
-A graph ends with the hidden states of the chunks' last rows. Tokens are chosen after the graph, and only for
+A graph computes the hidden states of the chunks' last rows. Tokens are chosen after the graph, and only for
 complete prompts, so all sampling modes share the graphs.
 
-A prompt that comes alone has graphs of its own where a library attends faster than our kernel.
+Where a library's attention is faster than our kernel, passes over one whole prompt have additional graphs,
+which use the library.
 """
 
 from __future__ import annotations
@@ -40,17 +41,17 @@ _log = logging.getLogger("outrider.target")
 PREFILL_SIZES = (16, 32, 64, 128, 256, 384, 512, 640, 768, 1024, 1280, 1536, 2048)
 """Numbers of rows of the recorded passes over prompts.
 
-Padding is at most a quarter of a pass of more than 384 rows. Longer chunks need no graphs, because the device
-takes longer to run their kernels than the host takes to launch them.
+Padding is at most a quarter of a pass of more than 384 rows. Passes over more than 2048 rows need no graphs,
+because the device takes longer to run their kernels than the host takes to launch them.
 """
 WHOLE_PROMPT_SIZES = tuple(size for size in PREFILL_SIZES if size >= 512)
 """Numbers of rows of the recorded passes over one whole prompt with a library's attention."""
 _ALIGNED = 4
-"""int32 words to whose multiples tensors are aligned. Triton compiles other kernels for other addresses."""
+"""Alignment of tensors, in int32 words. Triton would compile further kernels for less aligned addresses."""
 
 
 def fitting(sizes: Seq[int], most: int) -> tuple[int, ...]:
-    """Return the ascending `sizes` that passes over at most `most` rows need."""
+    """Return those of the ascending `sizes` that suffice for passes over at most `most` rows."""
     return tuple(size for index, size in enumerate(sizes) if not index or sizes[index - 1] < most)
 
 
@@ -74,7 +75,7 @@ class PrefillGraph:
         self._inputs: dict[int, _Inputs] = {}
 
     def takes(self, chunks: Seq[PrefillChunk]) -> bool:
-        """Return True if a graph is recorded for one pass over these chunks."""
+        """Return True if a recorded graph can run one pass over these chunks."""
         size = bucket(self._sizes, sum(chunk.stop - chunk.start for chunk in chunks))
         return (
             size is not None
@@ -85,7 +86,8 @@ class PrefillGraph:
         )
 
     def takes_whole(self, chunks: Seq[PrefillChunk]) -> bool:
-        """Return True if a graph with a library's attention is recorded for this chunk, one from token 0."""
+        """Return True if `chunks` is a single chunk from token 0 on that has a graph with a library's
+        attention."""
         if len(chunks) != 1 or chunks[0].start:
             return False
         size = bucket(self._sizes, chunks[0].stop)
@@ -102,7 +104,7 @@ class PrefillGraph:
         """Enqueue chunks that `takes` accepts. Store their K/V, and feature rows where they are wanted.
 
         Args:
-            chunks: The chunks of one pass, of different sequences with slots.
+            chunks: The chunks of one pass. Each chunk belongs to a different sequence, which has a slot.
             captures: True to store the feature rows of sequences that want drafts.
 
         Returns:
@@ -124,7 +126,7 @@ class PrefillGraph:
         self._record(size, whole=False)
 
     def capture_whole(self, size: int) -> None:
-        """Record the pass over one prompt of up to `size` tokens. Do nothing without a library."""
+        """Record the pass over one whole prompt of up to `size` tokens. Without a library, do nothing."""
         if library_of(self._model(False).attention) is None:
             return
         try:
@@ -157,7 +159,7 @@ class PrefillGraph:
 
 
 def library_of(attention: AttentionBackend) -> ChunkAttention | None:
-    """Return the library by which this backend attends from long prompts, or None."""
+    """Return the library that computes attention over long prompts for this backend, or None."""
     return attention.chunks if isinstance(attention, KernelAttention) else None
 
 

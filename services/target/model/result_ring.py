@@ -7,9 +7,10 @@ import torch
 from outrider.kernels.post_round import post_round
 
 RESULTS_KEPT = 5
-"""Number of buffers. Two rounds may be in flight, and a recording between two rounds runs two more.
+"""Number of buffers.
 
-So at most one graph may be recorded between two rounds.
+Two rounds may be in flight, and a recording between two rounds runs two more rounds. At most one graph may
+therefore be recorded between two rounds.
 """
 
 

@@ -4,9 +4,9 @@ A round consists of pieces, each of which is a CUDA graph where possible:
 
     draft, once per tree shape | verify: locate rows, forward, choose, accept, compact, features, post result
 
-`services.target.drafting` enqueues the first kind of piece, and this module the second. Graphs of the verify
-piece are keyed by the number of packed rows, the class of the widest tree, the sampling mode, and whether
-features are stored. All mixtures of requests therefore share a few graphs.
+`services.target.drafting` enqueues the draft pieces, and this module enqueues the verify piece. Graphs of the
+verify piece are keyed by the number of packed rows, the class of the widest tree, the sampling mode, and
+whether features are stored. All mixtures of requests therefore share a few graphs.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ from outrider.shared.base.generation import TraceNode
 from outrider.shared.base.logit_rules import TokenLogprob
 
 MOST_PADDING = 4
-"""Largest number of rows of a recorded round, as a multiple of the rows of a round that may replay it."""
+"""A round may replay the graph of a larger round that has at most this multiple of the round's own rows."""
 
 
 @dataclass(frozen=True, slots=True)
 class Marks:
-    """Times at three moments of a round: its begin, the end of drafting, and its end.
+    """Times at three moments of a round: its start, the end of drafting, and its end.
 
-    Drafting includes the drafter's work on earlier tokens. A round without drafts begins with its verify
+    Drafting includes the drafter's work on earlier tokens. A round without drafts starts with its verify
     pass.
 
-    On a GPU, they are events on the device. On a CPU, they are seconds of `time.monotonic`.
+    On a GPU, the times are CUDA events. On a CPU, they are seconds of `time.monotonic`.
     """
 
     begun: float | torch.cuda.Event
@@ -75,8 +75,8 @@ class Round:
         nodes: ``[4, M] int32`` in host memory: tokens, parents, depths and log-probabilities of the trees.
             None if no client wants a trace.
         marks: Times of the round.
-        provisional: True if a piece ran kernel by kernel that is otherwise recorded, so that other rounds of
-            the same size take less time.
+        provisional: True if a piece of the round ran without a graph, so that later rounds of the same size
+            probably take less time.
         logprobs: ``[M, WORDS] int32`` in host memory, as in `PassResult`. None if no client wants logprobs.
     """
 
@@ -115,9 +115,9 @@ class FinishedRound:
 
     Attributes:
         round: The round.
-        outcomes: One outcome per entry; None for an entry whose slot was idle.
-        seconds: Time from the end of the previous round, or from the launch if that was later.
-        draft_s, verify_s: Seconds of the two parts.
+        outcomes: One outcome per entry. The outcome is None for an entry whose slot was idle.
+        seconds: Time from the end of the previous round, or from the launch if the launch was later.
+        draft_s, verify_s: Seconds of drafting and of verifying.
     """
 
     round: Round
@@ -137,7 +137,8 @@ class RoundRunner:
         max_nodes: Largest number of nodes of a tree.
         max_rows: Largest number of packed rows of a round.
         pages: Columns of the page table.
-        recorded_entries: Largest number of entries of a round that is recorded. None sets no limit.
+        recorded_entries: Largest number of entries of a round that is recorded. None records rounds of all
+            slots.
 
     Attributes:
         table: The slots.
@@ -197,7 +198,7 @@ class RoundRunner:
         return not self._graphs.enabled or (size is not None and len(entries) <= self.recorded_entries)
 
     def begin(self) -> None:
-        """Mark the begin of the next round, before its drafts are prepared."""
+        """Mark the start of the next round, before its drafts are prepared."""
         self._begun = self._mark()
 
     @torch.inference_mode()
@@ -206,7 +207,7 @@ class RoundRunner:
 
         Args:
             entries: The sequences. Their slots and pages must have been written to the slot table.
-            draft: Enqueues the drafts, which `PackedBatch.trees` then contains. None without drafts.
+            draft: Enqueues the drafts, which write their trees to `PackedBatch.trees`. None without drafts.
         """
         launched_at, size, graphs = time.monotonic(), self.size_of(entries), self._graphs
         formed = any(entry.sequence.form is not None for entry in entries)
@@ -268,9 +269,9 @@ class RoundRunner:
             self._logprobs_ring(size.rows).recorded()
 
     def _recorded_size(self, size: PassSize) -> PassSize | None:
-        """Return the smallest recorded size that serves rounds of this size; None if there is none.
+        """Return the smallest recorded size that serves rounds of this size, or None if there is none.
 
-        Padding a round with idle rows takes less time than launching its kernels one by one.
+        Running idle rows as padding takes less time than launching the kernels of a round one by one.
         """
         sizes = self.buckets.sizes
         for rows in sizes[bisect_left(sizes, size.rows) :]:

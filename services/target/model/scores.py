@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens. Computes those of prompt tokens, and decodes all results on the host."""
+"""Computes log-probabilities of prompt tokens, and decodes those of prompt and output tokens on the host."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from outrider.shared.kv.upload import upload
 from outrider.shared.nn.decoder import Decoder
 
 ROWS = 128
-"""Rows of a prompt whose logits exist at the same time. More rows would need gigabytes."""
+"""Number of prompt rows whose logits are in memory together. Logits of more rows would need gigabytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class ScoredPrompt:
 
 
 def score_prompts(decoder: Decoder, hidden: torch.Tensor, chunks: Seq[PrefillChunk]) -> list[ScoredPrompt]:
-    """Enqueue the logprobs of the prompt tokens that clients want and that these chunks predict.
+    """Enqueue the computation of the logprobs that clients want of prompt tokens that these chunks predict.
 
     Args:
         decoder: The model.

@@ -1,8 +1,8 @@
 """Rules of all slots on the device: penalties, biases, forbidden tokens, and wanted logprobs.
 
 `kernels/logit_rules` reads this state before a token is chosen, and counts the chosen tokens in this state.
-The host writes the rules of a sequence once, before its first token is chosen. The copies follow the rounds
-in flight in stream order. For a slot without rules, the kernels only load one flag.
+The host writes the rules of a sequence once, before its first token is chosen. The copies to the device
+follow the rounds in flight in stream order. For a slot without rules, the kernels only load one flag.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class SlotRules:
         device: Device of the rounds.
 
     Attributes:
-        state: The rules as tensors, which never move.
+        state: The rules as tensors at fixed addresses.
     """
 
     def __init__(self, slots: int, vocab_size: int, device: torch.device) -> None:
@@ -79,7 +79,8 @@ class SlotRules:
     def hold(self, sequence: Sequence) -> None:
         """Write the rules of a sequence that owns a slot, unless they are written already.
 
-        `flush` uploads the numbers. The sequence's tokens on the host must be complete.
+        `flush` must be called afterwards to upload the numeric rules. The host must have read all tokens of
+        the sequence.
         """
         slot, owner = sequence.slot, (sequence.session_id, sequence.residence)
         if not sequence.ruled:
@@ -117,7 +118,7 @@ class SlotRules:
             self._numbers.copy_(source.view(self._numbers.shape), non_blocking=True)
 
     def prompt_rows(self, sequences: list[Sequence]) -> RuleRows:
-        """Return the rules of the first token after each prompt. Rules of ruled sequences must be written."""
+        """Return the rules of the first token after each prompt. `hold` must have written all rules."""
         count, device = len(sequences), self._device
         slots = [
             one.slot if one.ruled and not one.request.sampling.rules.neutral else -1 for one in sequences

@@ -1,9 +1,9 @@
 """Synthetic acceptance for benchmarks: draws the number of accepted drafts from a given distribution.
 
-With random weights, no draft is ever right. Synthetic acceptance makes it possible to measure the speed at a
-given accept length without a trained pair of target and draft. Only `outrider bench` uses synthetic
-acceptance. No flag, setting or request of a server can enable it. Results measured with synthetic acceptance
-have the label that `describe` returns.
+With random weights, the target never accepts a draft. Synthetic acceptance makes it possible to measure the
+speed at a given accept length without a trained pair of target and draft. Only `outrider bench` uses
+synthetic acceptance. No flag, setting or request of a server can enable it. Results measured with synthetic
+acceptance carry the label that `describe` returns.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ MAX_LEVELS = 16
 class SyntheticAcceptance:
     """Rewrites a batch's chosen tokens on the device so that a randomly drawn number of drafts is accepted.
 
-    Like all noise, the drawn number depends only on (seed, position), so that a run is repeatable. The
-    rewrite can be captured into a CUDA graph.
+    The drawn number depends only on the request's seed and the position, as all noise does, so that a run is
+    repeatable. The rewrite can be captured into a CUDA graph.
 
     Args:
         rates: For i = 1, 2 …, the probability that draft i of a path is accepted if all drafts before it were
-            accepted. Drafts deeper than the number of rates are never accepted.
+            accepted. Drafts at depths without a rate are never accepted.
         vocab_size: The target's vocabulary size.
         device: The target's device.
 
     Raises:
-        ConfigurationError: A rate is outside 0…1, or the number of rates is wrong.
+        ConfigurationError: A rate is outside 0…1, or the number of rates is not allowed.
     """
 
     def __init__(self, rates: Sequence[float], vocab_size: int, device: torch.device | str) -> None:
@@ -129,7 +129,7 @@ class SyntheticAcceptance:
 def rates_of_mean(accept_length: float) -> list[float]:
     """Return the acceptance rates with this mean accept length and the least variance.
 
-    The accept length is then always the ``floor`` or ``ceil`` of the mean, as in vLLM's simulated acceptance.
+    The accept length of every round is then the ``floor`` or ``ceil`` of the mean, as in vLLM's simulation.
 
     Args:
         accept_length: Mean number of tokens per round, including the bonus token; at least 1. Trees that are

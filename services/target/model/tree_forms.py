@@ -1,7 +1,8 @@
-"""Fits the drafted trees of a round to the forms of their outputs, and finds the allowed tokens of each node.
+"""Fits the drafted trees of a round to constrained outputs, and finds the tokens allowed after each node.
 
-Nodes that the form of an output forbids are removed before the trees are verified. The rows that become free
-are filled with text that the form forces, such as the names of a JSON schema's properties.
+The *form* of an output determines which tokens may come next, for example those that fit a JSON schema. Nodes
+that the form forbids are removed before the trees are verified. The rows that become free are filled with
+text that the form forces, such as the names of a JSON schema's properties.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ class TreeForms:
         self._words = words_of(vocab_size)
 
     def fit(self, entries: Seq[Entry], starts: Seq[int], rows: int) -> Masks | None:
-        """Fit the trees of a round that were enqueued before. All earlier rounds must have been read.
+        """Fit the trees of a round to the forms of their outputs.
+
+        The drafting of this round must have been enqueued, and the host must have read all earlier rounds.
 
         Args:
             entries: The entries of the round.
@@ -48,7 +51,7 @@ class TreeForms:
             rows: Number of packed rows.
 
         Returns:
-            Makes the masks of the fitted trees. None if no output has a form.
+            A function that makes the masks of the fitted trees. None if no output has a form.
         """
         formed = [index for index, entry in enumerate(entries) if entry.sequence.form is not None]
         if not formed:
@@ -70,7 +73,7 @@ class TreeForms:
         return lambda: self._masks(visits, rows)
 
     def _read(self, entries: Seq[Entry], starts: Seq[int], drafted: Seq[int]) -> dict[int, HostTree]:
-        """Copy trees to the host. This waits until they have been drafted."""
+        """Copy trees to the host, and wait until they have been drafted."""
         batch = self._batch
         last = drafted[-1]
         nodes = batch.nodes[:, : starts[last] + entries[last].rows].cpu()
@@ -110,7 +113,7 @@ class TreeForms:
 
 
 def settled_form(sequence: Sequence) -> OutputForm:
-    """Return the form of a sequence after all of its tokens."""
+    """Return the form of a sequence's output, after it has followed all tokens of the output."""
     assert sequence.form is not None, "only sequences with a form are asked"
     sequence.form.settle(sequence.tokens[sequence.prompt_len :])
     return sequence.form
@@ -135,12 +138,12 @@ def prompt_masks(sequences: Seq[Sequence], device: torch.device) -> torch.Tensor
 
 
 def fitted(form: OutputForm, tree: HostTree, rows: int, depth: int) -> HostTree:
-    """Return a tree without the nodes that a form forbids, and with text that the form forces.
+    """Return a tree without the nodes that a form forbids, and with nodes for text that the form forces.
 
-    Tokens that end the output are left out too, because nothing follows them.
+    Nodes whose tokens end the output are removed too, because nothing can follow them.
 
     Args:
-        form: The form of the output, after the root.
+        form: The form of the output, after it has followed the root.
         tree: The drafted tree.
         rows: Largest number of nodes.
         depth: Largest depth of a node.
@@ -164,7 +167,7 @@ def fitted(form: OutputForm, tree: HostTree, rows: int, depth: int) -> HostTree:
 
 
 def _graft(tree: HostTree, place: int, tokens: Seq[int], rows: int, depth: int) -> None:
-    """Add a path of tokens below a node, as far as there is room. Nodes with these tokens are reused."""
+    """Add a path of tokens below a node, as far as there is room. Reuse existing nodes on this path."""
     for token in tokens:
         found = next(
             (
@@ -185,7 +188,7 @@ def fill_masks(form: OutputForm, tree: HostTree, masks: Mask) -> None:
     """Write the allowed tokens after every node of a tree.
 
     Args:
-        form: The form of the output, after the root.
+        form: The form of the output, after it has followed the root.
         tree: A tree from `fitted`.
         masks: ``[nodes, words] int32``.
     """
@@ -197,7 +200,7 @@ def fill_masks(form: OutputForm, tree: HostTree, masks: Mask) -> None:
             if form.accept(tree.tokens[child]):
                 visit(child)
                 form.rollback()
-            else:  # text that the form only seemed to force
+            else:  # text that `forced` returned although the form does not allow it
                 masks[child].fill(0)
 
     visit(0)

@@ -37,7 +37,7 @@ class StepModel:
 
 @dataclass(frozen=True, slots=True)
 class PassSize:
-    """The sizes of a verify pass that the host fixes. Passes of equal size replay the same graph.
+    """The properties of a verify pass that the host chooses. Passes of equal size replay the same graph.
 
     Attributes:
         rows: M, the number of packed rows, including padding.
@@ -54,11 +54,11 @@ class PassSize:
 
 @dataclass(frozen=True, slots=True)
 class PassResult:
-    """The result of a verify pass for the host. B is the number of entries that may be real.
+    """The result of a verify pass for the host. B is the number of entries that may be other than padding.
 
     Attributes:
-        packed: ``[B, 2 + 2 R] int32``: the number of accepted nodes or -1, the number of nodes, the path, and
-            the emitted tokens.
+        packed: ``[B, 2 + 2 R] int32``: the number of accepted nodes (-1 for an idle slot), the number of
+            nodes, the path, and the emitted tokens.
         logprobs: ``[M, token_logprobs.WORDS] int32``. Row ``starts[e] + c`` belongs to the token at column c
             of entry e. None unless the sampling mode is `FULL`.
     """
@@ -83,7 +83,7 @@ def verify_pass(
         size: Sizes of the pass.
         allowed: Returns the tokens that may be chosen after each row, ``[M, ceil(V / 32)] int32``
             (`kernels/token_masks`). Called once the forward pass has been enqueued. None allows all tokens. A
-            pass with this argument cannot be recorded, and its sampling mode is `FULL`.
+            pass with this function cannot be recorded, and its sampling mode is `FULL`.
 
     Returns:
         The result for the host.

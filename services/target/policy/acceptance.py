@@ -1,15 +1,17 @@
 """Estimates how many draft tokens of a round are accepted, by drafter, kind of sampling and request.
 
-p_d is the probability that the draft token at depth d is accepted if its parent was accepted. The expected
-tokens of a round of depth D are the following sum. Its first term is the token that the target itself adds.
+p_d is the probability that the draft token at depth d is accepted if its parent was accepted. A round of
+depth D is expected to emit the following number of tokens. The first term is the token that the target itself
+adds.
 
     1 + p_1 + p_1 p_2 + ... + p_1 p_2 ... p_D
 
-`DrafterAcceptance` estimates p_d from all rounds with one drafter, for each kind of sampling, and separately
-for trees and chains. This estimate is kept when requests end and when the draft restarts. In addition, each
-request has a *level*: a number that states how much better or worse its drafts are than those of other
-requests. The level shifts the log-odds of every p_d. A new request therefore starts from the estimate of the
-server, and its first rounds adjust the level.
+`DrafterAcceptance` estimates p_d from all rounds with one drafter. It keeps separate estimates for each kind
+of sampling, and for trees and chains. The estimates survive the end of requests and a restart of the draft.
+
+In addition, each request has a *level*: a number that states how much better or worse its drafts are than
+those of other requests. The level shifts the log-odds of every p_d. A new request therefore starts from the
+estimates of the server, and its first rounds adjust its level.
 """
 
 from __future__ import annotations
@@ -20,31 +22,33 @@ from enum import Enum
 from outrider.shared.base.generation import SamplingParams
 
 MAX_DEPTH = 16
-"""Number of depths with an estimate of their own. Greater depths have the probability of the last one."""
+"""Number of depths that have separate estimates. Every greater depth uses the probability of the last one."""
 DECAY = 0.995
-"""Factor on the weight of older rounds of a drafter for each new round of a request."""
+"""Factor by which each new round of a request reduces the weight of a drafter's older rounds."""
 PRIOR_STRENGTH = 3.0
 """Weight of the prior of a drafter's p_d, as a number of rounds."""
 PRIOR_ACCEPTANCE = 0.6
-"""Estimate of p_1 before any round was measured."""
+"""Estimate of p_1 before any round has been measured."""
 OTHERS_STRENGTH = 12.0
-"""Largest weight that rounds of other kinds of sampling and of the other form have in p_d, as a number of
-rounds."""
+"""Largest weight, as a number of rounds, of the prior that comes from other rounds: from rounds with other
+kinds of sampling, and from rounds with the other form (tree or chain)."""
 FADING = 0.99
-"""Factor on the weight of depths and forms that were not measured since the last decision.
+"""Factor by which each decision reduces the weight of outdated trials.
 
-The factor applies only if the kind of sampling was measured. Without it, a few old rounds would decide about
-unused depths and forms forever."""
+The trials of a depth, in trees or in chains, are outdated if no round since the last decision reached that
+depth although rounds with the same kind of sampling ran. Without this factor, a few old rounds would
+determine the estimates of unused depths and forms forever."""
 SURE_TRIALS = 60
-"""Number of trials after which the estimate of a depth below the first has no bonus; see `rates`."""
+"""Number of trials at a depth greater than 1 after which its estimate gets no bonus; see `rates`."""
 ROUNDS_TO_KNOW = 10
-"""Number of rounds, with decay, after which the acceptance of a drafter counts as known."""
+"""Number of rounds after which the acceptance of a drafter counts as known. Older rounds count less."""
 ACCEPTED_TO_KNOW = 3
-"""Number of rounds with an accepted draft token, with decay, that are enough instead of `ROUNDS_TO_KNOW`.
+"""Number of rounds with an accepted draft token that suffice even before `ROUNDS_TO_KNOW` rounds.
 
-A few accepted tokens show that a drafter works. A few rejected tokens do not show that it fails."""
+Older rounds count less. A few accepted tokens show that a drafter works, whereas a few rejected tokens do not
+show that it fails."""
 ROW_DECAY = 0.95
-"""Factor on the weight of a request's older rounds for each new round."""
+"""Factor by which each new round of a request reduces the weight of the request's older rounds."""
 ROW_STRENGTH = 6.0
 """Weight of the drafter's acceptance in the level of a request, as a number of draft tokens."""
 STEPS_PER_UNIT = 2
@@ -105,14 +109,14 @@ class DrafterAcceptance:
         self._expected: dict[tuple[SamplingKind, bool, int], list[float]] = {}
 
     def observe(self, kind: SamplingKind, chain: bool, accepted: int, offered_depth: int) -> None:
-        """Record a round of one request that offered `offered_depth` levels and accepted `accepted` nodes."""
+        """Record one request's round, in which `accepted` nodes of `offered_depth` levels were accepted."""
         counts = self._counts.get((kind, chain))
         if counts is None:
             counts = self._counts[kind, chain] = _Counts()
         counts.observe(accepted, offered_depth)
 
     def refresh(self) -> None:
-        """Let `rates` and `expected_tokens` contain all rounds so far. Called once for each decision."""
+        """Make `rates` and `expected_tokens` include all rounds so far. Called once for each decision."""
         in_use = {kind for (kind, _), counts in self._counts.items() if counts.fresh}
         for (kind, _), counts in self._counts.items():
             if kind in in_use:
@@ -123,20 +127,21 @@ class DrafterAcceptance:
 
     @property
     def known(self) -> bool:
-        """True if enough rounds were measured to rely on the estimates."""
+        """True if enough rounds have been measured to rely on the estimates."""
         trials = sum(counts.trials[0] for counts in self._counts.values())
         accepted = sum(counts.successes[0] for counts in self._counts.values())
         return trials >= ROUNDS_TO_KNOW or accepted > ACCEPTED_TO_KNOW - 0.5
 
     def rates(self, kind: SamplingKind, chain: bool) -> list[float]:
-        """Return p_1, p_2, ..., `MAX_DEPTH` numbers.
+        """Return the `MAX_DEPTH` estimates p_1, p_2, ....
 
         The prior of a depth comes from the other kinds of sampling and the other form (tree or chain). If
-        none of them reached that depth, the prior is the rate of the previous depth.
+        none of their rounds reached that depth, the prior is the estimate of the previous depth.
 
-        Depths below the first get a bonus of one standard deviation, which vanishes with the number of
-        trials. Otherwise, a few unlucky trials of a depth could keep deep drafts from being used, and their
-        acceptance from being measured. Whether drafts pay at all depends mostly on the first depth.
+        The estimate of each depth greater than 1 gets a bonus of up to one standard deviation. The bonus
+        shrinks to zero as the number of trials grows. Without the bonus, a few unlucky trials could end the
+        use of deep drafts, and then nothing would measure their acceptance again. Depth 1 gets no bonus,
+        because the acceptance at depth 1 mostly determines whether drafting is worthwhile at all.
         """
         found = self._rates.get((kind, chain))
         if found is not None:
@@ -157,7 +162,7 @@ class DrafterAcceptance:
         return rates
 
     def expected_tokens(self, kind: SamplingKind, chain: bool, level: int = 0) -> list[float]:
-        """Return the expected tokens of a round of depth 0, 1, ..., `MAX_DEPTH`.
+        """Return the expected numbers of tokens of rounds of depth 0, 1, ..., `MAX_DEPTH`.
 
         Args:
             kind: Kind of sampling.
@@ -176,7 +181,7 @@ class DrafterAcceptance:
 
 
 class RowAcceptance:
-    """The acceptance of one request's drafts, relative to that of all requests of its kind."""
+    """The acceptance of one request's drafts, relative to all requests with the same kind of sampling."""
 
     __slots__ = ("_accepted", "_drafter", "_expected", "_trials", "kind")
 
@@ -186,13 +191,13 @@ class RowAcceptance:
         self._trials = self._accepted = self._expected = 0.0
 
     def follow(self, drafter: DrafterAcceptance) -> None:
-        """Start again if another drafter drafts for this request now."""
+        """Discard the measurements if another drafter now drafts for this request."""
         if drafter is not self._drafter:
             self._drafter = drafter
             self._trials = self._accepted = self._expected = 0.0
 
     def observe(self, chain: bool, accepted: int, offered_depth: int) -> None:
-        """Record a round that offered `offered_depth` levels and accepted `accepted` nodes."""
+        """Record a round in which `accepted` nodes of `offered_depth` levels were accepted."""
         trials = min(accepted + 1, offered_depth, MAX_DEPTH)
         rates = self._drafter.rates(self.kind, chain)
         self._trials = self._trials * ROW_DECAY + trials
@@ -202,7 +207,10 @@ class RowAcceptance:
 
     @property
     def level(self) -> int:
-        """The shift of this request's log-odds against those of its kind, in 1 / `STEPS_PER_UNIT`."""
+        """The shift of the log-odds for this request, in steps of 1 / `STEPS_PER_UNIT`.
+
+        A positive level means that drafts are accepted more often than for other requests of the same kind.
+        """
         if not self._trials:
             return 0
         usual = self._expected / self._trials
@@ -211,7 +219,7 @@ class RowAcceptance:
         return max(-MOST_LEVEL, min(MOST_LEVEL, level))
 
     def expected_tokens(self, chain: bool) -> list[float]:
-        """Return the expected tokens of a round of depth 0, 1, ..., `MAX_DEPTH`."""
+        """Return the expected numbers of tokens of rounds of depth 0, 1, ..., `MAX_DEPTH`."""
         return self._drafter.expected_tokens(self.kind, chain, self.level)
 
 

@@ -1,16 +1,16 @@
 """Chooses how many tokens each `auto` request drafts in the next round, from none to the largest shape.
 
-The objective is the largest number of expected tokens per second of the whole batch. `partition` divides the
-rows among tree shapes and plain decoding. It needs two estimates, which the controller learns from executed
-rounds (`observe`): `RoundCosts` estimates seconds, and `DrafterAcceptance` estimates tokens.
+The controller maximises the expected tokens per second of the whole batch. `partition` divides the rows of
+the batch, one per request, among tree shapes and plain decoding. `RoundCosts` estimates the seconds of a
+round, and `DrafterAcceptance` estimates its tokens. Both learn from executed rounds (`observe`).
 
-A decision is kept for several rounds, because a change of shape needs other graphs, and ends the rounds of a
-remote draft. Estimates become outdated, so a decision may include a *look* (see `looks`): for a few rounds,
-some rows draft with a shape that is not in use, or all rows decode plainly. A new drafter is first used in
-looks. The time that looks lose is bounded over the whole server.
+A decision is kept for several rounds, because a change of shape needs other CUDA graphs and interrupts the
+rounds of a remote draft. Estimates become outdated, so a decision may include a *look* (see `looks`): for a
+few rounds, some rows draft with a shape that is not in use, or all rows decode plainly. A new drafter is
+first used in looks. The total time that looks may lose is limited for the whole server.
 
 The estimates of a drafter are kept when requests end, and when a draft with the same identity reconnects. The
-controller runs no model, so tests run it against synthetic machines.
+controller runs no model, so tests can run it against simulated machines.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ ROUNDS_PER_CHOICE = 8
 """Number of rounds for which a decision is kept while rows draft."""
 PLAIN_ROUNDS_PER_CHOICE = 4
 FIRST_PLAIN_ROUNDS = 2
-"""Number of plain rounds that measure a new batch size. The second is chosen before the first ends."""
+"""Number of plain rounds to run at a new batch size. The second is planned before the first ends."""
 ADVANTAGE = 1.01
-"""Least expected rate of new shapes, as a multiple of the rate of the shapes in use."""
+"""Other shapes replace those in use if their expected rate is at least this multiple of the current rate."""
 EXCHANGE_ADVANTAGE = 1.03
-"""Like `ADVANTAGE`, but for changes that end the rounds of a remote draft."""
+"""Like `ADVANTAGE`, but for changes that interrupt the rounds of a remote draft."""
 SURPRISE = 1.5
-"""A round that takes longer than this multiple of its estimate ends the decision."""
+"""A round that takes longer than this multiple of its estimate leads to a new decision."""
 MOST_DRAFTERS = 8
 """Number of drafters whose acceptance is kept."""
 LOOKS_APART = 64
-"""A look prefers rows with little to catch up on and few earlier looks. This many tokens weigh as much as
-one look."""
+"""A look prefers rows with few tokens that the drafter has not processed, and with few earlier looks. This
+many tokens weigh as much as one look."""
 
 
 @dataclass(slots=True)
@@ -58,11 +58,11 @@ class _Decision:
 
     Attributes:
         number: Identifies the decision.
-        partition: The best partition, which applies to all rows that the look leaves out.
-        look: The shape that the look measures; `NO_DRAFT` for a plain round; None without a look.
+        partition: The best partition. It applies to all rows that take no part in the look.
+        look: The shape that the look measures, or `NO_DRAFT` if all rows decode plainly. None without a look.
         path: Where the trees come from.
         bucket: Bucket of the batch size.
-        rounds_left: Number of rounds for which the decision still holds.
+        rounds_left: Number of further rounds for which the decision is kept.
     """
 
     number: int
@@ -89,7 +89,7 @@ class SpeculationController:
     """Chooses draft shapes and learns from executed rounds. One instance per engine. Engine thread only.
 
     Args:
-        log: Logs decisions. By default, to the target's log.
+        log: Logs decisions. By default, decisions are logged to the target's log.
 
     Attributes:
         costs: Estimates of the durations of rounds.
@@ -113,7 +113,7 @@ class SpeculationController:
         """Use the estimates of another drafter from now on. The estimates of the last few drafters are kept.
 
         Args:
-            identity: Identifies the drafter, also after a restart.
+            identity: Identifies the drafter. A drafter has the same identity after a restart.
         """
         if identity == self._identity:
             return
@@ -134,7 +134,7 @@ class SpeculationController:
         self._end_decision()
 
     def new_row(self, kind: SamplingKind = SamplingKind.GREEDY) -> RowState:
-        """Return the state of a new request. Its prior is the drafter's acceptance for its kind."""
+        """Return the state of a new request, with the drafter's acceptance for `kind` as its prior."""
         return RowState(self._drafter, kind)
 
     # ---- choose
@@ -239,7 +239,7 @@ class SpeculationController:
         return decision
 
     def _tokens_of(self, shape: DraftShape) -> float:
-        """Return the expected tokens of a row of a fixed shape, whose kind is not known."""
+        """Return the expected tokens of a row with a fixed shape, whose kind of sampling is not known."""
         if not shape.drafts:
             return 1.0
         tokens = self._drafter.expected_tokens(SamplingKind.GREEDY, shape.topk == 1)
@@ -256,9 +256,9 @@ class SpeculationController:
         """If a look is affordable, change the shapes of some rows. Return the shape that is measured."""
         if not self._looks.affordable:
             return None
-        # 1. A look takes a few rows, namely those that catch up fast and took part in few looks. If it is
-        #    cheaper, it takes all rows that draft, because their shape then needs no draft of its own. A
-        #    remote draft has only one shape per round.
+        # 1. A look takes a few rows whose drafter catches up fast and that took part in few looks. If that is
+        #    cheaper, the look takes all rows that draft, because no row then needs a draft of the old shape.
+        #    A remote draft has only one shape per round, so all rows that draft take part.
         able = [index for index, row in enumerate(rows) if row.useful_depth > 0]
         able.sort(key=lambda index: rows[index].lag + LOOKS_APART * rows[index].state.looks)
         drafting = [index for index in able if rows[index].state.shape.drafts]
@@ -296,7 +296,7 @@ class SpeculationController:
         looking: Sequence[int],
         shape: DraftShape,
     ) -> float:
-        """Return the seconds that a round loses if the rows `looking` draft with another shape."""
+        """Return the seconds that a round loses if the rows `looking` draft with `shape`."""
         groups = Counter({of: count for of, count in others.shapes.items() if of.drafts})
         tokens, nodes, moved = others.tokens, others.nodes, set(looking)
         for index, row in enumerate(rows):
@@ -344,7 +344,7 @@ class SpeculationController:
                 )
 
     def _account(self, step: ExecutedStep, tokens: int, seconds: float, plain_s: float) -> None:
-        """Pay for a round of a look, and end a decision whose round has taken much longer than expected."""
+        """Charge a look for the time of its round, and end a decision whose round was surprisingly slow."""
         if all(row.state is None for row in step.rows):
             return
         self._looks.earn(seconds, plain_s)
@@ -368,7 +368,7 @@ class SpeculationController:
     def speedup_estimate(self) -> float | None:
         """Tokens per second of recent drafting rounds, relative to plain rounds of the same batch size.
 
-        None until a drafting round and a plain round were measured.
+        The value is None until both a drafting round and a plain round have been measured.
         """
         return self._draft_rate
 
@@ -387,7 +387,7 @@ def _assign(
     partition: Partition,
     number: int,
 ) -> None:
-    """Give each row its shape. No shape gets more rows than the partition counts."""
+    """Assign a shape to each row. No shape is assigned to more rows than `Partition.counts` allows."""
     left = dict(partition.counts)
     gains = [partition.gain_for(tokens) for tokens in expected]
     for index in sorted(range(len(rows)), key=lambda index: (-gains[index], rows[index].lag)):

@@ -3,11 +3,13 @@
     round = drafts (one per tree shape)  +  verify pass (batch size, rows)  +  rest
 
 In this module, a row is one tree node of the verify pass. Rows are counted over all sequences and include the
-roots. Each part is a moving average of measured times:
+roots. Each part of a round is estimated as a moving average of measured times. There is one average for:
 
-- drafts by (depth, form, bucket of sequences), where the form is tree or chain;
-- plain verify passes by batch size, other verify passes by (batch bucket, rows);
-- the rest, which is the idle time of the device between two rounds, by (batch bucket, whether rows draft).
+- drafts of each combination of depth, form (tree or chain) and bucket of sequences;
+- plain verify passes of each batch size;
+- other verify passes of each combination of batch bucket and rows;
+- the rest, i.e. the idle time of the device between two rounds, for each batch bucket, with or without
+  drafts.
 
 Batch buckets are powers of 2. The times of sizes that were never executed are interpolated or extrapolated.
 """
@@ -22,26 +24,29 @@ from outrider.shared.engine.buckets import power_of_2
 from outrider.shared.spec.tree import DraftShape
 
 CHEAPER_WEIGHT = 0.5
-"""Weight of a sample that is below the moving average. Other work can prolong a time but not shorten it."""
+"""Weight of a sample that is below the moving average.
+
+The weight is larger than `DEARER_WEIGHT`, because other work on the machine can prolong a time but cannot
+shorten it."""
 DEARER_WEIGHT = 0.05
 """Weight of a sample that is above the moving average."""
 UNSEEN_ROW_COST = 0.03
 """Assumed cost of one more row per sequence until larger passes are measured, as a share of a plain pass."""
 UNSEEN_LEVEL_COST = 0.06
-"""Assumed cost of one draft level until drafts are measured, as a share of a plain pass."""
+"""Assumed cost of one draft level until drafts have been measured, as a share of a plain pass."""
 FIXED_DRAFT_SHARE = 0.3
 """Share of a draft's time that does not grow with depth. Used to scale a time to another depth."""
 WAITS_KEPT = 128
 SHORTEST_S = 1e-7
-"""Least estimate of a round, because clocks may measure nothing."""
+"""Smallest estimate of a round, because a coarse clock may measure a time of 0."""
 
 
 class DraftPath(Enum):
-    """Where the trees of a round come from, which decides the cost of several tree shapes in a round.
+    """Where the trees of a round come from. The cost of several tree shapes in one round depends on the path.
 
-    - DEVICE: From a drafter on the target's device. Each shape is a draft of its own.
-    - EXCHANGE: From a drafter in another process, without the host. All rows in mode `auto` that draft
-      in a round have the same shape.
+    - DEVICE: From a drafter on the target's device. Each shape needs a separate draft.
+    - EXCHANGE: From a drafter in another process, without passing through the host. All rows in mode `auto`
+      that draft in a round have the same shape.
     - HOST: From the host, which requests all trees together. The deepest shape determines the time.
     """
 
@@ -93,7 +98,7 @@ class RoundCosts:
             known[size] = _blend(known.get(size), seconds * share)
 
     def observe_rest(self, batch_size: int, drafts: bool, seconds: float) -> None:
-        """Record how much longer a round took than its drafts and its verify pass."""
+        """Record how much longer a round took than its drafts and its verify pass together."""
         key = (power_of_2(batch_size), drafts)
         self._rest[key] = _blend(self._rest.get(key), max(seconds, 0.0))
 
@@ -128,14 +133,15 @@ class RoundCosts:
         return any(power_of_2(known) == bucket for known in self._plain)
 
     def plain(self, batch_size: int) -> float | None:
-        """Return the duration of a plain pass at this batch size or between the nearest measured ones.
+        """Return the duration of a plain pass at this batch size.
 
-        Before the first plain pass, return the shortest verify pass. Return None before any pass.
+        If this size has not been measured, interpolate between the nearest measured sizes. Before the first
+        plain pass, return the duration of the shortest verify pass. Return None before any pass.
         """
         exact = self._plain.get(batch_size)
         if exact is not None:
             return exact
-        if not self._plain:  # beside rows that always draft, no pass is plain
+        if not self._plain:  # if some rows always draft, no pass is plain
             passes = [seconds for by_rows in self._verify.values() for seconds in by_rows.values()]
             return min(passes, default=None)
         below = max((size for size in self._plain if size < batch_size), default=None)
@@ -163,7 +169,7 @@ class RoundCosts:
         return max(SHORTEST_S, drafting + self.verify(batch_size, rows) + self.rest(batch_size, bool(drafts)))
 
     def rest(self, batch_size: int, drafts: bool) -> float:
-        """Estimate how much longer a round takes than its drafts and its verify pass."""
+        """Estimate how much longer a round takes than its drafts and its verify pass together."""
         bucket = power_of_2(batch_size)
         rest = self._rest.get((bucket, drafts))
         return self._rest.get((bucket, not drafts), 0.0) if rest is None else rest
@@ -211,7 +217,7 @@ def _size_class(rows: int) -> int:
 
 
 def _blend(average: float | None, sample: float) -> float:
-    """Return the average after one more sample. The sample counts as at most four times the average."""
+    """Return the moving average after one more sample. A sample counts as at most four times the average."""
     if average is None:
         return sample
     weight = CHEAPER_WEIGHT if sample < average else DEARER_WEIGHT

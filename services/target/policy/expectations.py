@@ -11,7 +11,7 @@ from outrider.services.target.policy.row_state import RowBound
 from outrider.shared.spec.tree import DraftShape
 
 Tokens = Mapping[DraftShape, float]
-"""Expected tokens of a round, for each shape that a row may have."""
+"""Expected tokens of one row in a round, for each shape that the row may have."""
 
 
 class Expectations:

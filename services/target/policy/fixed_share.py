@@ -1,11 +1,11 @@
-"""Bounds the time that trees of fixed shapes add to the rounds of other rows.
+"""Limits the time that trees of fixed shapes add to the rounds, which all rows share.
 
-A client may ask for a large tree in every round (mode `on`). Such a tree makes the round longer for all rows.
-On average, the trees of fixed shapes may at most double the estimated time of a round. A credit enforces this
-limit. Each round adds `ROUND_LIMIT - 1` times its estimated time without these trees to the credit, and
-subtracts the estimated time of the trees that it drafts. If the credit does not suffice for the trees of all
-rows, the rows take turns. A single tree that costs more than the credit also gets its turn. After such a
-turn, no row of a fixed shape drafts until the credit is positive again.
+A client may request a large tree in every round (mode `on`). Such a tree makes the round longer for all rows.
+On average, the trees of fixed shapes may at most double the estimated time of a round. A credit, in seconds,
+enforces this limit. Each round adds `ROUND_LIMIT - 1` times its estimated time without these trees to the
+credit, and subtracts the estimated time of the trees that it drafts. If the credit does not suffice for the
+trees of all rows, the rows take turns. If a single tree costs more than the full credit, its row still gets a
+turn. After such a turn, no row of a fixed shape drafts until the credit is positive again.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Sequence as Seq
 ROUND_LIMIT = 2.0
 """Longest average round with trees of fixed shapes, as a multiple of the round without them."""
 ROUNDS_PER_TURN = 8
-"""Number of rounds that a turn lasts. A remote draft must start its rounds again when a turn ends."""
+"""Number of rounds that a turn lasts, because a remote draft must start its rounds again after each turn."""
 
 
 class FixedShare:
@@ -35,9 +35,9 @@ class FixedShare:
 
         Args:
             rows: Session ids of the rows of fixed shapes.
-            base_s: Estimated seconds of the round without their trees.
-            round_s: Function that estimates the seconds of the round if these rows draft. More rows take
-                longer.
+            base_s: Estimated seconds of the round without the trees of these rows.
+            round_s: Returns the estimated seconds of the round if the given rows draft. The estimate grows
+                with the number of rows.
         """
         allowance_s = (ROUND_LIMIT - 1.0) * base_s
         self._credit_s = min(self._credit_s + allowance_s, allowance_s)
@@ -52,7 +52,7 @@ class FixedShare:
     def _take_turns(self, rows: list[int], cost_s: Callable[[Seq[int]], float], allowance_s: float) -> None:
         """Begin new turns with the rows whose last turn is longest ago."""
         order = sorted(rows, key=lambda row: self._turns.get(row, 0))
-        # The largest number of rows for which the credit suffices, by bisection.
+        # Find the largest number of rows for which the credit suffices, by bisection.
         count, too_many = 0, len(order) + 1
         middle = len(order)
         while too_many - count > 1:

@@ -1,12 +1,13 @@
-"""Plans looks: rounds that measure shapes that are not in use, and limits the time that these rounds lose.
+"""Plans looks, i.e. rounds that measure shapes that are not in use, and limits the time that looks lose.
 
 In a look, a few rows draft for a few rounds with a shape that is not in use, or all rows decode plainly. A
 look updates the estimates of the drafter's acceptance and of the cost of the shape. The loss of a look is the
-time by which it was slower than the best choice for the same number of tokens. All looks together may lose a
-fixed share of the time of all rounds of the server. The looks of many short requests therefore lose no more
-than those of one long request. The next look measures the shape whose past looks and next look together
-lose the
-time. Cheap shapes are therefore measured more often.
+additional time that it takes, compared with the best choice for the same number of tokens. The losses of all
+looks together are limited to a fixed share of the time of all rounds of the server. The looks of many short
+requests therefore lose no more time than those of one long request.
+
+The next look measures the shape for which the losses of past looks and the estimated loss of the next look
+have the smallest sum. Cheap shapes are therefore measured more often.
 """
 
 from __future__ import annotations
@@ -18,10 +19,12 @@ from outrider.shared.spec.tree import DraftShape
 LOOK_SHARE = 0.005
 """Share of the time of rounds that looks may lose."""
 FIRST_ROUNDS = 2.0
-"""Initial balance, as a number of plain rounds. The first look may cost twice this balance, because otherwise
-a drafter that takes long for a round would not be measured during the first requests of the server."""
+"""Initial balance of the budget, as a number of plain rounds.
+
+The first look may cost twice this balance. Otherwise, a drafter with slow rounds would not be measured during
+the first requests of the server."""
 MOST_ROUNDS = 24.0
-"""Largest balance, as a number of plain rounds."""
+"""Largest balance of the budget, as a number of plain rounds."""
 LOOK_ROWS = 4
 """Number of rows that take part in a look."""
 LOOK_ROUNDS = 4
@@ -30,7 +33,7 @@ of the rows only once per look."""
 LEAST_LOSS_SHARE = 0.01
 """Least estimated loss of a round of a look, as a share of a plain round."""
 FADING = 0.9
-"""Factor on the losses of all shapes after each look, so that old losses do not count forever."""
+"""Factor by which each new look reduces the recorded losses of all shapes, so that old losses fade."""
 
 
 class Looks:
@@ -57,14 +60,14 @@ class Looks:
 
     @property
     def affordable(self) -> bool:
-        """True if some look may be affordable, because the budget is not used up."""
+        """True if the budget is not used up, so that some look may be affordable."""
         return self._balance is not None and self._balance > 0
 
     def next(self, losses: Mapping[DraftShape, float], plain_s: float) -> DraftShape | None:
         """Return the shape that the next look measures, or None if no look is affordable.
 
         Args:
-            losses: For each shape that is not in use, the estimated loss of a round, in seconds.
+            losses: For each shape that is not in use, the estimated loss of a round of a look, in seconds.
             plain_s: Duration of a plain round.
         """
         least = LEAST_LOSS_SHARE * plain_s

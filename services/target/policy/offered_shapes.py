@@ -12,12 +12,12 @@ from outrider.shared.spec.tree import DraftShape
 CHAIN_DEPTHS = (1, 3, 5)
 """Depths of the chains that are offered in addition to the longest allowed one."""
 TREE_DEPTHS = (1, 2, 3, 5, 8, 12)
-"""Depths of the trees that are offered in addition to the largest tree, if no chains are offered."""
+"""Depths of the trees that are offered in addition to the largest tree. They apply if no chain is allowed."""
 
 MOST_ROWS = 512
 """Maximum number of rows, i.e. nodes of the whole batch, of an offered shape.
 
-Larger passes are bound by arithmetic, so further nodes cost their full time.
+Larger passes are limited by arithmetic, so each further node prolongs the pass.
 """
 
 
@@ -35,12 +35,12 @@ def nodes_of(bound: DraftShape, depth: int) -> int:
 
 @lru_cache(maxsize=256)
 def offered_shapes(forms: tuple[DraftShape, ...], batch_size: int) -> tuple[DraftShape, ...]:
-    """Return every shape that is offered within these forms. Each form's smallest shape comes first.
+    """Return the shapes that are offered within these forms. The shapes of one form are ordered by depth.
 
     Args:
         forms: The largest tree, the longest chain, or both; see `SpeculationParams.forms`.
-        batch_size: Number of sequences. Shapes that have too many rows with this batch size are left out,
-            except for the smallest shapes.
+        batch_size: Number of sequences. A shape is left out if all sequences together would have more than
+            `MOST_ROWS` rows with it. If this applies to every shape, only the smallest shape is offered.
     """
     shapes: list[DraftShape] = []
     for form in forms:

@@ -4,11 +4,11 @@ The objective is the largest number of expected tokens per second of the round:
 
     expected tokens, summed over all rows  /  seconds of the round (`RoundCosts.round`)
 
-Each node of a tree has a *price*: the number of tokens that the round can produce in the time that the node
-costs. For a given set of shapes, each row gets the shape with the most expected tokens after the price of its
-nodes is deducted. Rows with good drafts therefore get large shapes. Rows whose drafts yield less than their
-price decode plainly. Rows with equal expectations form one class, so that the work does not grow with the
-batch.
+Each node of a tree makes the round longer. The *price* of a node is the number of tokens that the round could
+produce in this additional time. For a given set of shapes, each row gets the shape with the most expected
+tokens after the price of its nodes is deducted. Rows with good drafts therefore get large shapes. Rows whose
+drafts yield less than their price decode plainly. Rows with equal expectations form one class, so that a
+decision does not take longer for a larger batch.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from outrider.services.target.policy.offered_shapes import MOST_ROWS
 from outrider.shared.spec.tree import NO_DRAFT, DraftShape
 
 SMALL_STEP_ROWS = 32
-"""Largest number of rows of a round that may be tried although no round of half the size has been
+"""A round may have up to this many rows (nodes of all trees) even if no round of half its size has been
 measured."""
 MOST_SHAPES = 2
 MOST_OFFERED = 8
-"""Largest number of shapes that are compared. Requests with other bounds cannot prolong a decision."""
+"""Largest number of shapes that are compared. Further bounds of requests then cannot prolong a decision."""
 PRICE_STEPS = 2
 """Number of times that the price is computed from the rate of the latest partition."""
 
@@ -47,7 +47,7 @@ class RowClass:
 
 @dataclass(frozen=True, slots=True)
 class Others:
-    """The rows of a round whose shapes are not chosen here.
+    """The rows of a round whose shapes `Partitions` does not choose.
 
     Attributes:
         shapes: Number of rows by shape, `NO_DRAFT` included.
@@ -74,7 +74,7 @@ class Partition:
 
     Attributes:
         shapes: The shapes that rows may get instead of plain decoding.
-        price: Number of tokens that a node must yield.
+        price: Number of tokens that each node must yield.
         rate: Expected tokens per second of the round.
         seconds: Expected duration of the round.
         counts: Number of rows that get each shape.
@@ -91,7 +91,7 @@ class Partition:
         return self._best(tokens)[0]
 
     def gain_for(self, tokens: Mapping[DraftShape, float]) -> float:
-        """Return the tokens that a row gains by its shape after the price of its nodes."""
+        """Return the tokens that a row gains from its shape after the price of its nodes is deducted."""
         return self._best(tokens)[1]
 
     def _best(self, tokens: Mapping[DraftShape, float]) -> tuple[DraftShape, float]:
@@ -117,7 +117,7 @@ class Partitions:
         batch_size: Number of rows, i.e. of sequences.
         path: Where the trees come from.
         most_rows: Largest number of nodes of the round.
-        offered: The shapes that are compared. These are the shapes that most rows may have.
+        offered: The shapes that are compared, namely those that the largest numbers of rows may have.
         plain: The partition in which all `auto` rows decode plainly.
     """
 
@@ -130,8 +130,8 @@ class Partitions:
         self.path = path
         self._count = sum(one.count for one in classes)
         self.batch_size = self._count + others.rows
-        # A round has at most twice the rows of the largest measured round, so that an unexpectedly slow round
-        # stays short.
+        # A round has at most twice the rows of the largest measured round, so that even a round that is
+        # slower than expected stays short.
         self.most_rows = min(max(SMALL_STEP_ROWS, 2 * costs.most_rows(self.batch_size)), MOST_ROWS)
         self.plain = self.of((), 0.0)
         allowed: Counter[DraftShape] = Counter()
@@ -144,9 +144,9 @@ class Partitions:
         """Return the best partition.
 
         Args:
-            kept: The shapes in use. They stay unless other shapes have a rate of at least `advantage` times
-                their rate.
-            advantage: See `kept`.
+            kept: The shapes in use.
+            advantage: Other shapes replace `kept` only if their rate is at least this multiple of the rate of
+                `kept`.
         """
         offered, best = self.offered, self.plain
         for shape in offered:
@@ -167,7 +167,7 @@ class Partitions:
 
         Args:
             shapes: The shapes that rows may get.
-            rate: Tokens per second from which the price of a node is computed first.
+            rate: Tokens per second from which the first price of a node is computed.
         """
         best: Partition | None = None
         for _ in range(PRICE_STEPS):
@@ -206,7 +206,7 @@ class Partitions:
                 yield rule.gain_for(one.tokens), shape, one
 
     def _node_s(self, shapes: tuple[DraftShape, ...]) -> float:
-        """Return the seconds that one more node costs, if all rows take the largest of the shapes."""
+        """Return the seconds that one more node costs if all rows have the largest of the shapes."""
         low = self._others.nodes + self._count
         high = low + self._count * (max((shape.max_nodes for shape in shapes), default=1) - 1)
         high = max(low + 1, min(high, self.most_rows))

@@ -18,9 +18,9 @@ for example the compilation of a kernel."""
 class PrefillBudget:
     """Converts a time budget to a number of prompt tokens. Engine thread only.
 
-    The time per token grows with the context, so it is measured for each power of two of the context. It
-    falls with the number of tokens, because every pass reads all weights. A pass over few tokens is therefore
-    only an upper bound of the time per token of a longer pass.
+    The time per token grows with the context, so it is measured separately for each power of two of the
+    context. The time per token falls with the number of tokens of a pass, because every pass reads all
+    weights. The time per token of a short pass is therefore only an upper bound for longer passes.
 
     Args:
         budget_s: Seconds that the prompt tokens of a step may take while other sequences decode.
@@ -34,7 +34,7 @@ class PrefillBudget:
         """Return the number of prompt tokens that fit into the budget.
 
         Args:
-            context: Number of tokens that the prompt has already stored.
+            context: Number of tokens of the prompt whose K/V is already stored.
         """
         known, wanted = self._seconds_per_token, context.bit_length()
         nearest = min(known, key=lambda size: abs(size - wanted), default=None)

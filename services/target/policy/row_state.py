@@ -39,7 +39,7 @@ class RowBound:
         state: The controller's memory of the request.
         bound: The largest shape that the request allows, which may be a chain.
         useful_depth: The greatest depth that is useful for the number of tokens that are left to emit.
-        chain: The longest chain that is allowed in addition to `bound`; `NO_DRAFT` for none.
+        chain: The longest chain that is allowed in addition to `bound`. `NO_DRAFT` if there is none.
         committed_len: Number of committed tokens, as far as the host knows.
     """
 
@@ -86,15 +86,15 @@ class ExecutedStep:
 
     Attributes:
         rows: All rows of the batch.
-        requested: Number of rows that have requested drafts, by the shape that they have requested.
+        requested: Number of rows that have requested drafts, by requested shape.
         draft_s: Duration of drafting, or of the wait for a proposal from the host. 0 without drafts.
         verify_s: Duration of the verify pass.
         round_s: Time since the end of the previous round, including prompts between the rounds.
         path: Where the trees came from.
-        catches_up: True if the drafts included work on earlier tokens of some sequences, which says nothing
-            about the cost of later rounds.
-        provisional: True if later rounds of this kind will take less time, because a piece without a CUDA
-            graph will soon be recorded. Nothing is learned from the times of such a round.
+        catches_up: True if the drafter also processed earlier tokens of some sequences in this round. The
+            time of such drafts does not predict the time of later rounds.
+        provisional: True if later rounds of this kind will take less time, because a piece of this round ran
+            without a CUDA graph that will soon be recorded. Nothing is learned from the times of this round.
     """
 
     rows: Sequence[ExecutedRow]

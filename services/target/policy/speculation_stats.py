@@ -13,8 +13,8 @@ class SpeculationStats:
     - ``sum((k + 1) * histogram[k]) == completion tokens - tokens emitted by prefills + tokens cut``
     - ``sum(histogram) == rounds``
     - ``accepted_tokens == sum(k * histogram[k])``
-    - ``accept_length`` is the mean number of tokens per round before any cut. The mean is over the rounds
-      that verified at least one draft node, and is 1.0 without such rounds.
+    - ``accept_length`` is the mean number of tokens per round, before tokens are cut at a stop token or the
+      length limit. Only rounds that verified at least one draft node count. Without such rounds, it is 1.0.
     """
 
     __slots__ = (
@@ -75,7 +75,7 @@ class SpeculationStats:
 
         Args:
             speedup_estimate: The controller's estimate of the speedup. None if there is no estimate.
-            plain_by: The party that chose plain decoding. The report contains this party as the reason if
+            plain_by: The party that chose plain decoding. The report contains `plain_by` as the reason if
                 rounds ran, no round verified drafts, and no round fell back.
         """
         reason = plain_by if self.rounds and not self.draft_rounds else ""

@@ -21,7 +21,7 @@ class Reason(Enum):
 
     - PAYS: Some rows draft, because drafting is estimated to be faster.
     - DOES_NOT_PAY: No row drafts, because plain decoding is estimated to be faster.
-    - PROBING: A look is under way: some rows draft, or a round is plain, only to measure (see `looks`).
+    - PROBING: A look is under way (see `looks`): some rows draft, or all decode plainly, only to measure.
     - UNMEASURED: No row drafts, because too few rounds were measured.
     - DRAFT_AWAY: No row drafts, because the draft cannot draft now.
     - IDLE: There has been no row in mode `auto` yet.
@@ -44,8 +44,8 @@ class Verdict:
         shapes: Number of `auto` rows that draft, by shape.
         plain_rows: Number of `auto` rows that decode plainly.
         batch_size: Number of rows of the round, including those that are not `auto`.
-        speedup: Estimated tokens per second of the best choice, relative to plain `auto` rows.
-            None if there is no estimate.
+        speedup: Estimated tokens per second of the best choice, relative to a round in which all `auto` rows
+            decode plainly. None if there is no estimate.
         round_s: Estimated duration of a round, in seconds. None if there is no estimate.
     """
 
@@ -73,7 +73,8 @@ def shape_name(shape: DraftShape) -> str:
 class DecisionLog:
     """Logs a line when the decision changes, at most once per `LOG_INTERVAL_S`.
 
-    Looks are not logged, because they are short and regular. Neither is a change of the number of rows alone.
+    Looks are not logged, because they are short and regular. A change that only affects numbers of rows is
+    not logged either.
 
     Args:
         now: Returns monotonic seconds.
@@ -91,7 +92,7 @@ class DecisionLog:
         self._written: object = None
 
     def note(self, verdict: Verdict) -> None:
-        """Log a decision if it differs from the last line and the last line is old enough."""
+        """Log a decision if it differs from the last logged one and `LOG_INTERVAL_S` has passed since."""
         if verdict.reason in (Reason.PROBING, Reason.UNMEASURED, Reason.IDLE):
             return
         key = (verdict.reason, frozenset(verdict.shapes))

@@ -38,7 +38,7 @@ class EngineLimits:
 
     Attributes:
         vocab_size: Upper bound of token ids, exclusive.
-        max_model_len: Maximum number of prompt and new tokens.
+        max_model_len: Maximum number of prompt tokens and new tokens together.
         eos_token_ids: The model's end-of-sequence tokens.
         pause_timeout_s: Time in seconds after which a paused request fails.
     """
@@ -49,7 +49,7 @@ class EngineLimits:
     pause_timeout_s: float = 30.0
 
     def check(self, sequence: Sequence, capacity: int) -> None:
-        """Refuse a sequence that this model or a KV pool of `capacity` tokens could never finish.
+        """Refuse a sequence that could never finish with this model, or in a KV pool of `capacity` tokens.
 
         Raises:
             InvalidRequestError: The error names the field.

@@ -35,16 +35,17 @@ class QueueGate:
     def enter(self, prompt_tokens: int, tenant: str = "", *, resumed: bool = False) -> None:
         """Count a request that starts to wait.
 
-        Requests without a tenant may fill the whole queue. A tenant leaves room for others.
+        Requests without a tenant may fill the whole queue. A tenant must leave room for other tenants.
 
         Args:
             prompt_tokens: Number of prompt tokens.
             tenant: The tenant, or an empty text.
-            resumed: True if another target has begun the answer. Such a request is accepted by a full queue.
+            resumed: True if another target has begun the answer. Such a request is accepted even if the queue
+                is full.
 
         Raises:
-            OverloadedError: The queue is full, or this tenant's part of it. The time after which to retry is
-                computed from the measured rate at which the queue drains.
+            OverloadedError: The queue, or this tenant's part of the queue, is full. The error contains a time
+                after which to retry, which is computed from the measured rate at which the queue drains.
         """
         with self._lock:
             if self._requests >= self._limits.max_queued and not resumed:

@@ -4,18 +4,22 @@ The life of a sequence:
 
 1. The sequence waits in the queue until pages for all of its tokens are free. It is then admitted.
 2. The sequence prefills in chunks and then decodes in every step.
-3. If a decoding sequence needs a page and none is free, one sequence is *retracted*: a paused sequence, or
-   else the latest arrival. A paused sequence is also retracted if a waiting one needs its slot or its pages,
-   and so is a sequence of lower priority, or of a tenant that has more than its share (`TokenShares`).
-   The retracted sequence returns its pages, keeps its tokens and waits again. Later, its prompt and its
-   emitted tokens are prefilled again. This does not change the sequence's tokens.
-4. When a sequence ends or is retracted, its full pages stay in the prefix cache until others need them.
+3. If a decoding sequence needs a page and none is free, the scheduler *retracts* one sequence. It chooses a
+   paused sequence if there is one, and otherwise usually the latest arrival (`TokenShares.victim`). The
+   scheduler also retracts a sequence if a waiting sequence needs its slot or its pages. In this case, the
+   retracted sequence is paused, has a lower priority, or belongs to a tenant with more than its share
+   (`TokenShares.makes_room`). A retracted sequence returns its pages, keeps its tokens and waits again.
+   Later, its prompt and its emitted tokens are prefilled again. This does not change the sequence's tokens.
+4. When a sequence ends or is retracted, its full pages stay in the prefix cache until other sequences need
+   the memory.
 
-A sequence whose prefix another sequence is computing waits until that prefix is stored, if it would otherwise
-compute much of it a second time.
+If another sequence is already computing a prefix of a waiting sequence, the waiting sequence is admitted only
+after that prefix has been stored. If this would save little work (`LONG_PREFIX`), the sequence does not wait
+for the prefix.
 
-The oldest sequence of the highest priority that is not paused is never retracted. Every sequence fits into
-the pool alone, which is checked on submission. Therefore at least one sequence always advances.
+Among the sequences that are not paused, the oldest one of the highest priority is never retracted. A check
+on submission ensures that every sequence fits into the pool alone. Therefore at least one sequence always
+advances.
 """
 
 from __future__ import annotations
@@ -37,14 +41,17 @@ PLENTY = 4
 """Spare pages are reserved only if the number of available pages is at least this multiple of the number of
 spare pages."""
 LONG_PREFIX = 256
-"""Tokens of a prefix for which a sequence waits if another sequence is computing them.
+"""A sequence waits if another sequence is computing at least this many tokens of a prefix that both share.
 
-It also waits for fewer tokens if they are at least half of those that it lacks."""
+A sequence also waits for fewer tokens if they are at least half of the tokens that it still lacks."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillChunk:
-    """Rows ``[start, stop)`` to compute of one sequence. The last chunk of a prefill yields a token."""
+    """Tokens ``[start, stop)`` of one sequence, to be computed in a step.
+
+    The last chunk of a prefill yields a new token.
+    """
 
     sequence: Sequence
     start: int
@@ -73,7 +80,7 @@ class StepPlan:
 
 
 class Scheduler:
-    """Owns every live sequence and every page lease. Engine thread only, except `gate`.
+    """Owns every live sequence and every page lease. Engine thread only, except for `gate`.
 
     Attributes:
         prefixes: The stored prefixes.
@@ -92,7 +99,7 @@ class Scheduler:
         self.shares = TokenShares()
         self.num_retractions = 0
         self._free_slots = list(range(limits.max_running))[::-1]
-        # A sequence that found too few pages, and the number of available pages at that time.
+        # A sequence that found too few pages, and the number of pages that were available at that time.
         self._blocked: tuple[Sequence, int] | None = None
 
     def __iter__(self) -> Iterator[Sequence]:
@@ -118,8 +125,8 @@ class Scheduler:
 
         Args:
             now: The current time, from `time.monotonic`.
-            prefill_tokens: Largest number of prompt tokens to compute while sequences decode. None sets no
-                limit besides `SchedulerLimits.prefill_chunk`.
+            prefill_tokens: Largest number of prompt tokens to compute while sequences decode. With None, only
+                `SchedulerLimits.prefill_chunk` limits the number.
         """
         retracted: list[Sequence] = []
         self.shares.collect(self.active)
@@ -135,8 +142,8 @@ class Scheduler:
     def reserve_ahead(self, sequence: Sequence, committed_upper: int) -> bool:
         """Grow a running sequence's lease for a round that starts at `committed_upper` tokens or fewer.
 
-        If enough pages are free, the lease grows by `SPARE_TOKENS` more than needed, because the page table
-        on the device must be written whenever a lease grows.
+        If enough pages are free, the lease grows by `SPARE_TOKENS` more than needed. The lease then grows
+        less often, which saves writes to the page table on the device.
 
         Returns:
             False if no page is free.
@@ -172,8 +179,9 @@ class Scheduler:
     def recompute(self, sequence: Sequence) -> None:
         """Prefill an active sequence again, e.g. to capture missing features.
 
-        The results of passes in flight become void. The prefix cache must have been flushed. A sequence that
-        shares pages with other sequences, or lacks room for its next round, gives up its pages and waits.
+        The results of passes in flight become void. The caller must flush the prefix cache first. A sequence
+        that shares pages with other sequences gives up its pages and waits, and so does a sequence that lacks
+        room for its next round.
         """
         sequence.feature_len = 0
         if not sequence.cached_len:
@@ -190,7 +198,7 @@ class Scheduler:
         sequence.tokens_ahead = sequence.passes_ahead = 0
 
     def disown(self, sequence: Sequence) -> None:
-        """Keep the pages of a sequence whose K/V may be wrong from other sequences."""
+        """Prevent other sequences from using the pages of a sequence whose K/V may be wrong."""
         if sequence.lease is not None:
             self.prefixes.disown(sequence.lease)
 
@@ -316,7 +324,7 @@ class Scheduler:
         self.prefixes.promise(lease, sequence.tokens)
 
     def _publish(self, sequence: Sequence) -> None:
-        """Let others use the prefix that a sequence has computed."""
+        """Let other sequences use the prefix that a sequence has computed."""
         if sequence.lease is not None:
             self.prefixes.publish(sequence.lease, sequence.cached_len, sequence.feature_len)
 
@@ -330,7 +338,7 @@ class Scheduler:
         return chunks
 
     def _vacate(self, sequence: Sequence) -> None:
-        """Free the slot. Rounds in flight still compute the slot, but their results for it are void."""
+        """Free the slot. Rounds in flight still process the slot, but their results for it are void."""
         if sequence.slot >= 0:
             self._free_slots.append(sequence.slot)
             sequence.slot = -1
@@ -345,7 +353,7 @@ class Scheduler:
     def _missing(self, sequence: Sequence, committed_upper: int) -> int:
         """Return the number of pages that a lease lacks for a round that starts at `committed_upper` tokens.
 
-        A negative number means spare pages.
+        A negative number is the number of spare pages.
         """
         assert sequence.lease is not None
         return self._pages(committed_upper + sequence.node_bound) - len(sequence.lease.pages)

@@ -9,11 +9,11 @@ The named lengths are always in this order, which `Sequence.check` asserts:
              0                      cached_len         cached_len + N          reserved_len <= max_len
 
 - Pages belong to the sequence's lease from admission until the sequence finishes, fails, is cancelled or is
-  retracted. Only `Scheduler` frees pages. The first pages may be shared with other sequences. They are full,
-  and their tokens are below `cached_len` or are being computed by this sequence.
+  retracted. Only `Scheduler` frees pages. The first pages of a lease may be shared with other sequences.
+  Shared pages are full, and each of their tokens is below `cached_len` or is being computed by this sequence.
 - The contents of KV slots from `cached_len` on are meaningless between rounds.
 - Between rounds of a running sequence, `cached_len == committed_len - 1`. During prefill, `cached_len` grows
-  up to `committed_len`. There, the two stay equal until the first token has been read.
+  up to `committed_len`. The two lengths then stay equal until the host has read the first token.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ from outrider.shared.kv.pages import PageLease
 from outrider.shared.spec.fence import FNV_OFFSET, Fence, extend_prefix_hash
 
 RESUMED_EARLIER = 1 << 48
-"""Subtracted from the arrival number of a resumed request, so that it is older than all new ones. Its client
-has been reading tokens already."""
+"""Subtracted from the arrival number of a resumed request, so that it counts as older than all new requests.
+
+The client of a resumed request has already received tokens."""
 
 
 class SequenceStatus(Enum):
@@ -52,26 +53,26 @@ class Sequence:
             target has emitted. ``len(tokens)`` is committed_len.
         arrival: Order of arrival. A smaller number is served first.
         cached_len: Number of tokens whose K/V (and feature row, if wanted) is in the pool.
-        max_len: Maximum number of KV slots that the sequence can need, at most those of the pool.
+        max_len: Maximum number of KV slots that the sequence can need, limited by the size of the pool.
         node_bound: Maximum number of tree nodes of one round, including the root. KV slots are reserved for
             these nodes.
-        wants_drafts: Whether the drafter should follow the sequence when possible. If so, feature rows are
-            captured for a drafter that needs feature rows.
+        wants_drafts: True if the drafter should follow the sequence when possible. Feature rows are then
+            captured if the drafter needs them.
         feature_len: Rows ``[0, feature_len)`` of the feature plane are valid for the current projector.
-        shares_features: Whether feature rows of the prompt are also captured for later sequences with the
-            same prefix.
+        shares_features: True if feature rows of the prompt are captured even if the sequence wants no drafts,
+            for later sequences with the same prefix.
         found_len: Number of leading tokens that were in the prefix cache at the last admission.
-        cached_prompt: `found_len` of the first admission.
-        drafted: Whether the drafter follows the sequence now.
+        cached_prompt: Number of prompt tokens that were in the prefix cache at the first admission.
+        drafted: True if the drafter follows the sequence now.
         slot: Slot of the sequence in the `SlotTable`, from its admission until it ends or is retracted.
             Otherwise -1.
-        residence: Incremented at every admission, so that results of an earlier residence are recognised.
+        residence: Number of admissions so far. A result with an older number belongs to an earlier admission.
         tokens_ahead: Largest number of tokens that passes in flight may still add.
         passes_ahead: Number of passes in flight that add at least one token.
         fresh_columns: Largest number of tokens that the last enqueued pass may have chosen.
         charged_len: Number of committed tokens that were charged to the tenant (`TokenShares`).
-        ruled: Whether the slot has rules or a form, or wants logprobs, so that its rounds need the full
-            sampling mode.
+        ruled: True if the slot has rules or a form, or if the client wants logprobs. Rounds of the sequence
+            then need the sampling mode `FULL`.
         form: The form that the output must have, for requests with a constraint. Otherwise None.
         prompt_scored: Index of the next prompt token whose logprob the client has not received.
     """
@@ -215,10 +216,10 @@ class Sequence:
 
     @property
     def sharable_len(self) -> int:
-        """Largest number of tokens that a prefix from the cache may have.
+        """Largest number of leading tokens that may come from the prefix cache.
 
-        The last token is always computed, and so are the rows that predict prompt tokens whose logprobs the
-        client has not received.
+        The last token is always computed. If the client wants logprobs of prompt tokens, the rows that
+        predict the tokens whose logprobs it has not received are computed too.
         """
         last = len(self.tokens) - 1
         if self.request.logprobs.prompt_top is None or self.prompt_scored >= self.prompt_len:
@@ -227,7 +228,7 @@ class Sequence:
 
     @property
     def has_features(self) -> bool:
-        """True if every cached token has its feature row."""
+        """True if the sequence wants drafts and every cached token has its feature row."""
         return self.wants_drafts and self.feature_len == self.cached_len
 
     @property

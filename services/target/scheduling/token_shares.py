@@ -1,14 +1,15 @@
-"""Fairness between tenants: whose sequence is admitted next, and which sequence makes room for it.
+"""Shares the target fairly between tenants: decides which sequence is admitted next, and which makes room.
 
 Each tenant with live sequences has a counter of the tokens that it was served: prompt tokens at admission,
 and emitted tokens. The tenant with the lowest counter is owed the most, so its sequences are admitted first.
-This is deficit round-robin with tokens as the unit. A tenant that arrives starts at the lowest counter of the
-others: it gets no credit for the time of its absence.
+This is deficit round-robin with tokens as the unit. A tenant that arrives starts with the lowest counter of
+the other tenants, so it gets no credit for the time of its absence.
 
-A flood could still occupy all slots for the length of its answers. Therefore, a sequence that waits may take
-the slot of another tenant's sequence, as long as its tenant then has no more slots than the other one.
+Many requests of one tenant could still occupy all slots until their answers end. Therefore, a waiting
+sequence may take the slot of another tenant's sequence, provided that its own tenant then has no more slots
+than the other tenant.
 
-With a single tenant, nothing is counted and the order is that of priorities and arrivals.
+With a single tenant, nothing is counted, and sequences are ordered by priority, then by arrival.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class TokenShares:
         if tenant not in self._served:
             lowest = min(self._served.values(), default=0)
             if len(self._served) == 1:
-                # Until now, nothing was counted. The prompts that are being computed count from here on.
+                # Until now, nothing was counted. Count the prompts that are being computed from here on.
                 for other in others:
                     other.charged_len = other.committed_len
                     if other.status is SequenceStatus.PREFILLING:
@@ -59,9 +60,9 @@ class TokenShares:
             del self._live[tenant], self._served[tenant]
 
     def admitted(self, sequence: Sequence) -> None:
-        """Charge the prompt of a sequence at its first admission, without the part that was cached.
+        """Charge a sequence's tenant for its prompt, except for the cached part, at its first admission.
 
-        A resumption is not charged again.
+        Later admissions of the same sequence are not charged.
         """
         if self.contended and not sequence.resumptions:
             self._served[sequence.request.tenant] += sequence.prompt_len - sequence.cached_prompt
@@ -83,7 +84,7 @@ class TokenShares:
         The caller may admit and retract sequences between two steps of the iteration.
 
         Args:
-            waiting: Sequences in the order of priority and arrival. Paused sequences are left out.
+            waiting: The waiting sequences, ordered by priority and arrival. Paused sequences are not yielded.
             active: The admitted sequences.
         """
         ready = [sequence for sequence in waiting if sequence.paused_at is None]
@@ -120,12 +121,16 @@ class TokenShares:
     def makes_room(
         self, waiting: Sequence, active: Iterable[Sequence], admitted: Seq[Sequence]
     ) -> Sequence | None:
-        """Return the sequence that makes room for a waiting one, or None.
+        """Return the admitted sequence that makes room for a waiting sequence, or None.
 
-        This is the youngest sequence of the lowest priority below that of the waiting one. If there is none,
-        it is the youngest one of the same priority of the tenant with the most slots, if that tenant was
-        served as many tokens, and has at least two more slots. The oldest sequence of the highest priority is
-        therefore never chosen.
+        If admitted sequences have a lower priority than the waiting sequence, one of the lowest priority
+        makes room. This is the youngest one, or with several tenants, the youngest one of the tenant with the
+        most slots.
+
+        Otherwise, a sequence of the same priority may make room if its tenant was served at least as many
+        tokens as the waiting sequence's tenant, and has at least two more slots. Of these sequences, the
+        youngest one of the tenant with the most slots makes room. The oldest sequence of the highest priority
+        is therefore never chosen.
 
         Args:
             waiting: The sequence that is to be admitted next.
@@ -150,8 +155,8 @@ class TokenShares:
     def victim(self, active: Iterable[Sequence]) -> Sequence:
         """Return the sequence to retract if a running sequence finds no page.
 
-        This is a paused sequence, or else the youngest of the lowest priority, of the tenant with the most
-        slots.
+        Paused sequences are chosen first, then sequences of the lowest priority, then those of the tenant
+        with the most slots, then the youngest one.
         """
         slots = slots_of(active) if self.contended else None
         return max(active, key=lambda one: (one.paused_at is not None, _latest(one, slots)))
@@ -163,6 +168,6 @@ def slots_of(active: Iterable[Sequence]) -> Counter[str]:
 
 
 def _latest(sequence: Sequence, slots: Counter[str] | None) -> tuple[int, int, int]:
-    """Return a key that is largest for the sequence to retract first."""
+    """Return a sort key that is largest for the sequence to retract first."""
     request = sequence.request
     return (-request.priority, slots[request.tenant] if slots else 0, sequence.arrival)
