@@ -68,7 +68,7 @@ class AnswerTimes:
 
     @property
     def others_s(self) -> float:
-        """Longest time for which a round with other rows too waits for the trees of rows in mode `on`."""
+        """Longest wait of a round for the trees of rows in mode `on`, if the round also has other rows."""
         if self.p99 is None:
             return FLOOR_SHARE * self._fault_deadline_s
         return min(self.limit_s, max(OTHERS_FLOOR_S, OTHERS_MULTIPLE * self.p99))

@@ -158,7 +158,7 @@ class DraftSession:
     def take_request(
         self, row: ProposalRow, deadline_us: int, frame_features: list[torch.Tensor], now: float
     ) -> draft_pb2.Commit:
-        """Return the message of `take_commit` with a request for a tree. The session then awaits this tree."""
+        """Return the message of `take_commit` with a request for a tree. The session then awaits the tree."""
         self.wanted, self.asked_s, self.owes = row, now, False
         self.joining = False
         commit = self.take_commit(frame_features)
