@@ -46,8 +46,8 @@ class RequestSpans:
             traceparent: The caller's span, or an empty string.
 
         Returns:
-            The request with the ``traceparent`` for the draft. Without tracing, the caller's is left
-            unchanged.
+            The request with the ``traceparent`` for the draft. Without tracing, the ``traceparent`` of the
+            caller is unchanged.
         """
         given = checked_traceparent(traceparent)
         if self._tracer.active:
