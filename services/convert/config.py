@@ -1,4 +1,4 @@
-"""Writes the config.json of a converted draft head, in Outrider's layout or the official EAGLE code's layout."""
+"""Writes the config.json of a converted draft head, in Outrider's or the official EAGLE code's layout."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from outrider.shared.nn.config.model_config import ConfigReader, RopeKind
 
 ARCHITECTURES = {HeadKind.EAGLE: "LlamaForCausalLMEagle", HeadKind.EAGLE3: "LlamaForCausalLMEagle3"}
 MISTRAL_ARCHITECTURE = "MistralForCausalLMEagle"
-"""Architecture of EAGLE heads in which the first layer has an input norm and a norm follows the last layer."""
+"""Architecture of EAGLE heads whose first layer has an input norm, and whose last layer is followed by a
+norm."""
 OFFICIAL_ARCHITECTURE = "LlamaForCausalLM"
 EAGLE_SECTION_KEYS = (AUX_KEY, "use_aux_hidden_state")
 """Keys that other servers expect inside ``eagle_config``."""

@@ -1,4 +1,4 @@
-"""Colours text by the origin of its tokens: drafted at a depth, chosen by the target, or plain."""
+"""Colours text by the origin of its tokens: drafted, chosen by the target after a draft, or plain."""
 
 from __future__ import annotations
 

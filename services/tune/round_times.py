@@ -16,7 +16,11 @@ from outrider.shared.spec.tree import NO_DRAFT, DraftShape
 
 
 def probe_shapes(candidates: Sequence[DraftShape]) -> list[DraftShape]:
-    """Return the shapes to measure: plain decoding, the shortest and longest chain, extreme trees."""
+    """Return the shapes to measure.
+
+    These are plain decoding, the shortest and the longest chain, the smallest and the largest tree of the
+    least and of the greatest width, and a tree of median size.
+    """
     chains = [shape for shape in candidates if shape.topk == 1]
     probes = [NO_DRAFT, *chains[:1], *chains[-1:]]
     trees = [shape for shape in candidates if shape.topk > 1]

@@ -1,4 +1,4 @@
-"""Exchanges rounds with a drafter in another process. States and trees stay on the two devices.
+"""Exchanges states and trees with a drafter in another process, in stream order on both devices.
 
 In each round, the target gathers the states of the slots that draft, in one group per tree shape. The target
 sends all groups to the draft together, receives the trees, and checks and packs them. All these steps run in

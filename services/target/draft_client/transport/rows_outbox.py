@@ -15,8 +15,9 @@ from outrider.shared.rpc.ipc.mailbox import SlotTensorWriter
 ON_DEVICE_BYTES = 64 * 1024 * 1024
 """Total size in bytes up to which rows always wait on the device."""
 SHARE_OF_FREE = 4
-"""Rows wait on the device only if the device's free memory is at least this multiple of the size of all
-waiting rows.
+"""Least free memory of the device, as a multiple of the size of the waiting rows, for rows to wait there.
+
+Up to `ON_DEVICE_BYTES` of rows may always wait on the device.
 
 If less memory is free, the rows are copied to the host synchronously. Free memory is scarce, because the KV
 cache uses most of the device's memory.
