@@ -2,7 +2,7 @@
 
 If each process chose its cache size by the free memory that it finds, the sizes would depend on which process
 starts first. Both processes therefore get the same size, which comes from the memory plan for a target that
-runs the draft in its own process.
+runs the draft inside the target's process.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 A draft proposes the same tokens for every shape, but a smaller shape keeps fewer of them. The tokens of the
 answer do not depend on the shape either. A recorded round therefore shows how many tokens a smaller tree at
-the same position would have accepted: follow the answer from the root for as long as the smaller tree
-contains its tokens.
+the same position would have accepted: the tokens of the answer, from the root on, that form a path in
+the smaller tree.
 
 The recorded positions are those at which the rounds of the large tree began. Rounds of a smaller tree would
 also begin at other positions. The result is therefore an estimate, and `search` measures the best shapes.

@@ -1,12 +1,11 @@
-"""Searches for the best shape for each batch size: predicts all shapes from traces, and measures the best
-ones.
+"""Searches for the best shape for each batch size: predicts all shapes, and measures the best ones.
 
 1. Answer the prompts once with the largest tree, and record the trees of all rounds. From these trees,
-  predict the accept length of every shape (`replay`).
+   predict the accept length of every shape (`replay`).
 2. For each batch size, run a few rounds of a few shapes. From the times of these rounds, predict the time of
-  a round of every shape (`round_times`).
+   a round of every shape (`round_times`).
 3. The predicted speed of a shape is its accept length, divided by the time of its round. On the prompts,
-  measure plain decoding and the shapes with the best predictions.
+   measure plain decoding and the shapes with the best predictions.
 
 The server is never restarted, because every request can have its own shape.
 """

@@ -1,5 +1,7 @@
 """Waits for the draft's trees until each row's deadline, and decides what happens when an answer is late.
 
+A row is one sequence of a round. The mode of a row is the speculation mode of its request, `on` or `auto`.
+
 - A row whose answer is late gets no drafts in this round. The reported reason is "warming" if the draft has
   never answered for the row's session, and "late" otherwise.
 - A row in mode `on` may wait longer than its round. The round then goes on without the row, and the row waits
