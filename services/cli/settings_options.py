@@ -34,8 +34,9 @@ ALIASES: dict[str, tuple[str, ...]] = {
 def settings_command(
     settings_type: type[ServiceSettings], run: Callable[[ServiceSettings], int], help_text: str
 ) -> Callable[..., None]:
-    """Return a function for `typer.Typer.command` with an option for each settings field, and ``--config
-    FILE``.
+    """Return a function for `typer.Typer.command`.
+
+    The function has an option for each settings field, and ``--config FILE``.
 
     Args:
         settings_type: The service's settings class. Descriptions of its fields become the help texts.

@@ -94,11 +94,11 @@ class TuneResult:
         object.__setattr__(self, "shape", self._overall())
 
     def _overall(self) -> DraftShape:
-        """Return the measured shape with the best mean speed-up over all batch sizes; `NO_DRAFT` if none
-        pays.
+        """Return the measured shape with the best mean speed-up over all batch sizes.
 
-        In mode ``auto``, a shape is never slower than plain decoding, so each batch size counts as at least
-        1.
+        The result is `NO_DRAFT` if no shape is faster than plain decoding.
+
+        A speed-up below 1 counts as 1, because mode ``auto`` then decodes without drafts.
         """
         best, most = NO_DRAFT, 1.0
         for shape in self.accept_lengths:

@@ -44,8 +44,7 @@ class Difference:
 def ruled(
     logits: torch.Tensor, prompt: Sequence[int], output: Sequence[int], rules: LogitRules
 ) -> torch.Tensor:
-    """Return the logits ``[vocab]`` after biases and penalties. Tokens that the rules forbid keep their
-    logits.
+    """Return the logits ``[vocab]`` after biases and penalties. Forbidden tokens keep their logits.
 
     Args:
         logits: ``[vocab] float32``.

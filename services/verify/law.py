@@ -52,8 +52,8 @@ def check_law(
 ) -> LawTest:
     """Sample the first two tokens after a prompt, and compare the second with the target's probabilities.
 
-    Speculation produces the second token. Its expected counts come from the target's probabilities after each
-    first token that was sampled.
+    Speculation produces the second token. The expected counts of second tokens are computed from the target's
+    probabilities after each first token that was sampled.
 
     Args:
         engine: The pair.

@@ -22,8 +22,7 @@ class AnswerDeadlines:
     """Deadlines for the answers of one draft. Engine thread only. Times are values of `time.monotonic()`.
 
     A row in mode `auto` waits until the deadline of the `ProposalRequest`. A row in mode `on` waits for at
-    most `AnswerTimes.limit_s`. A round that also has other rows goes on earlier, without the row in mode
-    `on`.
+    most `AnswerTimes.limit_s`. A round with other rows goes on earlier, without this row.
 
     The engine waits for the first answer of a new session in one round only, because the draft may still be
     computing the prompt, or may have stopped. Later rounds do not wait for this session until its first

@@ -118,7 +118,7 @@ class RemoteDrafter(ExchangeDrafter):
         return DrafterState.LATE if self._breaker.state is BreakerState.OPEN else DrafterState.ON
 
     def refusal(self) -> OutriderError | None:
-        """Return why the draft and this target do not match. Return None if they do, or before any answer."""
+        """Return why draft and target do not match; None if they match or the draft has not answered."""
         return self._link.refusal
 
     def describe(self) -> tuple[str, str]:

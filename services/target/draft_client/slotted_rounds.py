@@ -236,8 +236,7 @@ class SlottedRounds(ExchangedSlots):
         return bool(self._series) or channel.mend()
 
     def begin(self, groups: Sequence[ExchangedGroup]) -> ExchangedRound | None:
-        # 1. Send the pending commits of joining sessions, after the tokens and free slots not reported so
-        # far.
+        # 1. Send the pending commits of joining sessions, after the unsent tokens and free slots.
         connection = self._connection
         if connection is None or self._channel is None or connection.spec is None:
             return None

@@ -15,7 +15,7 @@ from outrider.shared.rpc.ipc.mailbox import SlotTensorWriter
 ON_DEVICE_BYTES = 64 * 1024 * 1024
 """Total size in bytes up to which rows always wait on the device."""
 SHARE_OF_FREE = 4
-"""Least free memory of the device, as a multiple of the size of the waiting rows, for rows to wait there.
+"""Free device memory that is required for rows to wait on the device, as a multiple of these rows' size.
 
 Up to `ON_DEVICE_BYTES` of rows may always wait on the device.
 
