@@ -8,7 +8,7 @@ __all__ = ["main"]
 
 
 def main() -> None:
-    """Run the command line. Ctrl-C ends it without a traceback, also while its modules are imported."""
+    """Run the command line. Ctrl-C ends it without a traceback, even while its modules are imported."""
     try:
         from outrider.services.cli.commands import main as run
 

@@ -28,7 +28,7 @@ from outrider.services.tune.cli import tune
 from outrider.services.verify.cli import verify
 from outrider.shared.base.errors import ErrorCode, OutriderError
 
-# grpc's own log contains unescaped text of any peer. grpc reads this variable when it is loaded.
+# grpc's own log contains unescaped text from peers. grpc reads this variable when it is loaded.
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 
 app = typer.Typer(

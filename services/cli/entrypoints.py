@@ -1,7 +1,7 @@
 """Entry points of `outrider serve gateway|target|draft`.
 
 Services do not import each other. Only this module, the command line and the launcher import several
-services. Each import happens when its service starts.
+services. This module imports each service only when that service starts.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def serve_target(settings: TargetSettings) -> int:
     from outrider.services.draft.settings import DraftSettings
     from outrider.services.target.settings import MOST_RUNNING_REQUESTS
 
-    # Both services must agree on tree shapes, limits and page size.
+    # The target and the draft must agree on tree shapes, limits and page size.
     alike = ("max_steps", "max_topk", "max_nodes", "page_size", "num_steps", "topk", "num_draft_tokens")
     caps = {name: getattr(settings, name) for name in (*alike, "cuda_graph_max_bs", "disable_cuda_graph")}
     draft_name = settings.draft.removeprefix(INPROC)

@@ -21,8 +21,8 @@ class ServiceFlag:
     Attributes:
         kind: Type of the value.
         help: Help text.
-        metavar: Placeholder for the value in the help. None shows the type.
-        default: The service's default value, as text. Empty for switches.
+        metavar: Placeholder for the value in the help. None shows the type instead.
+        default: The service's default value, as text. Empty for flags without a value.
     """
 
     kind: type[bool | int | float | str]
@@ -128,7 +128,7 @@ def signed(command: Callable[..., None], parameters: list[inspect.Parameter]) ->
 
 
 def keyword(name: str, kind: Any, option: Any) -> inspect.Parameter:
-    """Return the parameter for one option. The parameter is None if the flag is not given."""
+    """Return the parameter for one option. The parameter's value is None if the flag is not given."""
     return inspect.Parameter(
         name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, option]
     )

@@ -1,4 +1,4 @@
-"""`outrider info`: versions, GPUs, caches and settings of this machine, for a report of a problem."""
+"""`outrider info`: versions, GPUs, caches and settings of this machine, for problem reports."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ PACKAGES = (
     *("grpcio", "protobuf", "fastapi", "uvicorn", "pydantic", "numpy", "opentelemetry-sdk"),
 )
 SECRET = re.compile(r"(^|_)(KEYS?|TOKEN|SECRETS?|PASSWORD|HEADERS)(_|$)")
-"""Names of variables whose values are not shown. ``…_TOKENS`` is a number of tokens."""
+"""Names of variables whose values are hidden. ``…_TOKENS`` does not match, because it is a number of
+tokens."""
 PREFIXES = ("OUTRIDER_", "CUDA_", "NCCL_", "TRITON_", "HF_", "OTEL_", "OMP_")
 QUERY_TIMEOUT_S = 20.0
 _USER = re.compile(r"//[^/@\s]*@")
@@ -49,7 +50,7 @@ def info(
 
 
 def describe(environment: Mapping[str, str]) -> dict[str, Any]:
-    """Return the description of this machine. Imports neither torch nor CUDA, which take seconds.
+    """Return the description of this machine. Do not import torch or CUDA, because importing takes seconds.
 
     Args:
         environment: The environment variables.

@@ -1,6 +1,6 @@
 """Generates a service's command-line options from its settings class.
 
-Only the flags that were given are passed on. The settings class itself resolves the precedence. Flags
+Only flags that the user gave are passed to the settings class, which resolves the precedence itself: flags
 override the environment, the environment overrides the file, and the file overrides the defaults.
 """
 
@@ -34,10 +34,12 @@ ALIASES: dict[str, tuple[str, ...]] = {
 def settings_command(
     settings_type: type[ServiceSettings], run: Callable[[ServiceSettings], int], help_text: str
 ) -> Callable[..., None]:
-    """Return a function for `typer.Typer.command` with one option per settings field, plus ``--config FILE``.
+    """Return a function for `typer.Typer.command`.
+
+    The function has an option for each settings field, and ``--config FILE``.
 
     Args:
-        settings_type: The service's settings. Field descriptions become the help.
+        settings_type: The service's settings class. Descriptions of its fields become the help texts.
         run: Called with the resolved settings. Its return value is the exit code.
         help_text: First paragraph of ``--help``.
     """

@@ -23,7 +23,7 @@ from outrider.services.stack.supervisor import Echo
 from outrider.shared.base.errors import ConfigurationError
 from outrider.shared.spec.algorithm import Algorithm
 
-# `up` has options of its own for these settings of the gateway, or sets them itself.
+# `up` has its own options for these settings of the gateway, or sets the settings itself.
 OWN_GATEWAY_SETTINGS = (
     *("host", "published_on", "port", "grpc_port"),
     *("target", "target_refresh_s", "target_wait_s", "tokenizer", "model_tokenizer", "log_level", "log_json"),
@@ -300,7 +300,7 @@ def up(
         grpc_port=grpc_port,
         log_json=log_json,
     )
-    # In JSON, the services' own lines tell enough.
+    # With JSON logs, the lines of the services are enough.
     console = StatusConsole(stderr=True, highlight=False, quiet=log_json)
     lines = StatusConsole(stderr=True, highlight=False)
     if _source(context, "api_key") == "COMMANDLINE":
@@ -325,9 +325,9 @@ def up(
 
 
 class StatusConsole(Console):
-    """A console that goes quiet when its output pipe is closed.
+    """A console that prints nothing more after its output pipe is closed.
 
-    rich would exit instead, which would end the thread that supervises a child.
+    rich would raise an exit instead, which would end the thread that supervises a child.
     """
 
     def on_broken_pipe(self) -> None:
@@ -336,7 +336,7 @@ class StatusConsole(Console):
 
 
 def _gateway_settings(context: typer.Context, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the gateway's settings from flags and --config. Its environment variables override the file."""
+    """Return the gateway's settings from flags and --config. The gateway's environment overrides the file."""
     return {
         name: value
         for name, value in settings.items()
@@ -368,7 +368,7 @@ def _echo_to(console: Console, log_json: bool) -> Echo:
 
     def echo(name: str, line: str) -> None:
         if log_json:
-            # The services' own objects stay as they are. Other lines become objects, too.
+            # Objects that the services log stay as they are. Other lines become objects, too.
             text = line if line.startswith("{") else json.dumps({"service": name, "event": line})
             console.print(Text(text), soft_wrap=True)
             return

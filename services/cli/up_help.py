@@ -51,21 +51,21 @@ FILE_OPTIONS = ("config", "profile")
 
 
 def _read_config(context: typer.Context, path: Path | None) -> Path | None:
-    """Make the values of a settings file the defaults of the other options. They override a profile's."""
+    """Make the values of a settings file the defaults of the other options. The file overrides a profile."""
     if path is not None:
         context.default_map = {**(context.default_map or {}), **_values_of(context, path)}
     return path
 
 
 def _read_profile(context: typer.Context, path: Path | None) -> Path | None:
-    """Make the values of a profile the defaults of options that --config does not set."""
+    """Make the values of a profile the defaults of the options that --config does not set."""
     if path is not None:
         context.default_map = {**_values_of(context, path), **(context.default_map or {})}
     return path
 
 
 def _values_of(context: typer.Context, path: Path) -> dict[str, Any]:
-    """Return option → value for a file, whatever of their names the file uses."""
+    """Return option → value for a file. The file may use any of an option's names."""
     options = [param for param in context.command.params if param.param_type_name == "option"]
     known = {param.name: str(param.name) for param in options if param.name not in FILE_OPTIONS}
     for param in options:

@@ -20,7 +20,7 @@ DEFAULT_URL = "http://127.0.0.1:8000"
 
 
 def gateway_url(given: str) -> str:
-    """Return the URL of a gateway. Users may write it with or without ``http://``, ``/v1`` and a final slash.
+    """Return the URL of a gateway. The given text may omit ``http://`` and may end with ``/v1`` or a slash.
 
     Example:
         >>> gateway_url("localhost:8000/v1/")
@@ -37,11 +37,11 @@ class Reply:
     Attributes:
         text: The complete text.
         token_ids: Token ids of the text if the request set ``return_token_ids``, else empty.
-        finish_reason: Why the answer ended, such as ``stop`` or ``length``. None while the request runs.
+        finish_reason: Why the answer ended, such as ``stop`` or ``length``. None until the answer ends.
         prompt_tokens, completion_tokens: Token counts as reported by the server.
         speculation: The server's `speculation` object.
         seed: Seed that the server used, if it reported one.
-        first_token_s, total_s: Seconds since the request was sent.
+        first_token_s, total_s: Seconds from the request to the first token and to the end, respectively.
     """
 
     text: str = ""
@@ -67,7 +67,7 @@ class RestClient:
         url: URL of the gateway, as `gateway_url` reads it.
         api_key: API key to send, if any.
         timeout_s: Time limit of each network read and write, in seconds.
-        verify: Whether the certificate of an https URL must be valid.
+        verify: True to require a valid certificate from an https URL.
 
     Raises:
         UnavailableError: No server answers at the URL, or the connection breaks.
@@ -83,7 +83,7 @@ class RestClient:
     ) -> None:
         headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
         self.url = gateway_url(url)
-        # Ignore proxies from the environment. Proxies are meant for outside addresses, not for the gateway.
+        # Ignore proxies from the environment. They are meant for outside addresses, not for the gateway.
         self._http = httpx.Client(
             base_url=self.url,
             headers=headers,
@@ -145,7 +145,7 @@ class RestClient:
     def stream_chat_events(
         self, messages: list[dict[str, str]], options: Mapping[str, Any], reply: Reply
     ) -> Generator[tuple[str, dict[str, Any] | None], None, None]:
-        """Stream one chat completion as (text, traced round or None). Closing it cancels the request."""
+        """Stream one chat completion as (text, traced round or None). Closing the generator cancels it."""
         yield from self._stream(
             "/v1/chat/completions",
             # The reply's text contains the reasoning, as the model wrote it.

@@ -1,4 +1,4 @@
-"""Writes the config.json of a converted draft head, in Outrider's layout or the official EAGLE code's."""
+"""Writes the config.json of a converted draft head, in Outrider's or the official EAGLE code's layout."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from outrider.shared.nn.config.model_config import ConfigReader, RopeKind
 
 ARCHITECTURES = {HeadKind.EAGLE: "LlamaForCausalLMEagle", HeadKind.EAGLE3: "LlamaForCausalLMEagle3"}
 MISTRAL_ARCHITECTURE = "MistralForCausalLMEagle"
-"""Architecture of EAGLE heads whose first layer has an input norm and whose layers end with a norm."""
+"""Architecture of EAGLE heads whose first layer has an input norm, and whose last layer is followed by a
+norm."""
 OFFICIAL_ARCHITECTURE = "LlamaForCausalLM"
 EAGLE_SECTION_KEYS = (AUX_KEY, "use_aux_hidden_state")
 """Keys that other servers expect inside ``eagle_config``."""
@@ -35,15 +36,15 @@ OFFICIAL_ROPES = (RopeKind.DEFAULT, RopeKind.LINEAR)
 def outrider_config(
     raw: Mapping[str, Any], source: Path, kind: HeadKind, tensors: Mapping[str, torch.Tensor]
 ) -> dict[str, Any]:
-    """Return a flat configuration with the same content.
+    """Return a flat configuration with the same content as the head's own configuration.
 
-    The aux layers are stored in the ``eagle_config`` section, because SGLang also looks for them there.
+    The aux layers are stored in the ``eagle_config`` section, because SGLang reads them there too.
     """
     flat = flatten(raw, source)
     layer = HeadConfig.parse(ConfigReader(flat, source))
     config = {key: value for key, value in flat.items() if key not in (*WRAPPER_KEYS, *EAGLE_SECTION_KEYS)}
     config |= {"num_hidden_layers": layer.num_layers, "intermediate_size": layer.intermediate_size}
-    # With latent attention, the model_type defines how layers attend, and the sizes have their own keys.
+    # With latent attention, the model_type defines how layers attend, and the sizes have other keys.
     if layer.latent is None:
         is_mistral = kind is HeadKind.EAGLE and "norm.weight" in tensors
         config |= {
@@ -161,7 +162,7 @@ def _check_official_eagle3(raw: Mapping[str, Any], source: Path, tensors: Mappin
 
 
 def _draft_vocabulary(raw: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """Return ``draft_vocab_size`` as in the tensors. Keep a null, which selects the target's lm_head."""
+    """Return ``draft_vocab_size`` as in the tensors. Keep null, which selects the target's lm_head."""
     if HOT_IDS in tensors and "d2t" not in tensors:
         return {HOT_SIZE: tensors[HOT_IDS].shape[0]}
     if "d2t" in tensors:

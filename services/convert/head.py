@@ -1,7 +1,7 @@
 """Rewrites a draft head in another layout (dialect): Outrider's own or the official EAGLE code's.
 
-The source may have any supported layout. To check the result, the loader that serves heads reads it back. If
-the loader fails, the written files are removed.
+The source may have any supported layout. To check the result, the loader that is used for serving reads the
+written head. If the loader fails, the written files are removed.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ class HeadLayout(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Converted:
-    """Summary of a conversion.
+    """Summary of a converted head.
 
     Attributes:
         algorithm: Algorithm of the head.
         tensors: Number of tensors written.
-        notes: Notes about omissions and changes. Each note includes the reason.
+        notes: Notes about omissions and changes, each with its reason.
     """
 
     algorithm: str
@@ -63,12 +63,12 @@ class Converted:
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """A stored head.
+    """A stored head that is to be converted.
 
     Attributes:
         kind: Kind of the head.
-        tensors: Tensors by canonical name.
-        ignored: Stored name of each tensor that is left out, with the reason.
+        tensors: Canonical name → tensor.
+        ignored: Stored name of each tensor that is left out → the reason.
         raw: The head's config.json.
     """
 
@@ -134,7 +134,8 @@ def _eagle_keys(source: Path, reader: CheckpointReader) -> HeadKeys:
 
 
 def _eagle3_keys(source: Path, reader: CheckpointReader) -> HeadKeys:
-    # Do not load the vocabulary. Loading refuses a d2t of target ids, which this command rewrites.
+    # Do not load the vocabulary map. Loading refuses a d2t that stores target ids, which this command
+    # rewrites.
     return resolve(reader, Eagle3Config.from_dir(source))
 
 
@@ -153,7 +154,7 @@ CONFIGS: Mapping[
 def _settle_vocabulary(source: Path, stored: _Source) -> list[str]:
     """Rewrite ``d2t`` as int64 offsets and ``t2d`` as the matching mask.
 
-    An lm_head of the full vocabulary is reduced to the rows of the draft vocabulary.
+    If the lm_head has the full vocabulary, only the rows of the draft vocabulary are kept.
 
     Returns:
         Notes about the changes.

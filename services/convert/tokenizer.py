@@ -1,7 +1,7 @@
-"""Makes tokenizer.json from a slow tokenizer's files, and checks that old and new tokenizer encode alike.
+"""Makes tokenizer.json from a slow tokenizer's files, and checks that both tokenizers encode alike.
 
-The check encodes sample texts with both tokenizers. The module needs transformers, which the services'
-tokenizers do not need.
+The check encodes sample texts with both tokenizers. This module needs transformers, but the services'
+tokenizers do not.
 """
 
 from __future__ import annotations

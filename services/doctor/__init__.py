@@ -1,1 +1,1 @@
-"""`outrider doctor`: checks before serving whether a target and a draft fit each other and this machine."""
+"""`outrider doctor`: checks, before serving, whether a target and a draft fit each other and this machine."""

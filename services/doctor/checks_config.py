@@ -20,7 +20,7 @@ MAX_NAMED = 3
 
 
 def check_target(pair: Pair) -> Iterator[Finding]:
-    """Describe the target. Parsing its configuration raises for unknown architectures and for custom code."""
+    """Describe the target. Unknown architectures and custom code raise an error while parsing."""
     config = pair.target_config
     yield Finding.ok(
         "architectures",
@@ -54,7 +54,7 @@ def check_algorithm(pair: Pair) -> Iterator[Finding]:
 
 
 def check_vocabulary(pair: Pair) -> Iterator[Finding]:
-    """Compare the vocabulary sizes. A token id must mean the same token in the draft and in the target."""
+    """Compare the vocabulary sizes, because target and draft must give each token the same id."""
     theirs = pair.target_config.vocab_size
     if pair.choice.algorithm is Algorithm.STANDALONE:
         mine = pair.draft_model.vocab_size
@@ -93,7 +93,7 @@ def check_hidden_size(pair: Pair) -> Iterator[Finding]:
 
 
 def check_rope(pair: Pair) -> Iterator[Finding]:
-    """Compare the rotary bases. A head keeps the base of its training, which may differ from the target's."""
+    """Compare the rotary bases. A head keeps its training's base, which may differ from the target's base."""
     if pair.choice.algorithm is not Algorithm.EAGLE:
         return
     mine, theirs = pair.head_config.rope, pair.target_config.rope
@@ -158,7 +158,7 @@ def check_aux_layers(pair: Pair) -> Iterator[Finding]:
 
 
 def check_token_map(pair: Pair) -> Iterator[Finding]:
-    """Read the token map, and compare its ids with the vocabulary that the map restricts."""
+    """Read the token map, and compare the ids in the map with the vocabulary from which the map selects."""
     if pair.token_map is None:
         return
     if not pair.drafts:
@@ -172,9 +172,9 @@ def check_token_map(pair: Pair) -> Iterator[Finding]:
 
 
 def check_tokenizers(pair: Pair) -> Iterator[Finding]:
-    """Compare the tokenizers of target and draft if both tokenizers exist.
+    """Compare the tokenizers of target and draft if both models have one.
 
-    Also compare the target's tokenizer with the target's vocabulary size.
+    Also compare the vocabulary of the target's tokenizer with the target's vocabulary size.
     """
     file = pair.target / TOKENIZER_FILE
     theirs = read_vocabulary(pair.target)
@@ -187,7 +187,7 @@ def check_tokenizers(pair: Pair) -> Iterator[Finding]:
         return
     size = pair.target_config.vocab_size
     beyond = sorted((number, token) for token, number in theirs.items() if number >= size)
-    if beyond:  # Gemma 3 without vision is published this way: the id of its image token has no embedding row
+    if beyond:  # in Gemma 3 checkpoints without vision, the image token has an id but no embedding row
         yield Finding.warning(
             TOKENIZER_FILE,
             f"the target's tokenizer has ids up to {beyond[-1][0]}, but its vocab_size is {size}: texts that "

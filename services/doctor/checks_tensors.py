@@ -24,7 +24,7 @@ EMBEDDING_ENDING = "embed_tokens.weight"
 
 
 def check_target_tensors(pair: Pair) -> Iterator[Finding]:
-    """Compare the headers of all shards with the configuration, and check a sample of the stored numbers."""
+    """Compare the headers of all shards with the configuration. Check a sample of the stored numbers."""
     config = pair.target_config
     with CheckpointReader(pair.target) as reader:
         names = _compare(reader, config)
@@ -45,7 +45,7 @@ def check_target_tensors(pair: Pair) -> Iterator[Finding]:
 
 
 def check_draft_tensors(pair: Pair) -> Iterator[Finding]:
-    """Read the draft as serving does, and check its numbers. For a draft model, check only a sample."""
+    """Read the draft as serving does, and check its numbers. A draft model's numbers are only sampled."""
     choice = pair.choice
     if choice.algorithm is Algorithm.STANDALONE:
         config = pair.draft_model
@@ -78,7 +78,7 @@ def check_draft_tensors(pair: Pair) -> Iterator[Finding]:
     with CheckpointReader(choice.require_folder()) as reader:
         yield from judge(_statistics(reader, list(reader.names), whole=True), "the head", sampled=False)
         yield from _file_format(reader)
-    # Read the head last, because reading may raise. The statistics above may explain the error.
+    # Read the head last, because reading may raise an error. The statistics above may explain the error.
     missing = ", ".join(pair.head.missing())
     yield Finding.ok(
         "tensors",
@@ -87,7 +87,7 @@ def check_draft_tensors(pair: Pair) -> Iterator[Finding]:
 
 
 def check_d2t(pair: Pair) -> Iterator[Finding]:
-    """Infer from its values whether ``d2t``, the map from draft ids to target ids, stores offsets."""
+    """Infer from the values of ``d2t``, the map from draft ids to target ids, whether it stores offsets."""
     if pair.choice.algorithm is not Algorithm.EAGLE:
         return
     with CheckpointReader(pair.choice.require_folder()) as reader:
@@ -127,7 +127,8 @@ def check_d2t(pair: Pair) -> Iterator[Finding]:
 def check_embedding(pair: Pair) -> Iterator[Finding]:
     """Compare a draft's embedding with the target's embedding. Some exports contain an untrained embedding.
 
-    MTP layers come with copies of the target's embedding and lm_head. Other copies mean another model.
+    MTP layers come with copies of the target's embedding and lm_head. If the copies differ from the target's
+    tensors, the MTP layers belong to another model.
     """
     if pair.choice.algorithm is Algorithm.MTP:
         copies = compare_copies(pair.mtp, pair.choice.require_folder(), pair.target)
@@ -163,7 +164,7 @@ def check_embedding(pair: Pair) -> Iterator[Finding]:
 
 
 def _compare(reader: CheckpointReader, config: ModelConfig) -> list[str]:
-    """Check a model's tensors as loading does, and return their names.
+    """Check a model's tensors in the same way as loading does, and return their names.
 
     Raises:
         CheckpointError: A tensor is missing, unexpected, or has the wrong shape or type.
@@ -181,8 +182,8 @@ def _statistics(reader: CheckpointReader, names: Sequence[str], *, whole: bool) 
         name for name in names if reader.tensors[name].dtype.is_floating_point and reader.tensors[name].shape
     ]
     if not whole:
-        # A sample is enough, because experts come in tens of thousands of similar tensors. Loading reads the
-        # whole target anyway.
+        # A sample is enough, because a model with experts has tens of thousands of similar tensors. Serving
+        # reads the whole target anyway.
         floating = floating[:: 1 + len(floating) // MAX_SAMPLED]
     return [NamedStatistics(name, describe(_file(reader, name), whole=whole)) for name in floating]
 

@@ -10,7 +10,7 @@ import typer
 from outrider.shared.base.errors import ConfigurationError
 from outrider.shared.spec.algorithm import FIELD, Algorithm
 
-# Flags that `outrider verify` shares.
+# Flags that `outrider doctor` and `outrider verify` share.
 TargetDir = Annotated[
     Path,
     typer.Option(

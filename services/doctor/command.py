@@ -48,11 +48,11 @@ class DoctorOptions:
         algorithm: Value of `--speculative-algorithm`.
         token_map: Value of `--speculative-token-map`.
         device, dtype: Device and data type in the services' notation, including ``auto``.
-        probe: Whether to run the pair and measure its accept length.
+        probe: True to run the pair and measure its accept length.
         prompts: JSON lines file with the probe's prompts. None selects the built-in prompts.
         num_prompts, tokens: Number of prompts, and length of each answer in tokens.
         shape: Shape of the probe's draft trees.
-        as_json: Whether to print one JSON object instead of a table.
+        as_json: True to print one JSON object instead of a table.
     """
 
     target: Path
@@ -99,7 +99,7 @@ def run_doctor(options: DoctorOptions) -> int:
 
 
 def print_report(report: DoctorReport, console: Console) -> None:
-    """Print the findings as a table, and then the verdict. Each fix is printed below its finding."""
+    """Print the findings as a table, each with its fix on the next line. Then print the verdict."""
     table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
     for finding in report.findings:
         text = Text.assemble((f"{finding.field}: ", "cyan"), finding.message)
@@ -135,7 +135,7 @@ def _probed(report: DoctorReport, pair: Pair, options: DoctorOptions) -> DoctorR
 
 @contextmanager
 def _progress_bar() -> Iterator[Progress]:
-    """Show the steps of a probe on standard error, with the time left, if it is a terminal."""
+    """Show the steps of a probe and the time left on standard error, if standard error is a terminal."""
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     console = Console(stderr=True)
     with ProgressBar(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:

@@ -14,7 +14,7 @@ class Severity(Enum):
     """Severity of a finding.
 
     Attributes:
-        OK: The result is as expected, or the finding is for information.
+        OK: The result is as expected, or the finding only informs.
         WARNING: The pair can be served, but perhaps not well.
         REFUSED: The pair would not start.
     """
@@ -30,10 +30,10 @@ class Finding:
 
     Attributes:
         severity: Severity of the finding.
-        field: The config key, tensor, file or flag concerned.
+        field: The config key, tensor, file or flag that the finding is about.
         message: The observation, with its values.
-        fix: Suggested fix. An OK finding has none.
-        check: Name of the check. Filled in by `examine`.
+        fix: Suggested fix. Empty for an OK finding.
+        check: Name of the check. `examine` fills in this name.
     """
 
     severity: Severity
@@ -80,7 +80,7 @@ class DoctorReport:
     Attributes:
         target, draft: Folders of the target and the draft. `draft` is empty if there is no draft.
         findings: Findings in the order of the checks.
-        numbers: Additional numbers for scripts, by section (``memory`` or ``probe``) and name.
+        numbers: Section (``memory`` or ``probe``) → name → additional number, for scripts.
     """
 
     target: str

@@ -1,4 +1,4 @@
-"""For models run by transformers: compares the stored tensors with the tensors that a save would write."""
+"""For models that transformers runs: compares the stored tensors with those that transformers would save."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def check_generic(reader: CheckpointReader, folder: Path) -> Iterator[Finding]:
     """Report tensors that are missing or have a wrong shape or type.
 
     Extra names are not errors, because transformers renames tensors of older releases. If the files contain
-    extra names, a missing tensor may be stored under one of these names. The finding for a missing tensor is
-    then only a warning, and loading decides.
+    extra names, a missing tensor may be stored under one of them. The finding about a missing tensor is then
+    only a warning, because only loading can decide.
     """
     from outrider.shared.nn.generic.weights import wrong_types
 
@@ -71,8 +71,8 @@ def saved_shapes(model: Any, folder: Path) -> Mapping[str, Shape]:
     """Return name → shape of the tensors that transformers would save for a model.
 
     Args:
-        model: The model. This function sets its weight conversions.
-        folder: Folder of its configuration.
+        model: The model. This function changes the model's weight conversions.
+        folder: Folder of the model's configuration.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import revert_weight_conversion
@@ -80,7 +80,7 @@ def saved_shapes(model: Any, folder: Path) -> Mapping[str, Shape]:
     with faults_of(folder / CONFIG_FILE):
         tied = set(model.all_tied_weights_keys)
         # Files store each expert of a layer separately, but the model stacks the experts. The next line
-        # applies the same conversion as save_pretrained.
+        # applies the conversion that save_pretrained applies.
         model._weight_conversions = get_model_conversion_mapping(model, add_legacy=False)
         tensors = revert_weight_conversion(
             model, {name: tensor for name, tensor in model.state_dict().items() if name not in tied}

@@ -1,4 +1,4 @@
-"""Judges tensor statistics: finds weights that are damaged, never filled, or still as initialised."""
+"""Judges tensor statistics: finds weights that are damaged, were never filled, or were never trained."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ DOWNLOAD = "Download the checkpoint again, or take another export of it."
 UNTRAINED_SHARE = 0.8
 """A model counts as untrained if at least this share of its projections look freshly initialised."""
 OTHER_SIZE = 1.5
-"""A tensor is unlike the same tensor in other layers if the standard deviations differ by this factor."""
+"""Least factor between the standard deviations of a tensor and of the same tensor in other layers, from which
+the tensor counts as different."""
 MIN_SIBLINGS = 3
 NORM_NEGATIVES = 0.25
-"""Share of negative weights above which a norm counts as untrained. Random weights around zero have 0.5."""
+"""Share of negative weights above which a norm counts as untrained. For random weights, the share is 0.5."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +46,10 @@ def judge(
     Args:
         examined: All tensors of the model, or a sample.
         whose: The model's name for the messages, such as ``the head``.
-        sampled: True for a sampled model of many layers. A single tensor is then suspected only if it differs
-            from the same tensor in other layers.
-        norms_about_one: True if a norm multiplies by its weight. False if a norm multiplies by 1 + weight,
-            because such weights may have any sign.
+        sampled: True if `examined` is a sample of the tensors of many layers. A single tensor is then
+            suspected only if it differs from the same tensor in other layers.
+        norms_about_one: True if norms multiply by their weights, which are then close to 1. False if norms
+            multiply by 1 + weight, because such weights may have any sign.
     """
     broken = [one.name for one in examined if not one.statistics.finite]
     if broken:
@@ -56,7 +57,7 @@ def judge(
     weights = [
         one for one in examined if one.statistics.finite and not one.is_norm and one.statistics.columns
     ]
-    # Scales of FP8 weights are tiny numbers that may all be alike. Only zeros would be wrong.
+    # Scales of FP8 weights are tiny numbers that may all be equal. Only scales that are all 0 are wrong.
     scales = [one for one in weights if one.name.endswith(SCALE_ENDINGS)]
     weights = [one for one in weights if not one.name.endswith(SCALE_ENDINGS)]
     flat = [one.name for one in weights if one.statistics.std < NEAR_ZERO and not one.name.endswith(".bias")]
@@ -133,9 +134,9 @@ def _untrained(weights: Sequence[NamedStatistics], whose: str, *, sampled: bool)
 
 
 def _differs(one: NamedStatistics, group: Sequence[NamedStatistics], look: str) -> bool:
-    """Return True if a tensor that looks initialised differs from the same tensor in other layers.
+    """Return True if a tensor that looks freshly initialised differs from the same tensor in other layers.
 
-    In small models, training leaves some tensors almost unchanged in all layers. A tensor that looks like the
+    In small models, training leaves some tensors almost unchanged in all layers. A tensor that resembles the
     same tensor in other layers is therefore not suspicious.
     """
     others = [other for other in group if other is not one and other.statistics.std > NEAR_ZERO]
@@ -155,5 +156,5 @@ def _groups(weights: Sequence[NamedStatistics]) -> Mapping[str, list[NamedStatis
 
 
 def _group(name: str) -> str:
-    """Return a tensor's name with `*` in place of the numbers of its layer and its expert."""
+    """Return a tensor's name with `*` in place of its layer number and its expert number."""
     return re.sub(r"\.\d+\.", ".*.", name)

@@ -36,9 +36,9 @@ from outrider.shared.spec.algorithm import Algorithm
 
 GIB = 1 << 30
 WORKSPACE = 0.05
-"""Memory for activations, masks and allocator slack on a CPU, as a share of the weights.
+"""Memory for activations, masks and unused allocator memory on a CPU, as a share of the weights.
 
-Measured runs use less.
+Measured runs use less memory.
 """
 
 
@@ -50,14 +50,15 @@ class MemoryEstimate:
         target_weights, draft_weights: Sizes of the weights of target and draft, in the data type used for
             serving. A tensor that the draft borrows from the target is counted only once. On a GPU,
             `draft_weights` of an EAGLE-3 head includes the head's table of embedding products.
-        target_kv_per_token: Keys and values (or latents) and the feature row of one token in the target.
-        draft_kv_per_token: Keys and values of one token in the draft.
+        target_kv_per_token: Size of one token in the target's cache: keys and values (or latents), and the
+            feature row.
+        draft_kv_per_token: Size of the keys and values of one token in the draft.
         context: Largest number of tokens of a sequence that the target supports.
-        least_tokens: Minimum cache size in tokens. The target does not start with a smaller cache.
+        least_tokens: Smallest cache size, in tokens, with which the target starts.
         minimum: Sum of the weights, the working memory, and KV caches of `least_tokens` tokens.
         full_context: Sum of the weights, the working memory, and KV caches of `context` tokens.
-        kv_tokens: Cache size in tokens that the target chooses with the given settings. 0 if the target would
-            not start.
+        kv_tokens: Cache size, in tokens, that the target chooses with the given settings. 0 if the target
+            would not start.
         refusal: The target's error message if the target would not start. Otherwise empty.
         reserve: Memory that the target reserves on a GPU for CUDA graphs, activations and logits.
         available, total: Free memory and total memory of the device, respectively.
@@ -131,7 +132,7 @@ def plan_memory(
         kv_tokens = planned.pages * planned.page_size
     except ConfigurationError as error:
         refusal = error.message
-    # 3. Add up the minimum and the memory for one text of the full context.
+    # 3. Add up the minimum, and the memory for one text of the full context.
     least = least_tokens(settings, context)
     full = max(least, context + settings.max_nodes + settings.page_size)
     fixed = weights + (reserve if on_gpu else int(weights * WORKSPACE)) + draft.more
@@ -155,7 +156,7 @@ def plan_memory(
 def table_bytes(config: HeadConfig, dtype: torch.dtype, free: int, total: int) -> int:
     """Return the size of an EAGLE-3 head's table of embedding products on a GPU, or 0 if there is no table.
 
-    `token_products` makes this table while the head is loaded.
+    Loading the head makes this table, with the function `token_products`.
     """
     nbytes = (
         config.vocab_size * (config.num_heads + 2 * config.num_kv_heads) * config.head_dim * dtype.itemsize
@@ -248,7 +249,7 @@ def _draft(pair: Pair) -> tuple[int, int, int]:
 
 
 def _mtp(pair: Pair) -> tuple[int, int, int]:
-    """Return the triple of `_draft` for MTP layers, whose tensors are stored among the target's own."""
+    """Return the same sizes as `_draft` for MTP layers, whose tensors are stored among the target's own."""
     mtp, config = pair.mtp, pair.mtp.config
     with CheckpointReader(pair.choice.require_folder()) as reader:
         own = expected_of(reader, config).shapes

@@ -30,12 +30,13 @@ from outrider.shared.spec.algorithm import Algorithm
 
 HOST = torch.device("cpu")
 ANYTHING = "*"
-"""Matches every tensor. A configuration with this pattern leaves the check of its tensors to transformers."""
+"""A pattern that matches every tensor. For a configuration with this pattern, transformers checks the
+tensors."""
 HEADERS_ONLY = torch.device("meta")
 
 
 class Pair:
-    """A target and a draft on disk. Each property reads its files once, on first use.
+    """A target and a draft on disk. Each property reads its files on first use, and only once.
 
     Args:
         target: Folder of the target.
@@ -45,7 +46,7 @@ class Pair:
         token_map: File of an FR-Spec token map, or None.
 
     Raises:
-        CheckpointError: Raised by a property whose files are unusable.
+        CheckpointError: A property raises this error if its files are unusable.
     """
 
     def __init__(
@@ -147,8 +148,8 @@ class Pair:
 def expected_of(reader: CheckpointReader, config: ModelConfig) -> ExpectedTensors:
     """Return the tensors that a model's files must contain, including FP8 scales of weights and KV cache.
 
-    The result is empty for a model that runs on transformers' modules, because transformers renames tensors
-    while loading and checks the tensors itself.
+    The result is empty for a model that runs on transformers' modules. transformers renames tensors while it
+    loads them, and checks the tensors itself.
     """
     if ANYTHING in config.ignored:
         return ExpectedTensors()

@@ -40,9 +40,11 @@ from outrider.shared.spec.tree import DraftShape
 PAGE_SIZE = 16
 BATCH = 8
 BETTER = 1.03
-"""Smallest ratio of accept lengths at which an alternative is recommended. Smaller gains may be chance."""
+"""Least ratio of accept lengths at which an alternative is recommended. Smaller gains may be due to
+chance."""
 Progress = Callable[[str, float], None]
-"""Called with the current step of a probe, and the share of its answers that are finished (0 to 1)."""
+"""Called with the name of the current step of a probe, and the share of answers that are finished (0 to
+1)."""
 USEFUL = 1.2
 """Minimum useful accept length. Below this length, drafting costs more time than it saves."""
 
@@ -53,9 +55,9 @@ class Measured:
 
     Attributes:
         variant: ``as configured``, ``aux layers -1`` or ``aux layers +1``.
-        aux_layer_ids: Target layers whose outputs were captured.
-        named_ids: Ids that a head's config uses for these layers of this target. None if the config cannot
-            express these layers.
+        aux_layer_ids: Target layers whose outputs the draft received.
+        named_ids: The ids by which the head's config would name these target layers. None if the config
+            cannot name these layers.
         accept_length: Average number of tokens per round, over rounds with draft nodes.
         rounds, tokens: Totals over all prompts.
         seconds: Duration of the run.
@@ -77,14 +79,14 @@ def run_probe(
     shape: DraftShape,
     progress: Progress = lambda step, share: None,
 ) -> list[Measured]:
-    """Load the pair and answer the prompts greedily, once per variant.
+    """Load the pair and answer the prompts greedily, once for each variant of the aux layers.
 
     Args:
         pair: The pair, which must have a draft method.
         prompts: Prompts as token ids.
         num_tokens: Length of each answer.
         shape: Shape of every draft tree.
-        progress: Called with each step.
+        progress: Called with each step; see `Progress`.
 
     Raises:
         CheckpointError, ConfigurationError: The pair cannot be loaded.
@@ -118,7 +120,7 @@ def load_draft(pair: Pair, decoder: Decoder, room: int, shape: DraftShape) -> tu
         shape: Shape of the largest draft tree.
 
     Returns:
-        The draft's engine for `BATCH` sequences, and the features that it reads.
+        The draft's engine for up to `BATCH` sequences, and the features that the engine reads.
 
     Raises:
         CheckpointError, ConfigurationError: The draft cannot be loaded.
@@ -137,7 +139,7 @@ def load_draft(pair: Pair, decoder: Decoder, room: int, shape: DraftShape) -> tu
     spec = engine.strategy.feature_spec(pair.target_info)
     for name in list(engine.strategy.missing()):
         engine.strategy.lend(name, decoder.weight(name))
-    warm_up(engine, torch.device("cpu"))  # Otherwise the first run would include compilation.
+    warm_up(engine, torch.device("cpu"))  # otherwise, the time of the first run would include compilation
     return engine, spec
 
 
@@ -192,7 +194,7 @@ def _variants(spec: FeatureSpec, decoder: Decoder) -> Iterator[tuple[str, Featur
 
 
 def _named(pair: Pair, spec: FeatureSpec) -> tuple[int, ...] | None:
-    """Return the ids that the head's config would use for the captured layers, or () if there are none."""
+    """Return the ids by which the head's config would name the captured layers; () if none is captured."""
     outputs = tuple(spec.aux_layer_ids)
     return (
         Eagle3Config.parse(pair.draft_raw, pair.head_reader.source).aux_naming(outputs, pair.target_info)
@@ -263,7 +265,7 @@ def _measure(
 
 @contextmanager
 def drafting(engine: DraftEngine, spec: FeatureSpec, decoder: Decoder) -> Iterator[InprocDrafter]:
-    """Return a drafter in this process that reads these features, until the block ends."""
+    """Yield a drafter that runs the engine in this process. Shut it down at the end of the block."""
     drafter = InprocDrafter(engine, spec, decoder.device)
     try:
         yield drafter

@@ -14,7 +14,7 @@ NEAR_ZERO = 1e-6
 SIGMAS = 5.0
 UNIFORM = 1.2
 SLACK = 0.02
-"""Tolerated relative error of the formulas for independent numbers. Small sizes make the formulas inexact."""
+"""Tolerated relative error of formulas for independent numbers, which are inexact for small tensors."""
 MIN_NUMBERS = 4096
 """Minimum count of numbers that is needed to identify a distribution."""
 ENOUGH_NUMBERS = 1 << 15
@@ -25,20 +25,21 @@ ENOUGH_NUMBERS = 1 << 15
 class TensorStatistics:
     """Statistics of a floating-point tensor, or of a sample of it.
 
-    The three spreads are standard deviations, divided by the deviation expected for independent numbers of
-    the same kurtosis. The spreads are 1 for independent numbers and higher for trained weights, because
-    the rows and columns of trained weights differ in size. For vectors, the spreads are 0.
+    The three spreads measure whether rows or columns differ. Each spread is a standard deviation, divided by
+    the deviation that is expected if all numbers are independent and have the same kurtosis. A spread of 1
+    therefore means independent numbers. Trained weights have higher spreads, because their rows and columns
+    differ in size. For vectors, the spreads are 0.
 
     Attributes:
-        numbers: Count of numbers examined.
+        numbers: Number of examined numbers.
         finite: True if all examined numbers are finite.
         mean, std: Mean and standard deviation.
         kurtosis: Excess kurtosis, which is 0 for a normal distribution and -1.2 for a uniform distribution.
             Trained weights have a higher, sometimes far higher, kurtosis.
-        row_spread, column_spread: Spread of the norms of rows and of columns.
-        mean_spread: Spread of the means of columns.
-        rows, columns: Number of examined rows, and length of a row. Both numbers are 0 for vectors.
-        negative: Share of negative numbers.
+        row_spread, column_spread: Spread of the rows' norms, and spread of the columns' norms.
+        mean_spread: Spread of the columns' means.
+        rows, columns: Number of examined rows, and length of a row. For vectors, both are 0.
+        negative: Share of the numbers that are negative.
         constant: True if all numbers are equal.
     """
 
@@ -57,7 +58,7 @@ class TensorStatistics:
 
     @property
     def looks_initialised(self) -> str:
-        """Distribution from which the numbers seem to be drawn independently, or an empty string."""
+        """Distribution from which the numbers seem to be independent samples. Empty if there is none."""
         if self.numbers < MIN_NUMBERS or not self.finite or self.constant or not self.columns:
             return ""
         spreads = (
@@ -93,7 +94,7 @@ def is_finite(tensor: torch.Tensor) -> bool:
 
 
 def sample(tensor: torch.Tensor, size: int = SAMPLE) -> torch.Tensor:
-    """Return a sample of at most about `size` numbers, as fp32.
+    """Return a sample of about `size` numbers, as fp32. A smaller tensor is returned whole.
 
     The sample consists of whole rows from evenly spaced positions of the tensor.
 
@@ -116,8 +117,8 @@ def describe(tensor: torch.Tensor, *, whole: bool) -> TensorStatistics:
 
     Args:
         tensor: Floating-point tensor on the host.
-        whole: True checks every number for NaN. False checks a sample only, so that a large target is not
-            read in full.
+        whole: True checks every number for NaN and infinity. False checks only a sample, so that a large
+            target is not read in full.
     """
     sampled = sample(tensor) if whole else sample(tensor, SAMPLE >> 4)
     numbers, columns = sampled.numel(), sampled.shape[-1] if sampled.dim() > 1 else 0
@@ -141,7 +142,7 @@ def describe(tensor: torch.Tensor, *, whole: bool) -> TensorStatistics:
 
 
 def _spreads(sampled: torch.Tensor, std: float, kurtosis: float) -> tuple[float, float, float]:
-    """Return the row, column and mean spread of ``[rows, columns]`` as defined by `TensorStatistics`."""
+    """Return the row, column and mean spread of ``[rows, columns]``; see `TensorStatistics`."""
     rows, columns = sampled.shape
     squares = max(kurtosis + 2, NEAR_ZERO)  # variance of the squared numbers, divided by their squared mean
 

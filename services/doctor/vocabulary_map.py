@@ -1,10 +1,10 @@
 """Infers from the values of a ``d2t`` tensor whether the tensor stores offsets or target ids.
 
-``d2t`` maps the token ids of a draft to token ids of the target. Published heads
-store offsets, which are target id - draft id.
+``d2t`` maps the token ids of a draft to token ids of the target. Published heads store offsets: the target id
+minus the draft id.
 
-Offsets grow slowly and repeat, because neighbouring tokens of the target have the same offset if the draft
-keeps both tokens. Target ids never repeat.
+Offsets grow slowly and repeat, because two neighbouring tokens of the target have the same offset if the
+draft keeps both tokens. Target ids never repeat.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class D2tMeaning(Enum):
 def d2t_meaning(d2t: torch.Tensor, t2d: torch.Tensor | None, target_size: int) -> D2tMeaning:
     """Return the meaning of a ``d2t`` tensor.
 
-    The decision depends on the range of the values, on whether the values are distinct, and on the mask
-    ``t2d`` if there is one.
+    The decision depends on the range of the values, on whether all values differ, and on the mask ``t2d`` if
+    there is one.
 
     Args:
         d2t: ``[size]`` integers.
@@ -38,7 +38,7 @@ def d2t_meaning(d2t: torch.Tensor, t2d: torch.Tensor | None, target_size: int) -
     as_offsets = is_vocabulary(values + torch.arange(values.shape[0]), t2d, target_size)
     as_ids = is_vocabulary(values, t2d, target_size)
     if as_offsets and as_ids:
-        # For example, 0, 1, 2, … are the ids of the first tokens, but the same numbers are valid offsets.
+        # For example, 0, 1, 2, … could be the ids of the first tokens, but also valid offsets.
         return D2tMeaning.EITHER
     if as_offsets:
         return D2tMeaning.OFFSETS
@@ -46,7 +46,7 @@ def d2t_meaning(d2t: torch.Tensor, t2d: torch.Tensor | None, target_size: int) -
 
 
 def is_vocabulary(ids: torch.Tensor, t2d: torch.Tensor | None, target_size: int) -> bool:
-    """Return True if ``ids [size] int64`` are distinct target ids that match the mask ``t2d``, if given."""
+    """Return True if ``ids [size] int64`` are distinct target ids, and match ``t2d`` if it is given."""
     if not ids.numel():
         return False
     if int(ids.min()) < 0 or int(ids.max()) >= target_size or len(set(ids.tolist())) != ids.numel():

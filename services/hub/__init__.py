@@ -1,1 +1,1 @@
-"""Finds the folder of a model that is named as on a hub: in the Hugging Face cache, or by a download."""
+"""Finds or downloads the folder of a model that the user names as on a hub (`ORG/NAME`)."""

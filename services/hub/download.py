@@ -30,13 +30,13 @@ def download_snapshot(
 ) -> Path:
     """Download the files that serving reads, with a progress bar on stderr.
 
-    Finished files stay in the cache if the download breaks off, and the next attempt continues there. The
-    weights come last, so that a snapshot with complete weights also has its tokenizer.
+    If the download breaks off, finished files stay in the cache, and the next attempt continues after them.
+    The weights come last, so that a snapshot with complete weights also has its tokenizer.
 
     Args:
         name: ``ORG/NAME``.
         revision: Branch, tag or commit. None means ``main``.
-        flag: The flag that named the model, for errors.
+        flag: The flag that named the model, for error messages.
         cache: Folder of the cache. None means HF_HUB_CACHE, or ``hub`` in HF_HOME.
         endpoint: Address of the hub. None means HF_ENDPOINT, or huggingface.co.
 
@@ -73,7 +73,8 @@ def download_snapshot(
     except OutriderError:
         raise
     except Exception as error:
-        # huggingface_hub passes the errors of its HTTP library on, which differs between its versions.
+        # huggingface_hub does not wrap the errors of its HTTP library, and its versions use different
+        # libraries.
         raise _explained(error, name, revision, flag, endpoint) from error
     if missing := missing_file(folder):
         raise UnavailableError(

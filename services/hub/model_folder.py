@@ -24,17 +24,17 @@ def model_folder(
     cache: Path | None = None,
     endpoint: str | None = None,
 ) -> Path:
-    """Return the folder of a model. Download the model if the name is a hub's name and the cache lacks it.
+    """Return the folder of a model. Download a model that is named as on a hub if the cache lacks it.
 
     huggingface_hub reads the environment: HF_TOKEN, HF_ENDPOINT, HF_HOME and HF_HUB_OFFLINE.
 
     Args:
         name: A folder, or ``ORG/NAME``. Any other name is returned unchanged, so that opening it fails later
             with a suitable message.
-        flag: The flag that named the model, for errors.
+        flag: The flag that named the model, for error messages.
         revision: Branch, tag or commit on the hub.
-        cache: Folder of the Hugging Face cache. None means the environment's.
-        endpoint: Address of the hub. None means the environment's.
+        cache: Folder of the Hugging Face cache. None selects the folder that the environment names.
+        endpoint: Address of the hub. None selects the address that the environment names.
 
     Raises:
         ConfigurationError: The hub has no such model, or a revision is given for a folder.
@@ -54,7 +54,7 @@ def model_folder(
             "'outrider[engine]'.",
             field=flag,
         )
-    # Imported here because huggingface_hub imports an HTTP library, which a start from folders does not need.
+    # Imported here because huggingface_hub imports an HTTP library, which is not needed for a local folder.
     from outrider.services.hub.download import cached_snapshot, download_snapshot
 
     cached = cached_snapshot(str(name), revision, cache)

@@ -18,9 +18,9 @@ SHARD = "*-of-*"
 def wanted_files(names: Iterable[str]) -> tuple[list[str], list[str]]:
     """Choose the files of a repository that serving reads.
 
-    Weights are safetensors files. Only a repository without safetensors gives its ``.bin`` files, which are
-    read without running code. Mistral's ``consolidated`` copies of the weights are left out if the usual
-    files are there. Files in subfolders are never read.
+    Weights are safetensors files. ``.bin`` files are chosen only if the repository has no safetensors files,
+    and are later read without running code. Mistral's ``consolidated`` copies of the weights are left out if
+    the usual files exist. Files in subfolders are never chosen.
 
     Args:
         names: Names of all files in the repository.
@@ -39,9 +39,10 @@ def wanted_files(names: Iterable[str]) -> tuple[list[str], list[str]]:
 
 
 def missing_file(folder: Path) -> str:
-    """Return the name of a file that a snapshot lacks, or an empty text if it can be served.
+    """Return the name of a file that a snapshot lacks, or an empty string if the snapshot can be served.
 
-    A snapshot is incomplete after an interrupted download. A link without its destination counts as missing.
+    A snapshot is incomplete after an interrupted download. A link whose destination is gone counts as
+    missing.
     """
     if not any((folder / name).is_file() for name in CONFIGS):
         return CONFIGS[0]
@@ -56,7 +57,7 @@ def missing_file(folder: Path) -> str:
 
 
 def _shards(index: Path) -> list[str]:
-    """Return the shards in an index. A damaged index lists none: opening the model reports it better."""
+    """Return the shards in an index; none if it is damaged, because opening the model reports that."""
     try:
         listed = json.loads(index.read_text(encoding="utf-8")).get("weight_map", {})
         return sorted({str(name) for name in listed.values()})

@@ -24,7 +24,7 @@ def run_demo(prompt: str, device: str, tokens: int) -> int:
     Args:
         prompt: The prompt to answer.
         device: Device in the services' notation. ``auto`` uses CUDA if there is a GPU.
-        tokens: Length of each measured answer. End-of-text tokens are ignored.
+        tokens: Length of each measured answer. An end-of-text token does not end an answer.
 
     Returns:
         The exit code.

@@ -35,7 +35,8 @@ from outrider.shared.spec.algorithm import Algorithm, check_given
 Progress = Callable[[str], None]
 
 OWN_PORTS = range(20_000, 32_000)
-"""Ports for `free_port`. Linux assigns ports to connections from a higher range (32768 and up)."""
+"""Ports from which `free_port` chooses. Linux assigns ports to connections from a higher range (32768 and
+up)."""
 START_TIMEOUT_S = 600.0
 POLL_S = 0.05
 DRAFT_DRAIN_S = 10.0
@@ -43,7 +44,7 @@ DRAIN_S = 40.0
 DRAIN_SETTINGS = ("drain_notice_s", "drain_grace_s")
 TRACE_SETTINGS = ("otlp_endpoint", "trace_share")
 STOP_S = 10.0
-"""Seconds that a gateway needs to stop after the time limit of its drain."""
+"""Seconds that a gateway needs to stop after its drain has reached the time limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +52,7 @@ class StackPlan:
     """Command lines and addresses of one stack.
 
     Attributes:
-        children: Processes in the order in which they are drained: gateway, target, draft.
+        children: Processes in the order in which they are drained: gateway, target and draft.
         url: REST address of the gateway.
         target_address: gRPC address of the target.
         draft_address: Address of the draft, or None if the draft has no process of its own.
@@ -116,7 +117,7 @@ def plan_stack(options: StackOptions, runtime_dir: Path, inproc: bool) -> StackP
     settings = dict(options.gateway_settings)
     keys = _texts(settings.pop("api_key", ()))
     gateway |= {name.replace("_", "-"): value for name, value in settings.items()}
-    # The children stop later than their requests, or the supervisor would cut the requests off.
+    # Give each child more time than its requests get to drain, or the supervisor would cut them off.
     drain_s = max(DRAIN_S, sum(float(str(settings.get(name) or 0)) for name in DRAIN_SETTINGS) + STOP_S)
 
     # 3. The target. As in SGLang, EAGLE can also mean MTP layers. A draft process reads from the checkpoint
@@ -133,7 +134,8 @@ def plan_stack(options: StackOptions, runtime_dir: Path, inproc: bool) -> StackP
         | capacity
     )
     target |= {name.replace("_", "-"): value for name, value in options.target_settings.items()}
-    # Both services count waiting requests. The smaller limit would decide.
+    # The gateway and the target both count waiting requests. Give both the same limit, or the smaller one
+    # decides.
     target["max-queued-requests"] = settings.get("max_queued_requests")
     traces = {name.replace("_", "-"): settings.get(name) for name in TRACE_SETTINGS}
     target |= traces
@@ -171,7 +173,7 @@ def plan_stack(options: StackOptions, runtime_dir: Path, inproc: bool) -> StackP
 
 
 def _sessions(running: int | None) -> int | None:
-    """Return the draft's session limit for this many running sequences. None keeps the draft's default."""
+    """Return the draft's session limit for this many running sequences, or None for the draft's default."""
     return running if running is not None and running > DEFAULT_MAX_SESSIONS else None
 
 
@@ -307,8 +309,9 @@ def running_stack(
     Args:
         options: Models and settings to serve.
         echo: Called with (service, line) for each line that a service prints.
-        progress: Called with a message that says where the draft runs, and each time a service becomes ready.
-        stopped: Polled during startup. Startup is abandoned when `stopped` returns True.
+        progress: Called with a message when the place of the draft is known, and each time a service becomes
+            ready.
+        stopped: Function that is polled during startup. Startup is abandoned when the function returns True.
 
     Yields:
         The running stack.

@@ -1,4 +1,4 @@
-"""Kills services that run but no longer answer, or cannot be reached, so that they are restarted."""
+"""Kills services that run but no longer answer, or whose socket file is gone, so that they are restarted."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PROBE_INTERVAL_S = 2.0
 HUNG_AFTER_S = 30.0
 
 Probe = Callable[[], bool]
-"""Returns True if a service gives any answer. Must return within a few seconds."""
+"""Function that returns True if a service gives any answer. Must return within a few seconds."""
 
 
 @dataclass(slots=True)
@@ -23,9 +23,9 @@ class _Record:
     """The known facts about one run of a child.
 
     Attributes:
-        starts: Number of the run.
-        answered: True once the run has answered. Before that, the run is starting, which may take minutes.
-        silent_since: Time of the first failed probe after an answer, or None.
+        starts: Number of the run, counted from 1.
+        answered: True once the run has answered. Before that, the child is starting, which may take minutes.
+        silent_since: Time of the first failed probe since the last answer. None if the last probe succeeded.
     """
 
     starts: int = 0
@@ -38,8 +38,8 @@ class Socket:
     """The socket on which a child listens.
 
     Attributes:
-        path: Its file.
-        client: Name of the child that connects to it.
+        path: File of the socket.
+        client: Name of the child that connects to the socket.
     """
 
     path: Path
@@ -52,9 +52,9 @@ class Liveness:
     Args:
         supervisor: Restarts the children.
         probes: A probe for each child, by name.
-        sockets: By the name of a child, the socket on which it listens. See `service_sockets`.
-        hung_after_s: Time without an answer after which a child is killed.
-        interval_s: Time between probes.
+        sockets: Name of a child → the socket on which the child listens. See `service_sockets`.
+        hung_after_s: Time without an answer, in seconds, after which a child is killed.
+        interval_s: Time between two probes of a child, in seconds.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Liveness:
         self._thread.join()
 
     def _run(self) -> None:
-        # The first probe is not delayed: the stack has just become ready.
+        # The first probe is not delayed, because the stack has just become ready.
         while not self._stopping.is_set():
             for child, probe, record in self._children:
                 self._check(child, probe, record)
@@ -96,7 +96,8 @@ class Liveness:
     def _check_socket(self, child: Child, socket: Socket, record: _Record) -> None:
         """Kill a child that its restarted client cannot reach, because the file of the socket is gone.
 
-        Connections from before the removal go on, so a child whose client still runs is left alone.
+        Connections that were made earlier survive the removal, so a child is left alone while its client
+        runs.
         """
         name = child.spec.name
         starts = self._supervisor.child(socket.client).starts
@@ -127,19 +128,19 @@ class Liveness:
 def service_probes(
     url: str, target_address: str, draft_address: str | None, cleanup: ExitStack
 ) -> dict[str, Probe]:
-    """Return a probe for each service of a stack. Any answer counts, also of a service that drains.
+    """Return a probe for each service of a stack. Any answer counts, even from a service that drains.
 
     Args:
         url: REST address of the gateway.
         target_address: gRPC address of the target.
-        draft_address: Address of the draft, or None if it has no process of its own.
+        draft_address: Address of the draft. None if the draft has no process of its own.
         cleanup: Closes the connections of the probes.
     """
     from outrider.services.clients.health import DRAFT_SERVICE, TARGET_SERVICE, ServingProbe
     from outrider.services.clients.rest import RestClient
     from outrider.shared.rpc.address import grpc_address
 
-    # The probe sends no secret, and the certificate need not name the loopback address.
+    # The probe sends no secret, so the certificate of the gateway need not name the loopback address.
     gateway = cleanup.enter_context(RestClient(url, verify=False))
     target = cleanup.enter_context(ServingProbe(target_address, TARGET_SERVICE))
     probes: dict[str, Probe] = {
@@ -153,11 +154,11 @@ def service_probes(
 
 
 def service_sockets(target_address: str, draft_address: str | None) -> dict[str, Socket]:
-    """Return the sockets of the target and of the draft, without those that are not files.
+    """Return the sockets of the target and of the draft that are files.
 
     Args:
         target_address: gRPC address of the target.
-        draft_address: Address of the draft, or None if it has no process of its own.
+        draft_address: Address of the draft. None if the draft has no process of its own.
     """
     from outrider.shared.rpc.address import grpc_address
 

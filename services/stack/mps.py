@@ -1,7 +1,7 @@
 """Starts and stops NVIDIA's multi-process service (MPS), so that target and draft use the GPU concurrently.
 
 MPS runs only on request (`outrider up --mps`). Clients of MPS share one GPU context, so a fatal GPU fault in
-one process can end the others too. See https://docs.nvidia.com/deploy/mps.
+one process can end the other clients too. See https://docs.nvidia.com/deploy/mps.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def shared_gpu(folder: Path, echo: Echo) -> Iterator[Surroundings]:
         echo: Called with ("mps", message) if the daemon does not quit.
 
     Yields:
-        The environment in which to start processes that share the GPU.
+        The environment for processes that share the GPU.
 
     Raises:
         ConfigurationError: The control program is missing or cannot start the daemon.
@@ -70,8 +70,8 @@ class _Control:
             "CUDA_MPS_PIPE_DIRECTORY": str(folder / "pipe"),
             "CUDA_MPS_LOG_DIRECTORY": str(folder / "log"),
         }
-        # The daemon renumbers the GPUs listed in this variable. The daemon's clients would then apply the
-        # variable again, to the new numbers, so the daemon must not see the variable.
+        # The daemon renumbers the GPUs that this variable lists. If the daemon's clients applied the variable
+        # to the new numbers, they would use wrong GPUs, so the daemon must not see the variable.
         others = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
         self._environment = {**others, **self.variables}
 
@@ -108,7 +108,7 @@ class _Control:
         """Send the daemon a command.
 
         Returns:
-            (answer, error). `error` is the reason why the command failed, or None.
+            (answer, error). `error` is the reason why the command failed, or None if it succeeded.
         """
         try:
             done = subprocess.run(

@@ -1,7 +1,7 @@
 """Checks the values given to `outrider up` before any process starts and without importing torch.
 
-The services check their own settings again. Checking here first reports a wrong value immediately and names
-the flag that the user typed.
+The services check their own settings again. The check in this module reports a wrong value immediately, and
+names the flag that the user typed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 DEFAULT_NUM_STEPS, DEFAULT_TOPK, DEFAULT_NUM_DRAFT_TOKENS = 5, 4, 16
 DEFAULT_MAX_STEPS, DEFAULT_MAX_TOPK, DEFAULT_MAX_NODES = 16, 16, 128
 DEFAULT_MAX_SESSIONS = 256
-"""The DEFAULT constants copy the services' defaults, because importing the services would load torch.
+"""The DEFAULT constants are copies of the services' defaults, because importing the services would load
+torch.
 
 A test compares the copies with the originals.
 """
@@ -98,14 +99,14 @@ def _check_mps(options: StackOptions, devices: Path) -> None:
 
 
 def check_mps_device(device: str, devices: Path = Path("/dev")) -> None:
-    """Reject --mps for processes that share no NVIDIA GPU.
+    """Reject --mps for processes that do not share an NVIDIA GPU.
 
     Args:
         device: Device of the processes, in the notation of `--device`.
         devices: Folder of the kernel's device files.
 
     Raises:
-        ConfigurationError: There is no NVIDIA GPU, or the processes do not use it.
+        ConfigurationError: There is no NVIDIA GPU, or the processes do not use one.
     """
     if device == "cpu":
         raise _no_mps("shares a GPU, but --device cpu uses none")
@@ -118,7 +119,7 @@ def _no_mps(why: str) -> ConfigurationError:
 
 
 def _check_shape(options: StackOptions) -> None:
-    """Check the default tree shape against the limits. The services' defaults replace missing flags."""
+    """Check the default tree shape against the limits. Flags that are missing have the services' defaults."""
     for flag, value, default, cap_flag, cap, default_cap in (
         (
             "--num-steps",
@@ -158,7 +159,7 @@ def _check_shape(options: StackOptions) -> None:
 
 
 def _check_files(options: StackOptions) -> None:
-    """Reject a token map or an n-gram corpus that does not exist or would not be used."""
+    """Reject a token map or an n-gram corpus that does not exist, or that the chosen draft would not use."""
     for flag, path in (
         ("--speculative-token-map", options.token_map),
         ("--ngram-corpus", options.ngram_corpus),

@@ -15,7 +15,8 @@ DEMO_TARGET = PACKAGE_ROOT / "models" / "demo" / "target"
 DEMO_DRAFT = PACKAGE_ROOT / "models" / "demo" / "eagle3"
 
 INPROC = "inproc:"
-"""Prefix of the target's ``--draft inproc:DIR``, which runs the draft in the target's process."""
+"""Prefix of a value of the target's flag, as in ``--draft inproc:DIR``. The draft in DIR then runs in the
+target's process."""
 
 
 class Transport(Enum):
@@ -29,34 +30,34 @@ class Transport(Enum):
 
 @dataclass(frozen=True, slots=True)
 class StackOptions:
-    """Options of `outrider up`. None means the service's own default.
+    """Options of `outrider up`. An option that is None leaves the service's own default in force.
 
     Attributes:
         target: Model folder in Hugging Face layout.
         draft: Folder of the draft head or draft model, or None.
         algorithm: Drafting method. With AUTO and no draft, the stack serves without speculation.
-        token_map: File of the token ids that may be drafted (FR-Spec). None allows all ids.
+        token_map: File of the token ids that the draft may propose (FR-Spec). None allows all ids.
         ngram_corpus: File with additional texts for n-gram drafting.
         device, dtype: Device and data type, in the services' notation.
         num_steps, topk, num_draft_tokens: Shape of the draft tree for requests that specify none.
         max_steps, max_topk, max_nodes: Limits on the shape that a request may specify.
         host, port: REST address of the gateway. The gRPC API listens on the next port.
-        skip_tokenizer: Serve token ids only.
-        transport: How the target reaches the draft. `placement.place_draft` decides for AUTO.
-        draft_device: Device of a draft with its own process. `auto` prefers an idle GPU.
+        skip_tokenizer: True to serve token ids only, without a tokenizer.
+        transport: How the target reaches the draft. If AUTO, `placement.place_draft` decides.
+        draft_device: Device of a draft with its own process. With `auto`, an idle GPU is preferred.
         kv_tokens: Size of the KV cache in tokens, for the target and the draft alike. Needed to run several
             stacks on one GPU.
         max_running_requests: Number of sequences that the target runs at the same time. If this number
-            exceeds the draft's default session limit, the draft's limit is raised to this number.
-        mem_fraction_static: Fraction of GPU memory for weights and KV caches, including the draft's.
+            exceeds the draft's default session limit, that limit is raised to the same number.
+        mem_fraction_static: Fraction of GPU memory for the weights and KV caches of the target and the draft.
         mps: Share the GPU through NVIDIA's multi-process service. The draft then has its own process.
-        tp: Number of GPUs that share the target, or number of processes on a CPU. With AUTO transport, the
-            draft then runs in the target's first process.
-        standby: Keep a standby process that takes over if the draft's own process exits.
+        tp: Number of GPUs, or of processes on a CPU, among which the target is split. With AUTO transport,
+            the draft then runs in the target's first process.
+        standby: True to keep a standby process that takes over if the draft's own process exits.
         target_settings: Settings that only the target reads, by setting name.
         gateway_settings: Settings that `up` passes to the gateway, by setting name.
-        grpc_port: Port of the gRPC API; 0 disables it, None means the port after `port`.
-        log_json: Write the log lines of all services as JSON.
+        grpc_port: Port of the gRPC API. 0 disables the API. None selects the port after `port`.
+        log_json: True to write the log lines of all services as JSON.
     """
 
     target: Path = DEMO_TARGET

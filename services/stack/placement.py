@@ -19,8 +19,8 @@ IDLE_BYTES = 1 << 30
 MOST_MEASURED_REQUESTS = 1
 """Largest number of concurrent requests for which `auto` uses a second GPU.
 
-Measured: with the draft on a second GPU, rounds of one request take 0.99 times as long as with the draft in
-the target's process. For more requests, `ipc:` is slower, or was not measured.
+With the draft on a second GPU, measured rounds of one request take 0.99 times as long as with the draft in
+the target's process. For more requests, the `ipc:` transport was slower or was not measured.
 """
 
 
@@ -29,8 +29,8 @@ class Gpu:
     """A GPU that this process may use.
 
     Attributes:
-        index: Its number in this process, as in ``cuda:N``.
-        free, total: Bytes of memory.
+        index: Number of the GPU in this process, as in ``cuda:N``.
+        free, total: Free memory and total memory, in bytes.
     """
 
     index: int
@@ -50,7 +50,7 @@ class Placement:
     Attributes:
         transport: How the target reaches the draft; never AUTO.
         draft_device: Device of a draft with its own process, in the notation of `--device`.
-        why: The reason, for the log.
+        why: The reason for the choice, for the log.
     """
 
     transport: Transport
@@ -68,10 +68,10 @@ class Placement:
 
 
 def place_draft(options: StackOptions, gpus: Sequence[Gpu]) -> Placement:
-    """Choose where the draft of a stack runs. Only for options that speculate.
+    """Choose where the draft of a stack runs. Call only for options that enable speculation.
 
-    An explicit `--transport` decides. Otherwise the draft runs in the target's process. The exceptions are a
-    CPU, and an idle second GPU that is known to be at least as fast.
+    An explicit `--transport` decides. Otherwise, the draft runs in the target's process, with two exceptions:
+    on a CPU, and if there is an idle second GPU that is known to be at least as fast.
 
     Args:
         options: Options of `outrider up`.
@@ -107,7 +107,7 @@ def place_draft(options: StackOptions, gpus: Sequence[Gpu]) -> Placement:
 def usable_gpus() -> list[Gpu]:
     """Return the GPUs of this process, in the order of CUDA's numbers. Empty if torch cannot use a GPU.
 
-    Neither torch nor CUDA is loaded. Without nvidia-smi, each GPU counts as busy.
+    This function loads neither torch nor CUDA. Without nvidia-smi, each GPU counts as busy.
     """
     if not torch_has_cuda():
         return []
@@ -124,7 +124,8 @@ def usable_gpus() -> list[Gpu]:
 def gpu_memory(index: int) -> tuple[int, int] | None:
     """Return (free, total) bytes of this process's GPU number `index`, or None if there is no such GPU.
 
-    Uses nvidia-smi. Asking CUDA would create a context, which occupies GPU memory until this process exits.
+    The function asks nvidia-smi. Asking CUDA would create a context, which uses GPU memory until this process
+    exits.
     """
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     visible = [name.strip() for name in (named or "").split(",") if name.strip()]

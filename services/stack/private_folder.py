@@ -1,4 +1,4 @@
-"""The private folder of one stack: its sockets. Removes folders of stacks that were killed."""
+"""Makes the private folder for the sockets of a stack, and removes the folders of killed stacks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ _NAME = re.compile(rf"{PREFIX}(\d+)-\w+")
 def private_folder() -> Iterator[Path]:
     """Make a folder that only this user can enter, and remove it at the end.
 
-    The name contains the id of this process. A later stack can therefore remove the folder of a killed stack.
+    The folder's name contains the id of this process, so a later stack can remove the folder of a killed
+    stack.
     """
     remove_abandoned(Path(tempfile.gettempdir()))
     with tempfile.TemporaryDirectory(prefix=f"{PREFIX}{os.getpid()}-", ignore_cleanup_errors=True) as folder:
@@ -26,10 +27,10 @@ def private_folder() -> Iterator[Path]:
 
 
 def restore(folder: Path) -> None:
-    """Make a private folder again if it was removed while its stack runs. The sockets in it are lost.
+    """Make a private folder again if it was removed while its stack runs. The removed sockets are lost.
 
     Raises:
-        PermissionError: Another user has made something of this name.
+        PermissionError: Another user has created a file or folder of the same name.
     """
     try:
         folder.mkdir(mode=0o700)
@@ -37,13 +38,13 @@ def restore(folder: Path) -> None:
         if folder.is_symlink() or folder.lstat().st_uid != os.getuid():
             raise PermissionError(f"{folder} belongs to another user") from None
     except OSError:
-        return  # the service names the problem when it cannot bind its socket
+        return  # the service reports the problem when it cannot bind its socket
 
 
 def remove_abandoned(parent: Path) -> None:
     """Remove this user's folders in `parent` whose process has ended. Errors are ignored.
 
-    A folder of the MPS daemon stays, because the daemon may still run, and its pipes are needed to stop it.
+    A folder of the MPS daemon is kept. The daemon may still run, and its pipes are needed to stop it.
     """
     with contextlib.suppress(OSError):
         for folder in parent.iterdir():

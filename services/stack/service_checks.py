@@ -10,10 +10,10 @@ from outrider.shared.base.model_paths import dangling_links
 
 
 def check_gateway_flags(options: StackOptions) -> None:
-    """Check the gateway's flags with its own settings class, before it starts.
+    """Check the gateway's flags with the gateway's own settings class, before the gateway starts.
 
     Raises:
-        ConfigurationError: A value is wrong, or other hosts could connect without an API key.
+        ConfigurationError: A value is invalid, or other hosts could connect without an API key.
     """
     from outrider.services.gateway.settings import GatewaySettings
 
@@ -39,7 +39,7 @@ def check_target_flags(options: StackOptions, own_process: bool) -> None:
         own_process: True if the draft has a process of its own.
 
     Raises:
-        ConfigurationError: A value is wrong, or two flags conflict.
+        ConfigurationError: A value is invalid, or two flags conflict.
     """
     from outrider.services.target.settings import TargetSettings
 
@@ -56,12 +56,12 @@ def check_target_flags(options: StackOptions, own_process: bool) -> None:
 
 
 def check_model_folder(folder: Path, flag: str, hint: str = "") -> None:
-    """Reject a folder that is no complete model.
+    """Reject a folder that does not contain a complete model.
 
     Args:
         folder: The model's folder.
-        flag: The flag that named it.
-        hint: A sentence for the end of the message.
+        flag: The flag that named the folder.
+        hint: A sentence to add at the end of the error message.
 
     Raises:
         ConfigurationError: The folder, its configuration or its weights are missing.

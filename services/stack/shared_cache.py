@@ -1,8 +1,8 @@
 """Chooses one KV cache size for a target and a draft that `outrider up` starts as two processes on one GPU.
 
-If each process sized its cache by the free memory that it finds, the sizes would depend on which process
-starts first. Both processes therefore get the same size. The size comes from the memory plan for a target
-that runs the draft in the target's process.
+If each process chose its cache size by the free memory that it finds, the sizes would depend on which process
+starts first. Both processes therefore get the same size, which comes from the memory plan for a target that
+runs the draft inside the target's process.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ from outrider.services.stack.placement import gpu_memory
 from outrider.shared.spec.algorithm import Algorithm
 
 CONTEXTS_BYTES = 2 * (600 << 20)
-"""GPU memory of two processes' CUDA contexts. A running process's `mem_get_info` counts contexts as used."""
+"""GPU memory of two processes' CUDA contexts. `mem_get_info` of a running process counts contexts as used."""
 DRAFT_WORK_BYTES = 512 << 20
 """GPU memory that the draft process needs in addition to weights and cache.
 
-The memory is used for CUDA graphs, workspaces of matrix products, and copies made while tile sizes are tuned.
-The plan counts only the target's workspaces, because an in-process draft shares them.
+The process uses this memory for CUDA graphs, workspaces of matrix products, and copies that it makes while it
+tunes tile sizes. The plan counts only the target's workspaces, because a draft in the target's process shares
+them.
 """
 
 
@@ -28,8 +29,8 @@ def shared_kv_tokens(options: StackOptions) -> int | None:
         options: Options of a stack whose draft has its own process.
 
     Returns:
-        The size. None if the size is already set, if no GPU is shared, or if the plan finds too little
-        memory.
+        The size. None if the size is already set, if the processes share no GPU, or if the plan finds too
+        little memory.
 
     Raises:
         CheckpointError: A model folder cannot be read.

@@ -1,7 +1,7 @@
 """Standby processes: a second process of a service that has imported its code and waits to replace the first.
 
-Importing torch takes seconds. A standby process does that ahead of time, but it neither loads a model nor
-uses a GPU. The supervisor controls it by lines on its standard input:
+Importing torch takes seconds. A standby process does this ahead of time, but neither loads a model nor uses a
+GPU. The supervisor controls the standby process by lines on the process's standard input:
 
     PREPARE    import the service's code
     SERVE      load the model and serve
@@ -39,7 +39,7 @@ class Standby:
         self._tell(PREPARE)
 
     def take_over(self) -> subprocess.Popen[str] | None:
-        """Order the process to serve, and return it. Return None if it has ended."""
+        """Order the process to serve, and return the process. Return None if the process has ended."""
         self._tell(SERVE, last=True)
         if self._process.poll() is None:
             return self._process
@@ -63,7 +63,7 @@ class Standby:
             if self._closed:
                 return
             assert self._process.stdin is not None
-            with contextlib.suppress(OSError):  # the process has ended
+            with contextlib.suppress(OSError):  # OSError means that the process has ended
                 self._process.stdin.write(line + "\n")
                 self._process.stdin.flush()
             if last:

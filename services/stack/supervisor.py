@@ -1,8 +1,8 @@
 """Runs services as child processes: restarts them when they exit, forwards their output, and stops them.
 
-One thread per child starts the child, reads its output and waits for its exit. If this process dies without
-stopping its children, Linux kills them, because each child has a parent-death signal that is tied to the
-child's thread.
+For each child, one thread starts the child, reads its output and waits for its exit. If this process dies
+without stopping its children, Linux kills the children, because each has a parent-death signal that is tied
+to its thread.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ class ChildSpec:
     """One process to keep running.
 
     Attributes:
-        name: Prefix of its output lines.
+        name: Name of the child, and prefix of its output lines.
         command: Command line.
-        drain_s: Seconds that the process may take to stop after SIGTERM. The process is killed after that.
-        hidden: Environment variables that the process does not get.
-        secrets: Environment variables of this process. A command line shows in the list of processes, but
-            the environment does not.
-        standby: Whether to keep a standby process that takes over when the process exits. The command must
-            call `standby.wait_until_needed`.
+        drain_s: Seconds that the process may take to stop after SIGTERM. After that, the process is killed.
+        hidden: Names of environment variables that the process does not inherit.
+        secrets: Environment variables for this process only. Unlike command lines, the environment does not
+            show in the list of processes.
+        standby: True to keep a standby process that takes over when the process exits. The command must call
+            `standby.wait_until_needed`.
     """
 
     name: str
@@ -66,7 +66,7 @@ class ChildSpec:
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """Environment of the children.
+    """The environment in which children run, and functions to call around their lives.
 
     Attributes:
         variables: Environment variables to add to this process's own.
@@ -88,7 +88,7 @@ class Child:
     Attributes:
         starts: Number of times that the process has been started.
         exit_code: Exit code of the last run, or None if no run has ended.
-        last_lines: The most recent lines of its output.
+        last_lines: The most recent lines of the process's output.
     """
 
     def __init__(self, spec: ChildSpec, echo: Echo, settled: threading.Event, around: Surroundings) -> None:
@@ -120,7 +120,7 @@ class Child:
         return self.exit_code is not None and not self._thread.is_alive()
 
     def ask_to_stop(self) -> None:
-        """Send SIGTERM and prevent restarts. Then send SIGCONT, because a suspended process cannot react."""
+        """Send SIGTERM and prevent restarts. Also send SIGCONT, because a suspended process cannot react."""
         with self._lock:
             self._stopping.set()
             self._end_standby()
@@ -128,7 +128,7 @@ class Child:
             self._signal(signal.SIGCONT)
 
     def kill_hung(self, starts: int, reason: str) -> None:
-        """Kill run number `starts` of the process, which hangs. It is then restarted like one that died."""
+        """Kill run number `starts` of the process, which hangs. It is then restarted as after a crash."""
         with self._lock:
             process_id = self.process_id
             if self._stopping.is_set() or self.starts != starts or process_id is None:
@@ -158,7 +158,7 @@ class Child:
             self._process.send_signal(number)
 
     def _say(self, line: str) -> None:
-        """Pass a line on. The line is lost if this fails: the end of this thread would kill the child."""
+        """Pass a line to `echo`. Ignore errors, because the end of this thread would kill the child."""
         with contextlib.suppress(Exception):
             self._echo(self.spec.name, line)
 
@@ -191,7 +191,7 @@ class Child:
             variables = {**self._around.variables, VARIABLE: "1"}
             self._standby = Standby(_spawn(self.spec, variables, stdin=subprocess.PIPE))
             if self._settled.is_set():
-                # The process that takes over has the CPU for itself first.
+                # Import later, because the process that takes over needs the CPU first.
                 timer = threading.Timer(STABLE_AFTER_S, self.prepare_standby)
                 timer.daemon = True
                 timer.start()
@@ -230,8 +230,8 @@ class Child:
 class Supervisor:
     """A group of child processes that start together and stop one after the other.
 
-    The children stop in the given order. The gateway comes first, so that its streams can finish. Leaving the
-    context manager stops all children.
+    The children stop in the given order. The gateway comes first, so that its streams can finish. On exit,
+    the context manager stops all children.
     """
 
     def __init__(self, specs: Sequence[ChildSpec], echo: Echo, around: Surroundings | None = None) -> None:

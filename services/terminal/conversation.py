@@ -1,4 +1,4 @@
-"""The state of a chat: messages, options and the last round. It can be saved to a file and loaded again."""
+"""The state of a chat: messages, options and the last round. Saves the state to a file and loads it."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 
 
 def typed_lines(commands: list[str]) -> Iterator[str]:
-    """Yield what the user types, until Ctrl-D. A pasted text with line breaks is one input.
+    """Yield the lines that the user types, until Ctrl-D. A pasted text with line breaks is one line.
 
     Ctrl-C clears the line.
 
@@ -61,7 +61,7 @@ def _keys() -> KeyBindings:
 
 
 def _history() -> History:
-    """Return the history file of this user, readable by this user only, or memory if it cannot be written."""
+    """Return the history in a file that only this user can read. Use memory if the file cannot be written."""
     base = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
     file = base / "outrider" / "chat-history"
     with suppress(OSError):

@@ -1,4 +1,4 @@
-"""Colours text by how its tokens came: drafted at a depth, chosen by the target after a draft, or plain."""
+"""Colours text by the origin of its tokens: drafted, chosen by the target after a draft, or plain."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PLAIN_STYLE = ""
 
 @dataclass(slots=True)
 class _Token:
-    """The style of a token's text, and how many characters of this text have not been shown yet."""
+    """The style of a token's text, and the number of characters of this text that were not shown yet."""
 
     style: str
     left: int
@@ -23,8 +23,8 @@ class _Token:
 class OriginColours:
     """Returns the style of each piece of one answer.
 
-    Text can arrive later than its tokens, for example if it may be the start of a stop string. A queue
-    therefore stores the tokens whose text is still to come.
+    Text can arrive later than its tokens, for example because the text may be the start of a stop string. A
+    queue therefore stores the tokens whose text has not arrived.
     """
 
     def __init__(self) -> None:

@@ -30,8 +30,8 @@ def run_top(client: RestClient, interval_s: float, once: bool, as_json: bool) ->
     Args:
         client: Client of the gateway.
         interval_s: Seconds between two requests.
-        once: Show one status and return. This is also done if standard output is no terminal.
-        as_json: Print each status as one line of JSON.
+        once: True to show one status and return. The same happens if standard output is not a terminal.
+        as_json: True to print each status as one line of JSON.
 
     Raises:
         OutriderError: The first request fails, or the key is refused.
@@ -176,7 +176,7 @@ def _speculation(status: Mapping[str, Any], before: Mapping[str, Any] | None) ->
 
 
 def _mean_ms(name: str, metrics: Mapping[str, float], before: Mapping[str, Any] | None) -> str | None:
-    """Return the mean since `before`, or since the start if nothing happened since then."""
+    """Return the mean since `before`. If nothing has happened since then, return the mean since the start."""
     total, count = metrics.get(f"outrider_{name}_sum", 0.0), metrics.get(f"outrider_{name}_count", 0.0)
     if before:
         old = before["metrics"]

@@ -1,1 +1,1 @@
-"""Finds the best default tree shape for a pair, a device and prompts, and writes a profile (`tune`)."""
+"""`outrider tune`: finds the best default tree shape for a pair, device and prompts, and writes a profile."""

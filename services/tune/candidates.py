@@ -11,7 +11,9 @@ TREE_NODES = (8, 16, 32, 64)
 
 
 def candidate_shapes(largest: DraftShape) -> list[DraftShape]:
-    """Return chains and trees within the limits of a server, without shapes that cannot use all their nodes.
+    """Return chains and trees within the limits of a server.
+
+    Shapes that cannot use all their nodes are left out.
 
     Args:
         largest: The largest depth, width and number of nodes that the server allows.

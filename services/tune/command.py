@@ -33,14 +33,14 @@ class TuneOptions:
 
     Attributes:
         stack: The pair and the device.
-        url: Address of a running server, which is used instead of a new one. None starts a server.
+        url: Address of a running server to use. None starts a new server.
         api_key: API key of the running server, if it requires one.
         prompts: JSON lines file with prompts. None selects the built-in prompts.
         num_prompts, tokens: Number of prompts, and largest length of each answer in tokens.
         batches: Numbers of concurrent requests.
-        exhaustive: Whether to measure every shape, to check the search.
-        output: The profile to write.
-        as_json: Whether to print one JSON object instead of a table.
+        exhaustive: True to measure every shape, in order to check the search.
+        output: The profile file to write.
+        as_json: True to print one JSON object instead of a table.
     """
 
     stack: StackOptions
@@ -62,7 +62,7 @@ def run_tune(options: TuneOptions) -> int:
         The exit code, 0.
 
     Raises:
-        ConfigurationError: An option is invalid, or the pair has no draft.
+        ConfigurationError: An option is invalid, or no draft is given.
         OutriderError: The server could not start, or a request failed.
     """
     if not options.stack.speculates:
@@ -89,7 +89,7 @@ def run_tune(options: TuneOptions) -> int:
 
 @contextmanager
 def _server(options: TuneOptions, progress: Console) -> Iterator[str]:
-    """Yield the address of a server, which is started for the search unless one is given."""
+    """Yield the address of a server. If none is given, start a server for the duration of the search."""
     if options.url is not None:
         yield options.url
         return

@@ -19,14 +19,14 @@ TIMEOUT_S = 300.0
 
 @dataclass
 class LiveAnswer:
-    """One answer.
+    """One answer of the server, with the trace of its rounds.
 
     Attributes:
         prompt_len: Number of tokens of the prompt.
         token_ids: Tokens of the answer.
-        rounds: The traced rounds, in order. Empty without a trace.
+        rounds: The traced rounds, in order. Empty if no trace was requested.
         first_s, last_s: Times of the first and of the last event with tokens, from `time.perf_counter`.
-        first_tokens: Number of tokens of the first event.
+        first_tokens: Number of tokens in the first event.
     """
 
     prompt_len: int
@@ -38,7 +38,7 @@ class LiveAnswer:
 
     @property
     def round_ms(self) -> float | None:
-        """Mean duration of the rounds after the first. None with fewer than three rounds."""
+        """Mean duration of the rounds after the first round. None if there are fewer than three rounds."""
         if len(self.rounds) < 3:
             return None
         return (self.last_s - self.first_s) * 1e3 / (len(self.rounds) - 1)
@@ -84,14 +84,14 @@ class LiveClient:
         tokens: int,
         trace: bool = False,
     ) -> LiveRun:
-        """Answer the prompts greedily. `streams` requests are in flight until no prompt is left.
+        """Answer the prompts greedily. Keep `streams` requests in flight until no prompt is left.
 
         Args:
             prompts: Prompts as token ids.
-            shape: Shape of every round. Without drafts, speculation is off.
+            shape: Shape of every round. `NO_DRAFT` switches speculation off.
             streams: Number of concurrent requests.
             tokens: Largest length of each answer.
-            trace: Whether to request the trace of each round.
+            trace: True to request the trace of each round.
         """
         return asyncio.run(self._run(list(prompts), shape, streams, tokens, trace))
 

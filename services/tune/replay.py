@@ -1,11 +1,12 @@
 """Predicts the accept length of any shape from the recorded trees of a larger shape.
 
-A draft proposes the same tokens for every shape, only more or fewer of them. The tokens of the answer do not
-depend on the shape either. A recorded round therefore tells how many tokens a smaller tree at the same
-position would have accepted: the part of its nodes that the answer contains, in order.
+A draft proposes the same tokens for every shape, but a smaller shape keeps fewer of them. The tokens of the
+answer do not depend on the shape either. A recorded round therefore shows how many tokens a smaller tree at
+the same position would have accepted: the tokens of the answer, from the root on, that form a path in
+the smaller tree.
 
-The positions are those at which the rounds of the large tree began. Rounds of a smaller tree also begin at
-other positions, so the result is an estimate, which `search` checks with measured answers.
+The recorded positions are those at which the rounds of the large tree began. Rounds of a smaller tree would
+also begin at other positions. The result is therefore an estimate, and `search` measures the best shapes.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ class RecordedTree:
     """The tree of one round, and the tokens of the answer that follow its root.
 
     Attributes:
-        tokens: Token of each node; node 0 is the root. Parents come before their children.
-        parents: Parent of each node; -1 for the root.
-        scores: Log-probability of the path to each node under the draft.
+        tokens: Token of each node. Node 0 is the root. Parents come before their children.
+        parents: Index of each node's parent; -1 for the root.
+        scores: Log-probability, under the draft, of the path from the root to each node.
         following: Tokens of the answer after the root.
     """
 
@@ -36,10 +37,10 @@ class RecordedTree:
 
     @classmethod
     def of(cls, entry: Mapping[str, Any], prompt_len: int, answer: Sequence[int]) -> RecordedTree:
-        """Return the tree of an entry of a reply's `trace`.
+        """Return the tree of one round of an answer.
 
         Args:
-            entry: The entry.
+            entry: The round's entry in the `trace` of the reply.
             prompt_len: Number of tokens of the prompt.
             answer: All tokens of the answer.
         """
@@ -77,7 +78,7 @@ class RecordedTree:
         return children
 
     def _nodes_of(self, shape: DraftShape) -> set[int]:
-        """Return the nodes that a draft with this shape keeps: a beam for each level, then the best nodes."""
+        """Return the nodes that a draft with this shape keeps: the best nodes of a beam search by level."""
         beam, candidates = [0], []
         for _ in range(shape.depth):
             level = [node for parent in beam for node in self._children[parent][: shape.topk]]
@@ -90,9 +91,9 @@ class RecordedTree:
 
 
 def accept_length(trees: Sequence[RecordedTree], shape: DraftShape) -> float:
-    """Return the predicted mean tokens per round of a shape, the token of the target included.
+    """Return the predicted mean number of tokens per round of a shape, including the token of the target.
 
-    Rounds whose answer ends within the depth of the shape are left out, unless all rounds are of this kind.
+    Rounds are left out if the answer ends within the depth of the shape, unless this is so for all rounds.
     """
     if not shape.drafts or not trees:
         return 1.0

@@ -41,7 +41,7 @@ def print_result(result: TuneResult, console: Console) -> None:
 
 
 def _speedup(one: BatchResult, shape: DraftShape) -> tuple[float, str]:
-    """Return the speed-up of a shape, and the mark of a value that was only predicted."""
+    """Return the speed-up of a shape, and a mark that shows whether the value was only predicted."""
     speedup = one.speedup(shape)
     return (one.predicted.get(shape, 1.0), "~") if speedup is None else (speedup, " ")
 

@@ -1,9 +1,10 @@
-"""Predicts the time of rounds of any shape from rounds of a few shapes.
+"""Predicts the duration of rounds of any shape from measured rounds of a few shapes.
 
     round = draft (depth, width)  +  verify (number of nodes)  +  rest
 
-The time of a draft is linear in its depth, and interpolated between the measured widths. The time of a verify
-pass is interpolated between the measured numbers of nodes.
+The time of drafting is linear in the depth, and is interpolated between the measured widths. The time of a
+verify pass is interpolated between the measured numbers of nodes. The rest is measured in rounds without
+drafts.
 """
 
 from __future__ import annotations
@@ -15,7 +16,11 @@ from outrider.shared.spec.tree import NO_DRAFT, DraftShape
 
 
 def probe_shapes(candidates: Sequence[DraftShape]) -> list[DraftShape]:
-    """Return the shapes to measure: plain, the shortest and longest chain, and trees at the corners."""
+    """Return the shapes to measure.
+
+    These are plain decoding, the shortest and the longest chain, the smallest and the largest tree of the
+    least and of the greatest width, and a tree of median size.
+    """
     chains = [shape for shape in candidates if shape.topk == 1]
     probes = [NO_DRAFT, *chains[:1], *chains[-1:]]
     trees = [shape for shape in candidates if shape.topk > 1]
@@ -45,8 +50,8 @@ class RoundTimes:
 
         Args:
             shape: The shape of the rounds.
-            rounds: Entries of a trace, of which `draft_ms` and `verify_ms` are read. The first round of an
-                answer should be left out, because its draft works on the prompt.
+            rounds: Entries of a trace, of which `draft_ms` and `verify_ms` are read. Leave out the first
+                round of an answer, because its draft also processes the prompt.
             round_ms: Mean duration of these rounds on the client's clock. None if it is unknown.
         """
         rounds = list(rounds)
@@ -75,16 +80,17 @@ class RoundTimes:
         by_width: dict[int, dict[int, float]] = {}
         for known, draft_ms in self._drafts.items():
             by_width.setdefault(known.topk, {})[known.depth] = draft_ms
-        # A width that was measured at one depth only does not tell the time of another depth.
+        # If a width was measured at one depth only, the time at another depth cannot be predicted from this
+        # width.
         slopes = {width: depths for width, depths in by_width.items() if len(depths) > 1}
         widths = {width: _between(depths, shape.depth) for width, depths in (slopes or by_width).items()}
-        # Drafts of chains use other code than drafts of trees.
+        # Drafts of chains run other code than drafts of trees.
         alike = {width: ms for width, ms in widths.items() if (width == 1) == (shape.topk == 1)}
         return _between(alike or widths, shape.topk)
 
 
 def _between(known: Mapping[int, float], at: int) -> float:
-    """Return the value at a place, interpolated between known values, or extrapolated from the last two."""
+    """Return the value at `at`, interpolated between known values or extrapolated from the nearest two."""
     places = sorted(known)
     if len(places) == 1:
         return known[places[0]]

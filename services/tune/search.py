@@ -1,11 +1,11 @@
-"""Searches the best shape of each batch size: predicts all shapes from traces, and measures the best ones.
+"""Searches for the best shape for each batch size: predicts all shapes, and measures the best ones.
 
-1. Answer the prompts once with the largest tree and record the trees of all rounds. From these trees, predict
-   the accept length of every shape (`replay`).
-2. For each batch size, run a few rounds of a few shapes. From their times, predict the time of a round of
-   every shape (`round_times`).
-3. The predicted speed of a shape is its accept length, divided by the time of its round. Measure plain
-   decoding and the shapes with the best predictions on the prompts.
+1. Answer the prompts once with the largest tree, and record the trees of all rounds. From these trees,
+   predict the accept length of every shape (`replay`).
+2. For each batch size, run a few rounds of a few shapes. From the times of these rounds, predict the time of
+   a round of every shape (`round_times`).
+3. The predicted speed of a shape is its accept length, divided by the time of its round. On the prompts,
+   measure plain decoding and the shapes with the best predictions.
 
 The server is never restarted, because every request can have its own shape.
 """
@@ -23,7 +23,7 @@ from outrider.services.tune.round_times import RoundTimes, probe_shapes
 from outrider.shared.spec.tree import NO_DRAFT, DraftShape
 
 LARGEST_RECORDED = DraftShape(10, 8, 64)
-"""Largest tree whose rounds are recorded. Larger trees cost time and accept few more tokens."""
+"""Largest tree whose rounds are recorded. A larger tree costs more time but accepts few additional tokens."""
 PROBE_TOKENS = 24
 """Length of the answers that measure the times of rounds."""
 FINALISTS = 3
@@ -32,14 +32,14 @@ FINALISTS = 3
 
 @dataclass(frozen=True, slots=True)
 class TuneSizes:
-    """How much to measure.
+    """The amount of work for one search.
 
     Attributes:
         batches: Numbers of concurrent requests.
         tokens: Largest length of an answer.
         largest: The largest depth, width and number of nodes that the server allows.
-        passes: Number of times that each finalist is measured. The best pass counts.
-        exhaustive: Whether to measure all shapes instead of the finalists.
+        passes: Number of times that each finalist is measured. The fastest pass counts.
+        exhaustive: True to measure all shapes instead of the finalists only.
     """
 
     batches: Sequence[int]
@@ -56,7 +56,7 @@ class BatchResult:
     Attributes:
         batch: Number of concurrent requests.
         predicted: Shape → predicted speed, relative to plain decoding.
-        measured: Shape → measured speed in tokens per second of all requests; `NO_DRAFT` is included.
+        measured: Shape → measured speed, in tokens per second of all requests together. Includes `NO_DRAFT`.
     """
 
     batch: int
@@ -69,7 +69,7 @@ class BatchResult:
         return max(self.measured, key=lambda shape: self.measured[shape])
 
     def speedup(self, shape: DraftShape) -> float | None:
-        """Return the measured speed of a shape relative to plain decoding, or None if it was not measured."""
+        """Return the measured speed of a shape relative to plain decoding; None if it was not measured."""
         if shape not in self.measured:
             return None
         return self.measured[shape] / self.measured[NO_DRAFT]
@@ -94,9 +94,11 @@ class TuneResult:
         object.__setattr__(self, "shape", self._overall())
 
     def _overall(self) -> DraftShape:
-        """Return the shape with the best mean over all batch sizes, `NO_DRAFT` if drafting never pays.
+        """Return the measured shape with the best mean speed-up over all batch sizes.
 
-        In mode ``auto``, a shape is at least as fast as plain decoding, so no batch size counts less than 1.
+        The result is `NO_DRAFT` if no shape is faster than plain decoding.
+
+        A speed-up below 1 counts as 1, because mode ``auto`` then decodes without drafts.
         """
         best, most = NO_DRAFT, 1.0
         for shape in self.accept_lengths:
@@ -117,12 +119,12 @@ def search(
     sizes: TuneSizes,
     progress: Callable[[str], None] = lambda _: None,
 ) -> TuneResult:
-    """Find the best shape of each batch size.
+    """Find the best shape for each batch size.
 
     Args:
         client: Client of the running server.
         prompts: Prompts as token ids.
-        sizes: How much to measure.
+        sizes: The amount of work.
         progress: Called with a line about each step.
 
     Raises:
@@ -211,7 +213,7 @@ def _measure(
     batch: int,
     sizes: TuneSizes,
 ) -> dict[DraftShape, float]:
-    """Return the tokens per second of each shape. The shapes take turns, so that a drift concerns all."""
+    """Return the tokens per second of each shape. Shapes take turns, so that a drift affects all shapes."""
     enough = [prompts[index % len(prompts)] for index in range(max(len(prompts), batch))]
     measured: dict[DraftShape, float] = {}
     for _ in range(sizes.passes):

@@ -1,1 +1,1 @@
-"""Runs a user's own pair with speculation on and off, and compares tokens and probabilities (`verify`)."""
+"""Runs a pair with speculation on and off, and compares tokens and probabilities (`outrider verify`)."""

@@ -20,9 +20,9 @@ class Option:
 
     Attributes:
         sampling: The sampling parameters.
-        stops: True if a token from the middle of the greedy answer ends the answer.
-        ignore_eos: Whether the model's end-of-text tokens are ignored.
-        share: Share of the run's tokens that the answer may have.
+        stops: True if the request has a stop token, which is taken from the middle of the greedy answer.
+        ignore_eos: True to ignore the model's end-of-text tokens.
+        share: Share of the run's answer length to which answers are limited.
         logprobs: The log-probabilities to report and compare.
     """
 
@@ -62,8 +62,9 @@ OPTIONS: Mapping[str, Option] = {
 
 
 def ways(shape: DraftShape) -> Mapping[str, Sequence[SpeculationParams]]:
-    """Return the runs with speculation. The values list the speculation settings that the requests use in
-    turn.
+    """Return the runs with speculation, by name.
+
+    Each run lists speculation settings. Its requests use these settings in turn.
 
     Args:
         shape: Shape of the trees.
@@ -90,13 +91,14 @@ def requests_of(
     speculation: Sequence[SpeculationParams],
     stop_tokens: Sequence[int] | None = None,
 ) -> dict[str, GenerationRequest]:
-    """Return one request for each prompt and option, by its id.
+    """Return request id → request, with one request for each combination of prompt and option.
 
     Args:
         prompts: Prompts as token ids.
-        tokens: Length of the answers.
-        speculation: Speculation of the requests, in turn.
-        stop_tokens: For each prompt, the token for `Option.stops`. None leaves out options that stop.
+        tokens: Largest length of the answers, in tokens.
+        speculation: Speculation settings, which the requests use in turn.
+        stop_tokens: The stop token of each prompt, for options with `Option.stops`. With None, these options
+            are left out.
     """
     requests: dict[str, GenerationRequest] = {}
     for name, option in OPTIONS.items():

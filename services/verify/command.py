@@ -41,9 +41,9 @@ class VerifyOptions:
         device, dtype: Device and data type in the services' notation, including ``auto``.
         prompts: JSON lines file with prompts. None selects the built-in prompts.
         num_prompts, tokens: Number of prompts, and length of each answer in tokens.
-        samples: Number of answers for the test of the output law.
+        samples: Number of sampled answers for the test of the output law (`law`).
         shape: Shape of the draft trees.
-        as_json: Whether to print one JSON object instead of a table.
+        as_json: True to print one JSON object instead of a table.
     """
 
     target: Path
@@ -62,14 +62,14 @@ class VerifyOptions:
 
 @dataclass(frozen=True, slots=True)
 class VerifiedRun:
-    """One run with speculation, compared with the run without.
+    """One run with speculation, compared with the run without speculation.
 
     Attributes:
         name: ``chain``, ``tree``, ``auto`` or ``mixed``.
-        requests, tokens: Number of answers and of their tokens.
-        accept_length: Average number of tokens per round with draft nodes.
+        requests, tokens: Number of answers, and number of tokens in all answers.
+        accept_length: Average number of tokens per round, over rounds with draft nodes.
         differences: The first difference of each answer that is not equal, near-ties included.
-        logprobs: The comparison of the logprobs.
+        logprobs: The comparison of the log-probabilities.
     """
 
     name: str
@@ -120,13 +120,13 @@ class VerifyReport:
 
 
 def run_verify(options: VerifyOptions) -> int:
-    """Verify a pair and print the report.
+    """Compare a target's answers with and without its draft, and print the report.
 
     Returns:
         Exit code: 0 if speculation changed nothing, or 1 if it did.
 
     Raises:
-        ConfigurationError: A flag is invalid, or the pair has no draft.
+        ConfigurationError: A flag is invalid, or no draft is given.
         OutriderError: The pair cannot be loaded, or a request failed.
     """
     configure_logging("verify", "warning")
@@ -187,7 +187,7 @@ def _middle(tokens: Sequence[int]) -> int:
 
 
 def print_report(report: VerifyReport, console: Console) -> None:
-    """Print the runs as a table, then the first differences, logprobs, the output law, and the verdict."""
+    """Print the runs as a table. Then print the differences, the test of the output law, and the verdict."""
     table = Table(box=None, padding=(0, 2, 0, 0))
     for heading in (
         "speculation",

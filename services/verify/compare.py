@@ -1,4 +1,4 @@
-"""Compares the answers of two runs. Two tokens with almost equal scores may be exchanged by rounding."""
+"""Compares the answers of two runs. Rounding may swap two tokens whose scores are almost equal."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from outrider.services.verify.pair_engine import Answers, PairEngine, scores_of
 from outrider.shared.base.logit_rules import LogitRules
 
 NEAR_TIE = {torch.float32: 1e-5, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}
-"""Data type → largest gap between two scores that rounding can close, relative to the largest logit."""
+"""Data type → largest gap between two scores that rounding may reverse, relative to the largest logit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,10 +21,10 @@ class Difference:
     """The first token at which two answers differ.
 
     Attributes:
-        request: The request's id: option and prompt.
-        token: Index of the token in the answers.
-        off, on: The tokens without and with speculation. None if that answer has ended before.
-        gap: Difference between the best score and the lower score of the two tokens.
+        request: The request's id, which names the option and the prompt.
+        token: Index of the differing token in the answers.
+        off, on: The tokens without and with speculation, respectively. None if that answer ended earlier.
+        gap: How much lower the score of the worse of the two tokens is than the best score.
         allowed: Largest gap that rounding explains.
     """
 
@@ -44,13 +44,12 @@ class Difference:
 def ruled(
     logits: torch.Tensor, prompt: Sequence[int], output: Sequence[int], rules: LogitRules
 ) -> torch.Tensor:
-    """Return ``[vocab]``, the logits after biases and penalties. The logits of forbidden tokens do not
-    change.
+    """Return the logits ``[vocab]`` after biases and penalties. Forbidden tokens keep their logits.
 
     Args:
         logits: ``[vocab] float32``.
         prompt, output: Tokens of the prompt, and tokens generated so far.
-        rules: The rules.
+        rules: The biases, penalties and other rules of the request.
     """
     out = logits.clone()
     for token, bias in rules.logit_bias:
@@ -87,7 +86,7 @@ def _difference(
     rules = request.sampling.rules
     scores = scores_of(ruled(logits, request.prompt_ids, off[:at], rules), len(context), request.sampling)
     pair = scores[torch.tensor([first, second])]
-    # Rules may forbid the best token, so that only the two tokens can be compared.
+    # Rules may forbid the best token. Then only the two tokens can be compared with each other.
     best = scores.max() if rules.neutral else pair.max()
     gap = float(best - pair.min())
     scale = float(logits.abs().max()) / (request.sampling.temperature or 1.0)

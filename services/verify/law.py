@@ -14,26 +14,26 @@ from outrider.services.verify.pair_engine import PairEngine, filtered
 from outrider.shared.base.generation import SamplingParams
 
 TOP_K = 8
-"""Only the eight best tokens are sampled, so that few histories and few outcomes occur."""
+"""Only the eight most likely tokens are sampled, so that there are few outcomes and few first tokens."""
 LEAST_EXPECTED = 5.0
-"""Outcomes that are expected less often are counted together, as usual for a chi-square test."""
+"""Outcomes with a smaller expected count are counted together, as usual for a chi-square test."""
 TEMPERATURES = (1.0, 2.0, 4.0, 8.0, 16.0)
 ENOUGH_ENTROPY = 1.2
-"""Entropy in nats from which the samples spread over enough outcomes. Eight outcomes have at most 2.1
-nats."""
+"""Least entropy, in nats, at which samples spread over enough outcomes. The entropy of eight outcomes is at
+most 2.1 nats."""
 ALARM = 1e-4
 """Probability below which the counts contradict the law."""
 
 
 @dataclass(frozen=True, slots=True)
 class LawTest:
-    """Result of the test.
+    """Result of the test of the output law.
 
     Attributes:
         samples: Number of answers.
-        temperature: Temperature of the samples.
-        outcomes: Number of outcomes that were counted apart.
-        p_value: Probability of counts at least this far from the law, if the law holds.
+        temperature: Temperature at which the answers were sampled.
+        outcomes: Number of outcomes that were counted separately.
+        p_value: Probability that correct samples deviate from the law at least this much.
     """
 
     samples: int
@@ -52,8 +52,8 @@ def check_law(
 ) -> LawTest:
     """Sample the first two tokens after a prompt, and compare the second with the target's probabilities.
 
-    A round with speculation emits the second token. Its expected counts are sums of the probabilities after
-    the first tokens that were sampled.
+    Speculation produces the second token. The expected counts of second tokens are computed from the target's
+    probabilities after each first token that was sampled.
 
     Args:
         engine: The pair.
@@ -69,7 +69,7 @@ def check_law(
         GenerationRequest(
             str(seed),
             tuple(prompt),
-            2 + speculation.shape.depth,  # shorter answers would cut the tree
+            2 + speculation.shape.depth,  # a shorter answer would not leave room for the whole tree
             replace(sampling, seed=seed),
             speculation,
             ignore_eos=True,
@@ -84,15 +84,15 @@ def check_law(
         for second in law.nonzero().flatten().tolist():
             expected.append(number * float(law[second]))
             counted.append(float(pairs.pop((first, second), 0)))
-        # The remaining outcomes have probability 0 under the law.
+        # The outcomes that are left in `pairs` have probability 0 under the law.
     p_value, outcomes = (0.0, len(expected)) if pairs.total() else chi_square(expected, counted)
     return LawTest(samples, sampling.temperature, outcomes, p_value)
 
 
 def _spread(engine: PairEngine, prompt: Sequence[int]) -> SamplingParams:
-    """Return a sampling whose first two tokens have several likely outcomes.
+    """Return sampling parameters for which the first two tokens have several likely outcomes.
 
-    A trained model is often almost sure of the next token. One outcome would test nothing.
+    A trained model is often almost sure of the next token, and a single outcome would test nothing.
     """
     first = engine.logits(prompt)
     second = engine.logits([*prompt, int(first.argmax())])
@@ -106,9 +106,10 @@ def _spread(engine: PairEngine, prompt: Sequence[int]) -> SamplingParams:
 
 
 def chi_square(expected: Sequence[float], counted: Sequence[float]) -> tuple[float, int]:
-    """Return (p-value, number of cells) of counts under their expected values.
+    """Return (p-value, number of cells) for counts and their expected values.
 
-    Values below `LEAST_EXPECTED` are added up in one cell. Fewer than two cells give the p-value 1.
+    Expected values below `LEAST_EXPECTED` share one cell, together with their counts. With fewer than two
+    cells, the p-value is 1.
     """
     often = [pair for pair in zip(expected, counted, strict=True) if pair[0] >= LEAST_EXPECTED]
     rare = [pair for pair in zip(expected, counted, strict=True) if pair[0] < LEAST_EXPECTED]

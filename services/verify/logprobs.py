@@ -17,7 +17,7 @@ LEAST_TOLERANCE = 1e-3
 
 @dataclass(frozen=True, slots=True)
 class LogprobComparison:
-    """The logprobs of a run with speculation, compared with those of the run without.
+    """The logprobs of a run with speculation, compared with those of the run without speculation.
 
     Attributes:
         compared: Number of pairs of logprobs, alternatives included.
@@ -40,12 +40,12 @@ class LogprobComparison:
 def logprob_tolerance(engine: PairEngine, prompts: Iterable[Sequence[int]]) -> float:
     """Return the largest difference of two logprobs that rounding explains, in nats.
 
-    A logprob is a logit minus the logarithm of a sum of exponentials. Each may be wrong by the gap that
-    rounding can close between two scores.
+    A logprob is a logit minus the logarithm of a sum of exponentials. Rounding may change the logit and the
+    logarithm, each by the largest gap between two scores that rounding can reverse (`NEAR_TIE`).
 
     Args:
         engine: The pair.
-        prompts: Prompts as token ids. The largest of their last logits sets the scale.
+        prompts: Prompts as token ids. The largest logit after any of these prompts sets the scale.
     """
     scale = max(float(engine.logits(prompt).abs().max()) for prompt in prompts)
     return max(LEAST_TOLERANCE, 2 * NEAR_TIE.get(engine.decoder.dtype, 0.0) * scale)
@@ -56,11 +56,11 @@ def compare_logprobs(
 ) -> LogprobComparison:
     """Return the comparison of all logprobs of two runs.
 
-    Alternatives are compared by rank, because rounding may swap two of almost equal probability.
+    Alternative tokens are compared by rank, because rounding may swap two tokens of almost equal probability.
 
     Args:
         requests: The requests by id.
-        off, on: The answers without and with speculation.
+        off, on: The answers without and with speculation, respectively.
         tolerance: See `logprob_tolerance`.
     """
     compared, largest, worst = 0, 0.0, ""

@@ -28,12 +28,12 @@ from outrider.shared.spec.tree import DraftShape
 
 @dataclass
 class Answers:
-    """The answers of one run. An `EventSink`.
+    """The answers of one run. Receives the events of the requests as an `EventSink`.
 
     Attributes:
         tokens: Request id → emitted tokens.
-        logprobs: Request id → logprobs of these tokens, if the request asked for them.
-        prompt_logprobs: The same for the prompt's tokens.
+        logprobs: Request id → logprobs of these tokens, for requests that ask for logprobs.
+        prompt_logprobs: Request id → logprobs of the prompt's tokens, for requests that ask for them.
         failed: Requests that failed.
         accept_length: Average number of tokens per round, over rounds with draft nodes.
     """
@@ -60,7 +60,7 @@ class PairEngine:
 
     Args:
         pair: The pair, which must have a draft method.
-        room: Largest number of tokens of a sequence, tree included.
+        room: Largest number of tokens of a sequence, including the nodes of a draft tree.
         shape: Shape of the largest draft tree.
 
     Raises:
@@ -77,7 +77,7 @@ class PairEngine:
 
         Args:
             requests: The requests.
-            speculate: False leaves the draft out, whatever the requests ask for.
+            speculate: False runs the target without the draft, even for requests that ask for speculation.
 
         Raises:
             OutriderError: A request failed.
@@ -126,12 +126,12 @@ class PairEngine:
 
 
 def scores_of(logits: torch.Tensor, position: int, sampling: SamplingParams) -> torch.Tensor:
-    """Return the scores ``[vocab] float32`` whose largest one is the token at a position.
+    """Return scores ``[vocab] float32``. The token at the given position is the one with the largest score.
 
     Args:
         logits: ``[vocab] float32``.
         position: Position of the token in the sequence.
-        sampling: The sampling parameters. Greedy sampling returns the logits.
+        sampling: The sampling parameters. For greedy sampling, the scores are the logits.
     """
     if sampling.temperature == 0:
         return logits

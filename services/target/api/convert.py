@@ -141,7 +141,7 @@ def event_to_proto(event: Event) -> target_pb2.GenerateReply:
 
 
 def decision_to_proto(verdict: Verdict, looks_lost_s: float) -> target_pb2.AutoDecision:
-    """Convert the controller's last decision, and the seconds that looks have lost, to a message."""
+    """Convert the controller's last decision, and the seconds lost by trying other shapes, to a message."""
     return target_pb2.AutoDecision(
         reason=verdict.reason.value,
         shapes=[

@@ -16,10 +16,10 @@ TIMEOUT_S = 1.0
 
 
 class DraftMetrics:
-    """The metrics of a draft, as of the last answer. Use it on one event loop only.
+    """The metrics that a draft last reported. Use it on one event loop only.
 
     Args:
-        address: Address of the draft, as in the target's settings. None without a draft process.
+        address: Address of the draft, as in the target's settings. None if there is no draft process.
     """
 
     def __init__(self, address: str | None) -> None:
@@ -30,10 +30,10 @@ class DraftMetrics:
         self._text = ""
 
     def text(self) -> str:
-        """Return the metrics as Prometheus text, and ask for newer ones.
+        """Return the last reported metrics as Prometheus text, and request newer metrics.
 
-        Does not wait, so that a draft that does not answer delays nobody. The text is empty until the first
-        answer, and if the last question was not answered.
+        This method does not wait, so a draft that does not answer delays no caller. The text is empty until
+        the first answer, and after a request that was not answered.
         """
         now = time.monotonic()
         idle = self._task is None or self._task.done()

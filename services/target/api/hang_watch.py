@@ -27,7 +27,8 @@ async def follow_progress(
         clock: Returns how long the running step of the engine has taken.
         set_serving: Sets the health status.
         deadline_s: Longest step in seconds. A longer step counts as hung.
-        end: Called once a step has taken `END_FACTOR` times as long. A supervisor then restarts the process.
+        end: Called once a step has taken `END_FACTOR` times `deadline_s`. A supervisor then restarts the
+            process.
     """
     hung = False
     while True:

@@ -1,6 +1,6 @@
-"""The target's spans of requests: begun when a request arrives, ended with what the engine reports last.
+"""Traces requests: begins a span when a request arrives, and ends the span with the request's last event.
 
-The engine does nothing for them. Its last event has the times of queue, prefill and decoding.
+The engine records no spans. The last event of a request contains the times of queue, prefill and decoding.
 """
 
 from __future__ import annotations
@@ -43,10 +43,11 @@ class RequestSpans:
 
         Args:
             request: The request.
-            traceparent: The caller's span, or an empty text.
+            traceparent: The caller's span, or an empty string.
 
         Returns:
-            The request with the ``traceparent`` for the draft. Without tracing, this is the caller's.
+            The request with the ``traceparent`` for the draft. Without tracing, the ``traceparent`` of the
+            caller is unchanged.
         """
         given = checked_traceparent(traceparent)
         if self._tracer.active:
@@ -55,7 +56,7 @@ class RequestSpans:
         return replace(request, traceparent=given) if given else request
 
     def end(self, event: Event) -> None:
-        """End the span of a request whose last event this is. Other events have no effect."""
+        """End the span of a request if the event is the request's last one. Ignore any other event."""
         if not self._spans or not isinstance(event, FinishedEvent | FailedEvent):
             return
         span = self._spans.pop(event.request_id, None)

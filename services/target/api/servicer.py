@@ -62,7 +62,7 @@ class Serving:
         model_id: Name of the model as reported to clients.
         max_running_requests: Maximum number of sequences processed at the same time.
         describe_draft: Function that returns the draft's algorithm and model id.
-        grammars: Compiles the constraints of requests.
+        grammars: Compiles the constraints on the output of requests.
     """
 
     engine: TargetEngine
@@ -84,7 +84,8 @@ class TargetServicer(target_pb2_grpc.TargetServicer):
 
     Args:
         tracer: Records the spans of requests.
-        draft_address: Address of a draft with its own process, whose metrics are reported too.
+        draft_address: Address of a draft with its own process. The statistics then include this draft's
+            metrics.
     """
 
     def __init__(self, tracer: Tracer | None = None, draft_address: str | None = None) -> None:
@@ -97,7 +98,7 @@ class TargetServicer(target_pb2_grpc.TargetServicer):
         """Return the servicer for these settings.
 
         Raises:
-            ConfigurationError: The endpoint for traces is no URL, or OpenTelemetry is not installed.
+            ConfigurationError: The endpoint for traces is not a URL, or OpenTelemetry is not installed.
         """
         tracer = open_tracer("target", settings.otlp_endpoint, settings.trace_share)
         return cls(tracer, settings.draft_address())
@@ -361,5 +362,5 @@ def _cancelled(request: GenerationRequest) -> FinishedEvent:
 
 
 def _traceparent(context: grpc.aio.ServicerContext[Any, Any]) -> str:
-    """Return the caller's span from the metadata of a call, or an empty text."""
+    """Return the caller's span from the metadata of a call, or an empty string."""
     return checked_traceparent(dict(context.invocation_metadata() or ()).get(TRACEPARENT))

@@ -1,8 +1,8 @@
-"""Measures how long a draft takes to answer, and derives how long rows wait for it.
+"""Measures how long a draft takes to answer, and derives how long rows wait for its trees.
 
-Occasional late answers are not counted. Otherwise, a draft that is stopped from time to time would get longer
-and longer waits. Only `LATES_TO_COUNT` late answers in a row are counted, because such a draft has become
-slower.
+The times of occasional late answers are not recorded. Otherwise, a draft that is stopped from time to time
+would get longer and longer waits. Once `LATES_TO_COUNT` answers in a row have been late, late answers are
+recorded too, because the draft has then become slower.
 """
 
 from __future__ import annotations
@@ -11,24 +11,26 @@ from collections import deque
 
 ANSWERS_KEPT = 256
 ANSWERS_TO_JUDGE = 8
-"""Number of answers that are measured before they limit a wait. The first answers are slow, because caches
+"""Number of answers to measure before their times limit a wait. The first answers are slow, because caches
 and kernels are cold."""
 LATES_TO_COUNT = 3
 WAIT_MULTIPLE = 4.0
 """Longest wait of a row in mode `on`, as a multiple of the 99th percentile of the measured times."""
 FLOOR_SHARE = 0.125
-"""Least limit of the wait of a row in mode `on`, as a share of the fault deadline: 0.25 s by default."""
+"""Share of the fault deadline that a row in mode `on` may always wait: 0.25 s with the default deadline."""
 OTHERS_MULTIPLE = 2.0
-"""Longest time for which other rows wait for rows in mode `on`, as a multiple of the 99th percentile."""
+"""Longest time for which the other rows of a round wait for rows in mode `on`, as a multiple of the 99th
+percentile of the measured times."""
 OTHERS_FLOOR_S = 0.01
-"""Least limit of that time, in seconds."""
+"""Lower bound of the time for which those other rows wait, in seconds."""
 
 
 class AnswerTimes:
-    """Times in seconds from requests to answers. Engine thread only.
+    """Recent times from a request for a tree to the draft's answer, in seconds. Engine thread only.
 
     Args:
-        fault_deadline_s: Upper limit of every wait. It is the limit until enough answers are measured.
+        fault_deadline_s: Upper limit of every wait, in seconds. It also limits waits until enough answers are
+            measured.
     """
 
     def __init__(self, fault_deadline_s: float) -> None:
@@ -66,7 +68,7 @@ class AnswerTimes:
 
     @property
     def others_s(self) -> float:
-        """Longest time for which a round with other rows waits for trees of rows in mode `on`."""
+        """Longest wait of a round for the trees of rows in mode `on`, if the round also has other rows."""
         if self.p99 is None:
             return FLOOR_SHARE * self._fault_deadline_s
         return min(self.limit_s, max(OTHERS_FLOOR_S, OTHERS_MULTIPLE * self.p99))

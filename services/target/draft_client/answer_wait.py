@@ -1,12 +1,15 @@
 """Waits for the draft's trees until each row's deadline, and decides what happens when an answer is late.
 
-- A row whose answer is late gets no drafts in this round. The reason is "warming" if the draft has never
-  answered for the row's session, and "late" otherwise.
-- A row in mode `on` may wait longer than the round. The round goes on without the row, and the row waits
-  for its trees beside the next rounds. The reason is then `AWAITED`.
-- The draft counts as faulty if the wait of a row in mode `on` is over, or if the draft has been silent for
-  too long.
-- Otherwise, the circuit breaker counts a miss if the draft has answered for the late row's session before.
+A row is one sequence of a round. The mode of a row is the speculation mode of its request, `on` or `auto`.
+
+- A row whose answer is late gets no drafts in this round. The reported reason is "warming" if the draft has
+  never answered for the row's session, and "late" otherwise.
+- A row in mode `on` may wait longer than its round. The round then goes on without the row, and the row waits
+  for its tree while the next rounds run. The reported reason is `AWAITED`.
+- The draft counts as faulty if a row in mode `on` has waited as long as it may, or if the draft has been
+  silent for too long.
+- If the draft does not count as faulty, a late answer counts as a miss for the circuit breaker (`breaker`). A
+  late answer does not count if the draft has never answered for the row's session.
 """
 
 from __future__ import annotations
@@ -37,7 +40,8 @@ class AnswerWait:
         connection: Function that returns the current connection, or None.
         take_reply: Function that waits up to the given number of seconds for a message and processes the
             message.
-        on_fault: Called when the draft is faulty, with the seconds that rows without a deadline have waited.
+        on_fault: Called when the draft is faulty. The argument is the longest time, in seconds, that a row
+            without a deadline has waited.
     """
 
     def __init__(
@@ -55,7 +59,7 @@ class AnswerWait:
         self._on_fault = on_fault
 
     def run(self, awaited: Seq[Awaited], request: ProposalRequest) -> bool:
-        """Process messages until every awaited row has an answer, or the round must go on.
+        """Process messages until every awaited row has an answer, or until the round must go on.
 
         Returns:
             False if a late answer counts against the draft.
@@ -97,9 +101,9 @@ class AnswerWait:
         *,
         others: bool,
     ) -> bool:
-        """End a wait in which answers were missing. Return False if one of them counts against the draft."""
+        """End a wait for missing answers. Return False if a missing answer counts against the draft."""
         now = time.monotonic()
-        # 1. Rows in mode `on` may wait on, beside the next rounds.
+        # 1. Rows in mode `on` may keep waiting while the next rounds run.
         waiting = [
             session
             for row, session in still_open
@@ -110,7 +114,8 @@ class AnswerWait:
             session.reason = AWAITED
         for _row, session in late:
             session.give_up()
-        # 2. Others have waited in vain. Opening a session may take long, so that counts separately.
+        # 2. Charge the time that other rows have waited in vain. A session may take long to open, so waits
+        # for first answers have a budget of their own.
         if others:
             is_open = any(session.warm for _row, session in still_open)
             budget = self._breaker.budget if is_open else self._breaker.opening_budget

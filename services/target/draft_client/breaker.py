@@ -12,19 +12,22 @@ LAST_SLOW_BACKOFF_S = 0.2
 LAST_FAULTY_BACKOFF = 10.0
 """Longest back-off of a faulty draft, as a multiple of the fault deadline.
 
-Because of this length, rows without a deadline lose less than a tenth of their time to a draft that only
-answers pings.
+A faulty draft may still answer pings. After each back-off, rows without a deadline then wait for such a draft
+once more. With this back-off, these waits take less than a tenth of the rows' time.
 """
 SHARE, CAPACITY_S = 0.02, 0.15
-"""Share of the time that rows with a deadline, and rows without drafts, may lose to an open session; and what
-they may lose at once, in seconds."""
+"""Limits of the time that waits for open sessions may cost rows with a deadline and rows without drafts.
+
+`SHARE` is the share of time that these rows may lose. `CAPACITY_S` is the largest budget that these rows can
+accumulate, in seconds.
+"""
 OPENING_SHARE = 0.01
-"""Share of the time that these rows may lose to sessions that the draft has not opened yet."""
+"""Share of time that the same rows may lose to sessions that the draft has not opened yet."""
 PATIENT_SHARE = 0.1
 """Share of the time that rows without a deadline may lose."""
 PATIENT_CAPACITY = 0.25
-"""Time that rows without a deadline may lose at once, as a multiple of the fault deadline. A single fault
-never counts more."""
+"""Largest budget that rows without a deadline can accumulate, as a multiple of the fault deadline. A single
+fault never costs more than this budget."""
 
 
 class BreakerState(Enum):
@@ -32,7 +35,7 @@ class BreakerState(Enum):
 
     - CLOSED: the draft receives requests.
     - OPEN: the draft receives no requests.
-    - HALF_OPEN: the draft has answered a ping, and a single sequence sends it a trial request.
+    - HALF_OPEN: the draft has answered a ping. As a trial, one row per round may request a tree.
     """
 
     CLOSED = "closed"
@@ -43,20 +46,25 @@ class BreakerState(Enum):
 class Breaker:
     """Stops requests to a draft after three missed deadlines in a row, or immediately after a fault.
 
-    After a back-off, an answered ping makes the breaker half-open. An answer in time then closes the breaker.
+    After a back-off, an answered ping makes the breaker half-open. The next answer in time then closes the
+    breaker.
 
-    A draft that misses a deadline may only be too slow to be worth waiting for, so rows without a deadline
-    still wait for this draft. These rows stop waiting only if the draft is `faulty`.
+    A draft that misses deadlines may only be slow, so rows without a deadline still request trees from this
+    draft. These rows stop only while the draft is `faulty`.
 
     The first fault may be a short pause of the draft, so the draft is tried again as soon as it answers a
     ping. Each further fault without an answer in between costs another wait. From the second fault on, the
     back-off is therefore at least one fault deadline, and each further fault doubles the back-off.
 
     A draft that answers for a while after each pause, and then stops again, never has two faults in a row.
-    Its misses and faults are limited by budgets of lost time (`WaitBudget`): one for rows with a deadline,
-    together with rows that need no tree, and one for rows without a deadline. The back-off lasts at least
-    until the budget is positive again. A third budget limits the waits for first trees of new sessions. It
-    does not open the breaker, because such trees may take long.
+    Three budgets of lost time (`WaitBudget`) therefore limit the waits:
+
+    - The first budget is for rows with a deadline and rows that need no tree. After a miss, the back-off
+      lasts at least until this budget is positive again.
+    - The second budget is for rows without a deadline. After a fault, the back-off lasts at least until this
+      budget is positive again.
+    - The third budget is for waits for the first trees of new sessions. This budget does not open the
+      breaker, because first trees may take long.
 
     `sign_of_life` may be called from any thread, because it only changes OPEN to HALF_OPEN.
 
@@ -69,8 +77,8 @@ class Breaker:
         faulty: True from a fault until the next answer or new connection.
         faults: Number of faults since the last answer, over all connections.
         fault_deadline_s: The constructor's argument.
-        budget: Time that rows with a deadline, and rows without drafts, may lose to open sessions.
-        opening_budget: Time that these rows may lose to sessions that the draft has not opened yet.
+        budget: Time that rows with a deadline and rows without drafts may lose to open sessions.
+        opening_budget: Time that the same rows may lose to sessions that the draft has not opened yet.
     """
 
     def __init__(self, fault_deadline_s: float) -> None:
@@ -87,7 +95,7 @@ class Breaker:
         self._closed_until = 0.0
 
     def miss(self, now: float) -> None:
-        """Record that a deadline passed without an answer. The caller has taken the wait from `budget`."""
+        """Record that a deadline passed without an answer. The caller has deducted the wait from `budget`."""
         self._misses += 1
         empty_s = self.budget.empty_s(now)
         if self.state is BreakerState.HALF_OPEN:
@@ -133,9 +141,9 @@ class Breaker:
         self.state = BreakerState.OPEN
 
     def success(self, now: float) -> None:
-        """Record an answer in time, and close the breaker, unless its back-off lasts.
+        """Record an answer in time. Close the breaker, unless it is open and its back-off still lasts.
 
-        Rows without a deadline may get answers while the draft is too slow for the other rows.
+        Answers can arrive during a back-off, because rows without a deadline still wait for a slow draft.
         """
         self._misses = 0
         self.faults = 0

@@ -14,10 +14,10 @@ class Connection:
     Attributes:
         hello: The draft's answer to Hello; None before the handshake.
         agreed: The version and features of the protocol on this connection; None before the handshake.
-        spec: The features that the draft wants; None before the handshake.
+        spec: The hidden states that the draft wants to receive; None before the handshake.
         ended: An event that is set once the connection has ended.
         last_pong: Nonce of the last answered ping.
-        last_sign_s: `time.monotonic()` of the last answered ping.
+        last_sign_s: Time at which the last ping was answered, from `time.monotonic()`.
         carrier: Carries the messages of the connection.
         send, receive, close: The carrier's methods of the same names.
     """

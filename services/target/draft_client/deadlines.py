@@ -9,11 +9,11 @@ from outrider.services.target.draft_client.session import DraftSession
 from outrider.shared.spec.drafter import AWAITED
 
 WARMING_PATIENCE = 5.0
-"""Longest time to open a session, as a multiple of the fault deadline, for a draft that answers pings."""
+"""Longest time to open a session for a draft that answers pings, as a multiple of the fault deadline."""
 TURN_S = 0.02
-"""Longest time in seconds for which a round without other rows waits at once.
+"""Longest uninterrupted wait, in seconds, of a round in which all rows wait for the draft.
 
-Then the engine looks for new requests and cancellations, and waits again.
+After this time, the engine checks for new requests and cancellations, and then waits again.
 """
 
 
@@ -21,20 +21,19 @@ Then the engine looks for new requests and cancellations, and waits again.
 class AnswerDeadlines:
     """Deadlines for the answers of one draft. Engine thread only. Times are values of `time.monotonic()`.
 
-    A row in mode `auto` waits until the request's deadline. A row in mode `on` waits for at most
-    `AnswerTimes.limit_s`. Other rows do not wait that long: their rounds go on without it.
+    A row in mode `auto` waits until the deadline of the `ProposalRequest`. A row in mode `on` waits for at
+    most `AnswerTimes.limit_s`. A round with other rows goes on earlier, without this row.
 
-    The engine waits for the first answer of a new session in one round only, because the draft may be
-    computing the prompt or may have stopped. Later rounds do not wait until the session has had its first
-    answer, so a prompt that the draft computes slowly delays only one round.
+    The engine waits for the first answer of a new session in one round only, because the draft may still be
+    computing the prompt, or may have stopped. Later rounds do not wait for this session until its first
+    answer has arrived. A prompt that the draft computes slowly therefore delays only one round.
 
     Attributes:
         fault_deadline_s: Time in seconds after which an outstanding answer makes the draft faulty.
-        heard_s: Time at which the last message other than a pong arrived.
-        owed_s: Time of the earliest request that was sent after the last message arrived, for a session
-            without an answer. The request counts even if the session has ended since. None if there is no
-            such request.
-        times: Measured times of answers, without the first answers of sessions, and of rounds on the device.
+        heard_s: Arrival time of the last message that was not a pong.
+        owed_s: Time of the first request since that message for a session that has had no answer. The request
+            counts even if the session has ended meanwhile. None if there is no such request.
+        times: Measured times of answers and of rounds on the device. First answers of sessions are left out.
     """
 
     fault_deadline_s: float
@@ -55,7 +54,7 @@ class AnswerDeadlines:
         self.heard_s, self.owed_s = now, None
 
     def answered(self, session: DraftSession, now: float) -> None:
-        """Record how long the last requested tree of a session has taken, unless it is the first tree."""
+        """Record how long the session's last requested tree took. Do not record a session's first tree."""
         if session.warm and session.wanted is not None:
             self.times.in_time(now - session.asked_s)
         elif session.warm and session.owes:
@@ -67,12 +66,12 @@ class AnswerDeadlines:
         Args:
             session: The session of the row.
             started: Time at which this wait began.
-            deadline_s: Longest wait that can pay off, in seconds.
+            deadline_s: Longest wait after which a tree can still save time, in seconds.
         """
         return started if session.in_vain else started + deadline_s
 
     def row_until(self, session: DraftSession, pong_s: float) -> float:
-        """Return the time until which a row without a deadline waits, over all rounds.
+        """Return the time at which a row without a deadline stops waiting, in whatever round that is.
 
         Args:
             session: The session of the row.
@@ -95,14 +94,15 @@ class AnswerDeadlines:
             session: The session of the row.
             started: Time at which this wait began.
             has_others: True if the round has rows that can go on without this row.
-            others_wait: True if these rows may wait.
+            others_wait: True if these other rows may wait for this row.
         """
         if not has_others:
             return started + TURN_S
-        # No other row waits for the first trees of a session, or for trees that an earlier round has left.
+        # Other rows never wait for a session's first tree, or for a tree that an earlier round has left
+        # behind.
         others_wait = others_wait and session.warm and session.reason != AWAITED
         return started + (self.times.others_s if others_wait else 0.0)
 
     def is_over(self, now: float, pong_s: float) -> bool:
-        """Return True if the draft owes first answers and has been silent for a whole fault deadline."""
+        """Return True if the draft owes a first answer and has been silent for a whole fault deadline."""
         return self.owed_s is not None and now >= max(self.owed_s, pong_s) + self.fault_deadline_s

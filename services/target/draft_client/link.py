@@ -1,8 +1,8 @@
 """Keeps the target connected to a remote draft: connects, performs the handshake, pings and reconnects.
 
 The engine thread never waits for this module. In every step, the engine thread checks which `Connection` is
-current. Only the link and the engine keep references to a connection, so drafts that connect and disconnect
-cost no memory, however long the engine is idle.
+current. Only the link and the engine keep references to a connection. The memory of an ended connection is
+therefore freed, even if drafts connect and disconnect many times while the engine is idle.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class TargetIdentity:
         target_id: Identifier of the target, unique per process.
         fingerprint: Fingerprint of the target's weights.
         vocab_size, hidden_size, num_layers: Sizes of the target's model.
-        feature_dtype: Data type of the feature rows that the target sends.
+        feature_dtype: Data type of the feature rows (hidden states) that the target sends.
         model_type: Family of the target's model.
         tokenizer: Fingerprint of the target's tokenizer.
         algorithm: The algorithm that the draft must use. AUTO accepts any algorithm.
@@ -92,7 +92,7 @@ def _check_algorithm(asked: Algorithm, found: str) -> None:
     """
     wanted = {
         Algorithm.NEXTN: (Algorithm.MTP.value,),
-        # Without a draft head, the algorithm EAGLE uses the target's own MTP layers.
+        # Without a draft head, the algorithm EAGLE means that the target's own MTP layers draft.
         Algorithm.EAGLE: (Algorithm.EAGLE.value, Algorithm.MTP.value),
     }.get(asked, (asked.value,))
     if asked is not Algorithm.AUTO and found not in wanted:
@@ -224,7 +224,7 @@ class DraftLink:
     def _feature_spec(self, carrier: Carrier, ack: draft_pb2.HelloAck) -> FeatureSpec:
         """Return the features that the draft wants.
 
-        Fetch the projector's weights only if their fingerprint is new.
+        The weights of the projector are fetched only if their fingerprint is new.
         """
         key = f"{ack.projector_fingerprint}/{list(ack.aux_layer_ids)}/{ack.feature_size}"
         known = self._specs.get(key)
@@ -246,7 +246,7 @@ class DraftLink:
             norm_eps=ack.projector_norm_eps or FeatureSpec().norm_eps,
             fingerprint=key,
         )
-        if spec.feature_size:  # Check on this thread, not the engine's, that the projector fits this model.
+        if spec.feature_size:  # Find a misfit here, on the link's thread, rather than on the engine's thread.
             FeatureProjector(
                 spec,
                 "cpu",
@@ -269,7 +269,7 @@ class DraftLink:
     def _probe(self, connection: Connection) -> None:
         """Ping the draft: often while the breaker is open, otherwise just often enough to renew the lease.
 
-        At most one ping is unanswered at a time, so that a paused draft finds no backlog when it resumes.
+        At most one ping is outstanding, so a draft that resumes after a pause finds no backlog of pings.
         """
         nonce = 0
         last_ping = time.monotonic()

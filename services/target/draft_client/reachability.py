@@ -14,9 +14,9 @@ from collections.abc import Callable
 from outrider.shared.rpc.address import grpc_address
 
 ABSENT_S = 20.0
-"""Time that a draft may take until it listens.
+"""Seconds after which start-up stops waiting for a draft that does not listen.
 
-Target and draft may start together, and one may take longer to load than the other.
+Target and draft may start together, and the draft may take longer to load than the target.
 """
 LOOK_S = 1.0
 CONNECT_S = 0.25

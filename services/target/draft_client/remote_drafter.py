@@ -3,10 +3,12 @@
 This is the engine's side of the draft protocol, a state machine that only the engine thread drives.
 
 A session is *live* once Open was sent over the current connection. The commits of a live session are merged
-and kept until they are sent in a frame. If a session falls too far behind, or if the draft has lost the
-session, the engine reopens the session from the feature plane.
+and kept until the next frame, which is one message with the commits of several sessions. If a session falls
+too far behind, or if the draft has lost the session, the engine reopens the session and sends the feature
+rows that the target has stored.
 
-No fault of the draft raises an exception. The affected rows get single-node trees and a fallback reason.
+A fault of the draft never raises an exception. Instead, the affected rows get single-node trees and a
+fallback reason.
 """
 
 from __future__ import annotations
@@ -45,15 +47,15 @@ HOST = torch.device("cpu")
 """Trees are built on the host. The verify pass uploads the trees with its other inputs."""
 MAX_PENDING_TOKENS = 256
 """Limit for a session's pending tokens. Above this limit, all pending tokens are sent without a request for a
-tree, or the session is lost."""
+tree. If there is no connection, the session is lost instead."""
 BAD_TREES_TO_TRIP = 3
 """Number of invalid trees in a row that make the draft faulty."""
 FAULTS_TO_RECONNECT = 3
-"""Number of faults in a row after which to reconnect, because the state of the connection may be damaged."""
+"""Number of consecutive faults after which to reconnect, because the connection may be in a damaged state."""
 NO_DEADLINE_US = 0
 FIRST_EPOCH = 1
 REJECTED_FOR_S = 5.0
-"""Pause in seconds before a refused session is offered again, if the refusal contains no time."""
+"""Seconds until a session that the draft refused is offered again, if the refusal does not name a time."""
 
 _log = logging.getLogger("outrider.target.draft")
 
@@ -116,7 +118,7 @@ class RemoteDrafter(ExchangeDrafter):
         return DrafterState.LATE if self._breaker.state is BreakerState.OPEN else DrafterState.ON
 
     def refusal(self) -> OutriderError | None:
-        """Return why the draft and this target do not match; None if they match or no draft has answered."""
+        """Return why draft and target do not match; None if they match or the draft has not answered."""
         return self._link.refusal
 
     def describe(self) -> tuple[str, str]:
@@ -126,7 +128,7 @@ class RemoteDrafter(ExchangeDrafter):
     # ---- engine thread
 
     def feature_spec(self) -> FeatureSpec | None:
-        """Return the features to capture. Also process messages, because every step calls this method."""
+        """Return the features to capture. This method processes messages too, because every step calls it."""
         self._drain()
         return self._spec
 
@@ -150,7 +152,7 @@ class RemoteDrafter(ExchangeDrafter):
                 continue
             connection.send(open_message(sequence))
             session.live = True
-            # A draft that followed the sequence before may have kept rows. OpenAck contains their number.
+            # A draft that has followed this sequence before may still have some rows. OpenAck says how many.
             session.acked = connection.carrier.rows_follow_open and sequence.fence.epoch == FIRST_EPOCH
 
     def features(self, session_id: int, base: int, rows: torch.Tensor) -> None:
@@ -192,7 +194,7 @@ class RemoteDrafter(ExchangeDrafter):
         features: list[torch.Tensor] = []
         deadline_us = NO_DEADLINE_US if request.deadline_s is None else int(request.deadline_s * 1e6)
 
-        # 2. Add each row that can be drafted now. For each other row, note the reason.
+        # 2. Add a request for each row that can be drafted now. For the other rows, record why they cannot.
         asked = 0
         for row in request.rows:
             session = self._sessions.get(row.fence.session_id)
@@ -235,7 +237,8 @@ class RemoteDrafter(ExchangeDrafter):
         if in_time and any(session is not None and session.tree is not None for _row, session in rows):
             self._breaker.success(time.monotonic())
 
-        # 3. Collect the trees. A row without a tree gets a single-node tree, and may still await its tree.
+        # 3. Collect the trees. A row without a tree gets a single-node tree, and its own tree may arrive
+        # later.
         trees: list[HostTree] = []
         for row, session in rows:
             tree = session.tree if session is not None else None
@@ -285,7 +288,7 @@ class RemoteDrafter(ExchangeDrafter):
             self._connection.close()
 
     def _late_round(self, waited_s: float, patient: bool) -> None:
-        """Count a wait for a round on the device that has ended without trees."""
+        """Charge a wait for a round on the device that has ended without trees."""
         if patient:
             self._fault(waited_s)
         else:

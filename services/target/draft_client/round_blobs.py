@@ -1,4 +1,4 @@
-"""The memory of rounds with a remote draft: the states that are sent, and the trees that are received."""
+"""Owns the memory of rounds with a remote draft: the states to send, and the trees to receive."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ class _Layout:
 
     Attributes:
         state: The memory that is sent.
-        states: The state of each group.
+        states: Views of that memory as one state per group.
         blob: The memory that receives the trees.
-        trees: The trees of each group.
+        trees: Views of that memory as the trees of one group each.
     """
 
     state: StateBlob
@@ -44,7 +44,7 @@ class _Layout:
 
 
 class RoundBlobs:
-    """Owns the memory of rounds. All rounds use it in turn, in stream order.
+    """Owns the memory of rounds. All rounds use the same memory one after the other, in stream order.
 
     Args:
         device: The target's device.
@@ -62,7 +62,7 @@ class RoundBlobs:
     def views(
         self, sizes: Sequence[GroupSize], feature_size: int, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the blobs of the states and of the trees of a round with groups of these sizes."""
+        """Return the memory for the states and the memory for the trees of a round with these group sizes."""
         layout = self._layout(tuple(sizes), feature_size, dtype)
         return layout.state.packed, layout.blob
 
@@ -78,16 +78,16 @@ class RoundBlobs:
         least_s: float,
         refused: Collection[int],
     ) -> BoundedRound:
-        """Return a round.
+        """Return a round whose states and trees are in this memory.
 
         Args:
             message: Announces the round to the draft.
             sizes: The size of each group.
             channel: Carries states and trees.
             feature_size, dtype: Width and data type of the feature rows.
-            longest_s: Upper limit of the wait for the trees, in seconds.
-            least_s: Lower limit of this limit.
-            refused: Sessions that cannot draft in this round.
+            longest_s: Longest wait for the trees, in seconds.
+            least_s: Shortest limit, in seconds, to which `BoundedRound.exchange` may shorten this wait.
+            refused: Ids of the sessions that cannot draft in this round.
         """
         layout = self._layout(tuple(sizes), feature_size, dtype)
         return BoundedRound(

@@ -22,26 +22,27 @@ class DraftSession:
     """One session: a sequence for which the draft keeps state.
 
     Attributes:
-        fence: The latest committed state.
+        fence: Identifies the latest committed state.
         live: True if Open was sent over the current connection and the draft has not lost the session
             afterwards.
         acked: True if the draft has opened the session, or if feature rows cannot overtake the Open message.
         held: Tensors of feature rows that wait until `acked` is True, each with the position of its first
             row.
-        ready: True if the draft has reported that it has all rows of the session's opening.
-        joining: True if a row in mode `on` waits for this report.
+        ready: True if the draft has reported, with SlotReady, that it has all feature rows with which the
+            session was opened.
+        joining: True if a row in mode `on` waits until `ready` is True.
         lost: True if the engine must reopen the session.
-        warm: True if the draft has answered a request since the session was opened.
-        in_vain: True if a wait for the session's first answer timed out.
-        base_len: The value of committed_len before the first pending commit.
-        token_ids: Tokens of the pending commits, i.e. those that were not sent yet.
+        warm: True if the draft has answered a request since the session was last opened.
+        in_vain: True if a wait for the session's first answer has timed out.
+        base_len: Number of committed tokens before the first pending commit.
+        token_ids: Tokens of the pending commits, i.e. of the commits that were not sent yet.
         features: Feature rows of the pending commits.
-        wanted: The request with the fence and shape that an answer must match. None if no answer is awaited.
+        wanted: The request whose fence and shape an answer must match. None if no answer is awaited.
         asked_s: Time of the last request for a tree, from `time.monotonic()`.
-        owes: True if the wait for the last requested tree has ended without the tree.
-        tree: The tree that answers the request; None before the answer.
-        reason: The reason why the last proposal contained no drafts.
-        rejected_until: Time until which the session must not be offered again to a draft that was full.
+        owes: True if the target stopped waiting for the last requested tree before the tree arrived.
+        tree: The tree that answers `wanted`; None before the tree arrives.
+        reason: The reason why the last proposal contained no drafts for this session.
+        rejected_until: Time until which a draft that has refused the session must not be offered it again.
     """
 
     __slots__ = (
@@ -96,7 +97,7 @@ class DraftSession:
         self.features.clear()
 
     def answered(self) -> None:
-        """Record that the draft has sent a tree, even if late, so that waiting for this session is useful."""
+        """Record that the draft has sent a tree. Even a late tree shows that waiting is useful."""
         self.warm, self.in_vain, self.owes = True, False, False
 
     def give_up(self) -> None:
@@ -125,7 +126,7 @@ class DraftSession:
         return True
 
     def reject(self, reason: str, until: float) -> None:
-        """Lose the session because the draft has refused it. Do not offer the session before `until`."""
+        """Treat the session as lost, because the draft has refused it. Do not offer it before `until`."""
         self.lose(reason or "rejected")
         self.rejected_until = until
 
@@ -157,7 +158,7 @@ class DraftSession:
     def take_request(
         self, row: ProposalRow, deadline_us: int, frame_features: list[torch.Tensor], now: float
     ) -> draft_pb2.Commit:
-        """Return the message of `take_commit`, with a request for a tree, and await this tree."""
+        """Return the message of `take_commit` with a request for a tree. The session then awaits the tree."""
         self.wanted, self.asked_s, self.owes = row, now, False
         self.joining = False
         commit = self.take_commit(frame_features)
@@ -187,7 +188,7 @@ class DraftSession:
         Args:
             connection: The current connection.
             target_id: This target's id.
-            have_len: Number of first positions whose rows the draft already has. These rows are not sent
+            have_len: Number of leading positions whose rows the draft already has. These rows are not sent
                 again.
         """
         self.acked = True

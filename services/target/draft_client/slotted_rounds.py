@@ -1,16 +1,16 @@
 """Rounds on the device with a remote draft: slots that sessions join and leave, and the messages about them.
 
-The draft receives, in order on one stream:
+The draft receives these messages, in order, on one stream:
 
-- SlotsOpen when a connection begins;
+- SlotsOpen when a connection begins.
 - RoundsNext for each round as soon as the target has enqueued the round, so that the draft can enqueue its
   part. RoundsNext lists the sessions that join a slot, the slots that draft, the tokens of the passes that
-  were read since the last message, and the slots that have become free;
-- SlotsUpdate with the last two, if no round follows soon.
+  the target has read since its last message, and the slots that have become free.
+- SlotsUpdate if no round follows soon. SlotsUpdate lists only the tokens and the free slots.
 
-A *series* of rounds lasts until a round fails: trees arrive late, or the draft cannot go on. All sessions in
-slots are then opened again, because the draft may lack some of their rows. It keeps the rows of which the
-target has told it, so opening again is cheap.
+A *series* of rounds lasts until a round fails, because trees arrive late or the draft cannot go on. All
+sessions in slots are then opened again, because the draft may lack some of their rows. This is cheap, because
+the draft keeps the rows of all tokens that the target has reported.
 """
 
 from __future__ import annotations
@@ -39,17 +39,21 @@ from outrider.shared.spec.tree import DraftShape
 SLOTS = 1024
 """Number of slots at the draft. A target has at most 256 slots of its own."""
 FIRST_PAUSE_S = 0.1
-"""First pause in seconds after late or refused rounds. Each further pause is twice as long."""
+"""Pause in seconds after the first late or refused round, during which rounds run through the host.
+
+Each further pause is twice as long, up to `LAST_PAUSE_S`.
+"""
 LAST_PAUSE_S = 5.0
 """Longest pause in seconds."""
 GOOD_ROUNDS = 64
-"""Number of rounds in time, in a row, after which the next pause is the first pause again."""
+"""Number of rounds of a series without a late round after which pauses start again at `FIRST_PAUSE_S`."""
 FIRST_LIMIT_S = 0.2
-"""Least limit of the wait for the first trees of a combination of sizes, for which the draft may be slow."""
+"""Shortest limit, in seconds, of the wait for trees in the first round with a combination of group sizes. The
+draft may be slow in such a round."""
 MAX_ROUND_NUMBER = 1 << 30
 """Largest round number, reached after months of rounds.
 
-It is half the range of int32, because a mailbox uses larger numbers to mark its end.
+This is half the range of int32, because a mailbox uses larger numbers to mark its end.
 """
 WARMING = "warming"
 RESYNC = "resync"
@@ -71,11 +75,12 @@ class SlottedRounds(ExchangedSlots):
         vocab_size: The target's vocabulary size.
         dtype: Data type of the feature rows.
         sessions: The drafter's sessions.
-        deadlines: Measured times of answers, to which this class adds those of rounds. They limit the waits.
+        deadlines: Measured times of answers. This class adds the times of rounds. All these times limit the
+            waits.
         usable: Returns the connection, or None if the draft is faulty.
         take_reply: Waits up to the given number of seconds for a message and processes the message.
-        on_late: Called when the trees of a round were late, with the seconds of the wait, and True if only
-            rows without a deadline have waited.
+        on_late: Called when the trees of a round were late. The arguments are the seconds of the wait, and
+            True if only rows without a deadline have waited.
     """
 
     def __init__(
@@ -117,7 +122,7 @@ class SlottedRounds(ExchangedSlots):
     # ---- the connection
 
     def connected(self, connection: Connection) -> None:
-        """Open the slots at a new draft, and send it the sizes of rounds that this target has recorded."""
+        """Open the slots at a new draft, and announce the sizes of rounds that this target has recorded."""
         self._drop_series()
         self._connection, self._accepted = connection, False
         self._known.clear()
@@ -231,7 +236,7 @@ class SlottedRounds(ExchangedSlots):
         return bool(self._series) or channel.mend()
 
     def begin(self, groups: Sequence[ExchangedGroup]) -> ExchangedRound | None:
-        # 1. Send the joining sessions' commits that wait, behind what the draft has not been told yet.
+        # 1. Send the pending commits of joining sessions, after the unsent tokens and free slots.
         connection = self._connection
         if connection is None or self._channel is None or connection.spec is None:
             return None
@@ -247,7 +252,7 @@ class SlottedRounds(ExchangedSlots):
             self.flush()
         for session in waiting:
             session.send_unasked(connection, 0)
-        # 2. Give them slots.
+        # 2. Give slots to the joining sessions.
         if not self._series:
             self._series = self._take_number()
             self._free = list(range(SLOTS))
@@ -328,7 +333,7 @@ class SlottedRounds(ExchangedSlots):
         return None if self._connection is None else self._connection.carrier.rounds
 
     def _seat_of(self, session_id: int) -> _Seat | None:
-        """Return the seat of a session, unless the session was lost or opened again since it joined."""
+        """Return the session's seat. Return None if the session was lost or reopened since it joined."""
         seat = self._seats.get(session_id)
         if seat is None:
             return None
@@ -365,7 +370,8 @@ class SlottedRounds(ExchangedSlots):
     def _restart_numbers(self, connection: Connection) -> None:
         """Close the connection, so that the link opens a new one and round numbers can restart.
 
-        The old connection's streams and slots contain greater numbers. Trees that have arrived are discarded.
+        The streams and slots of the old connection contain greater numbers. Trees that have arrived are
+        discarded.
         """
         _log.info("round numbers restart over a new connection")
         connection.close()

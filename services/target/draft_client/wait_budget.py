@@ -1,22 +1,23 @@
 """Limits the share of time that requests lose by waiting for trees that do not arrive.
 
-A budget grows with time, up to a capacity. Every wait that ends without trees is taken from it. While the
-budget is used up, the draft gets no requests, however soon it answers again. So over any time t, at most
+A budget grows with time, up to a capacity. Every wait that ends without trees is deducted from the budget.
+While the budget is used up, the draft gets no requests, even if the draft answers again. During any period of
+length t, requests therefore lose at most
 
     capacity + share × t + one wait
 
-is lost, whatever the draft does, for example if it is stopped for 0.9 s of every second.
+whatever the draft does. For example, the draft may be stopped for 0.9 s of every second.
 """
 
 from __future__ import annotations
 
 
 class WaitBudget:
-    """The number of seconds that may be lost to waits that end without trees. Engine thread only.
+    """The number of seconds that may still be lost to waits without trees. Engine thread only.
 
     Args:
-        share: Seconds that may be lost for each second that passes.
-        capacity_s: The largest budget, which is also the first one, in seconds.
+        share: Seconds that are added to the budget for each second that passes.
+        capacity_s: The largest budget in seconds. The budget starts with this value.
     """
 
     def __init__(self, share: float, capacity_s: float) -> None:

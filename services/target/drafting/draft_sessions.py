@@ -1,4 +1,4 @@
-"""Opens, closes and reopens the drafter's sessions; adopts its feature spec; sends features and commits."""
+"""Opens, closes and reopens the drafter's sessions, adopts its feature spec, sends features and commits."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _log = logging.getLogger("outrider.target")
 class DraftSessions:
     """Keeps the drafter's sessions in step with the engine's sequences. Engine thread only.
 
-    The drafter follows a sequence (`Sequence.drafted`) from its admission until the sequence ends or is
-    retracted.
+    The drafter follows a sequence (`Sequence.drafted`) from its admission until the sequence ends or the
+    scheduler retracts it.
 
     Attributes:
         num_resyncs: Number of times that a session was reopened because the drafter had lost it.
-        sends_stored: True to send the drafter the feature rows that are stored when a session is opened.
-            False if the drafter asks for the rows that it lacks.
+        sends_stored: True to send the stored feature rows of a sequence when its session is opened. False if
+            the drafter itself requests the rows that it lacks.
         misfit: The reason why the drafter's features do not fit this model. None if the features fit.
     """
 
@@ -47,8 +47,8 @@ class DraftSessions:
     def refresh(self) -> bool:
         """Adopt the drafter's feature spec when it becomes known or changes.
 
-        Running sequences whose features were not captured under this spec are prefilled again, which changes
-        no token. From then on, these sequences get drafts.
+        Running sequences that want drafts are prefilled again, because their features were not captured under
+        the new spec. Their tokens do not change. From then on, these sequences get drafts.
 
         Returns:
             True if the spec has changed.
@@ -81,7 +81,7 @@ class DraftSessions:
 
     @property
     def identity(self) -> str:
-        """What identifies the drafter, also after a restart. Empty before a drafter is known."""
+        """Identifier of the drafter, which a restart does not change. Empty before a drafter is known."""
         if self._offered is None:
             return ""
         described = self._drafter.describe() if isinstance(self._drafter, Described) else ()
@@ -93,7 +93,7 @@ class DraftSessions:
         return self._drafter.feature_spec() is not self._offered
 
     def follow(self, plan: StepPlan) -> list[Sequence]:
-        """Close the sessions of retracted sequences, open those of admitted ones, reopen lost sessions.
+        """Close sessions of retracted sequences, open sessions of admitted ones, and reopen lost sessions.
 
         Returns:
             The sequences whose sessions were opened or reopened.
@@ -131,7 +131,7 @@ class DraftSessions:
     def send_prefill_features(self, chunk: PrefillChunk) -> None:
         """Send the feature rows of a finished chunk, except the last row of a prompt.
 
-        The first commit carries that row.
+        The first commit contains that last row.
         """
         sequence, stop = chunk.sequence, chunk.stop - chunk.is_last
         if not sequence.drafted or sequence.feature_len != chunk.stop or not self._wants_features:

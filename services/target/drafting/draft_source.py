@@ -19,14 +19,14 @@ Draft = Callable[[], None]
 
 @dataclass(frozen=True, slots=True)
 class PreparedDrafts:
-    """The drafting of a round.
+    """A round that is ready to be drafted.
 
     Attributes:
-        entries: The entries of the round, in which rows that get no tree have `NO_DRAFT`. Rows that still
-            await their trees are left out, so the round may be empty.
-        enqueue: Enqueues the drafting. None if no row drafts.
+        entries: The entries of the round. A row that gets no tree has the shape `NO_DRAFT`. Rows that still
+            await their trees are left out, so there may be no entries.
+        enqueue: Function that enqueues the drafting. None if no row drafts.
         may_run_ahead: True if the next round can be enqueued before this round has been read.
-        catches_up: True if the drafter was given work on earlier tokens of some sequences.
+        catches_up: True if the drafter must first process many earlier tokens of some sequences.
     """
 
     entries: Seq[Entry]
@@ -37,14 +37,14 @@ class PreparedDrafts:
 
 @dataclass(frozen=True, slots=True)
 class ProposalWait:
-    """Measured times of a proposal through the host.
+    """Measured times of one request for trees that ran through the host.
 
     Attributes:
         wait_s: Seconds for which the round waited for its trees.
         answer_s: Seconds from the announcement until the trees had arrived.
         requested: Number of sequences for which trees were requested, by the shape of the tree. The answer
             may contain smaller trees.
-        draft_s: Seconds for which the drafter has worked on the trees, as it reports.
+        draft_s: Seconds for which the drafter worked on the trees, as reported by the drafter.
     """
 
     wait_s: float
@@ -57,7 +57,7 @@ class DraftSource(Protocol):
     """Supplies the draft trees of rounds. Engine thread only."""
 
     def planned(self, decodes: Seq[Sequence]) -> list[DraftShape | None]:
-        """Return the shape of each row if it was already chosen for the next round, else None."""
+        """Return for each row the shape that was already chosen for the next round, or None."""
         ...
 
     def waits_for_host(self, entries: Seq[Entry]) -> bool:
@@ -77,14 +77,14 @@ class DraftSource(Protocol):
         ...
 
     def carry(self) -> None:
-        """Do the host's remaining work for the last enqueued round, which may wait for a drafter.
+        """Do the host's remaining work for the last enqueued round. This work may wait for a drafter.
 
         Called after the previous round has been read, and before the last enqueued round is read.
         """
         ...
 
     def take_wait(self) -> ProposalWait | None:
-        """Return how long the last round's trees took through the host; None if that was not measured."""
+        """Return the times of the last round's trees. Return None if they were not measured."""
         ...
 
     def prefilled(self, chunk: PrefillChunk) -> None:
@@ -100,10 +100,10 @@ class DraftSource(Protocol):
         ...
 
     def read(self, ended: Set[int]) -> None:
-        """Called after all entries of a round were passed to `committed`, before the tokens are delivered.
+        """Finish a round after all its entries were passed to `committed`, before its tokens are delivered.
 
         Args:
-            ended: Ids of the sessions that end with this round but still run.
+            ended: Ids of the sessions that end with this round but were not closed yet.
         """
         ...
 

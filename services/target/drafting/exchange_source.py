@@ -1,13 +1,13 @@
-"""Draft trees from a drafter in another process whose rounds stay on both devices.
+"""Exchanges states and trees with a drafter in another process, in stream order on both devices.
 
-In each round, the state of the drafting slots is gathered, one group per tree shape. All states are sent to
-the draft together. Its trees are received, checked and packed, all in stream order. Sequences join and leave
-between two rounds, whatever the rounds in flight contain. A sequence that does not draft costs the drafter
-nothing: its tokens are sent later, in larger commits.
+In each round, the target gathers the states of the slots that draft, in one group per tree shape. The target
+sends all groups to the draft together, receives the trees, and checks and packs them. All these steps run in
+stream order. Sequences may join and leave between any two rounds, even while other rounds are in flight. A
+sequence that does not draft costs the drafter nothing, because its tokens are sent later, in larger commits.
 
-A sequence joins once the drafter has the rows of its prompt. Until then, a sequence in mode `on` is left out
-of the rounds, and a sequence in mode `auto` decodes plainly. Rounds that cannot be exchanged are drafted
-through the host.
+A sequence joins once the drafter has the feature rows of its prompt. Until then, rounds leave out a sequence
+in mode `on`, and a sequence in mode `auto` decodes without drafts. Rounds that cannot be exchanged are
+drafted through the host (`host_source`).
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from outrider.shared.spec.resident import GroupSize, RoundState
 from outrider.shared.spec.tree import NO_DRAFT, DraftShape
 
 TURN_S = 0.02
-"""Longest time in seconds for which the engine waits at once if all rows await the drafter.
+"""Longest uninterrupted wait of the engine, in seconds, if all rows await the drafter.
 
-Then the engine looks for new requests and cancellations, and waits again.
+After this wait, the engine checks for new requests and cancellations, and then waits again.
 """
 
 
@@ -62,7 +62,7 @@ class ExchangeSource(DraftSource):
         rounds: Owns the slots and the packed trees.
         pool: The target's pool.
         controller: Limits the wait for trees.
-        planner: Counts the rows that cannot draft in a round.
+        planner: Counts the rows that want to draft but cannot.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class ExchangeSource(DraftSource):
         self._batch_sizes = batch_buckets(rounds.table.slots)
         # Whether the next round is exchanged, as decided by `waits_for_host`.
         self._exchanges = False
-        # Sessions that drafted in the last enqueued pass, so that the drafter lacks no row of earlier passes.
+        # Sessions that drafted in the last enqueued pass. The drafter has all their rows of earlier passes.
         self._continuous: set[int] = set()
         # For each round in flight, its number at the drafter; 0 if the round was not exchanged.
         self._in_flight: deque[int] = deque()
@@ -97,7 +97,7 @@ class ExchangeSource(DraftSource):
 
     def waits_for_host(self, entries: Seq[Entry]) -> bool:
         drafting = [entry for entry in entries if entry.shape.drafts]
-        # The host must see trees before they are verified if an output has a form.
+        # If an output must follow a grammar, the host must see the trees before they are verified.
         formed = any(entry.sequence.form is not None for entry in entries)
         self._exchanges = (
             bool(drafting)
@@ -127,7 +127,7 @@ class ExchangeSource(DraftSource):
             if entry.shape.drafts:
                 self._admit(entry, placed)
         running = list(placed.values())
-        # 3. Begin a round with them.
+        # 3. Begin a round with these sequences.
         drafting = [entry for entry in running if entry.shape.drafts]
         joining = [one.sequence for one in drafting if one.sequence.session_id not in self._continuous]
         self._continuous -= set(placed)
@@ -184,7 +184,7 @@ class ExchangeSource(DraftSource):
         base_len = sequence.committed_len - len(kept)
         self._slots.chosen(sequence.session_id, number if drafted else 0, base_len, kept)
         # The next round's state contains the rows of these tokens. If the sequence does not draft in that
-        # round, a commit must contain them.
+        # round, a commit must contain the rows.
         self._host.lacks(sequence, base_len)
         if not continues:
             self._slots.left([sequence.session_id])
@@ -214,7 +214,7 @@ class ExchangeSource(DraftSource):
         self._slots.record(GroupSize(batch_size, _columns(bounded), bounded.max_nodes), bounded)
 
     def _admit(self, entry: Entry, placed: dict[int, Entry]) -> None:
-        """Leave out a row that awaits the drafter. Let a row that cannot draft decode plainly."""
+        """Leave out a row that awaits the drafter. Let a row that cannot draft decode without drafts."""
         sequence = entry.sequence
         must_wait = sequence.controller_row is None
         reason = self._slots.obstacle(sequence.session_id, entry.shape, must_wait=must_wait)
@@ -273,7 +273,7 @@ class ExchangeSource(DraftSource):
         self._tried.add(tried)
 
     def _members(self, group: _Group, places: Mapping[int, int], refused: Collection[int]) -> torch.Tensor:
-        """Return the entry of each row of a group, -1 for idle rows, ``[G] int32``."""
+        """Return the index of each row's entry, ``[G] int32``. Idle rows of the group have -1."""
         ids = [sequence.session_id for sequence in group.sequences]
         held = [places[session_id] for session_id in ids if session_id not in refused]
         idle = [-1] * (group.size.batch_size - len(held))
@@ -285,7 +285,8 @@ class ExchangeSource(DraftSource):
         auto = [sequence for sequence in drafting if sequence.controller_row is not None]
         if len(auto) == len(drafting):
             return self._controller.wait_cap_s([bound_of(sequence) for sequence in auto], batch_size)
-        # The device cannot leave out the rows in mode `on`, so other rows limit the wait for their trees.
+        # The device cannot go on without the rows in mode `on`. If the round has other rows, limit their
+        # wait.
         return self._slots.others_s if batch_size > len(drafting) - len(auto) else None
 
 

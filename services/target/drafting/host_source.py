@@ -1,4 +1,4 @@
-"""Draft trees that come from the host: from n-grams, or from a draft in another process.
+"""Requests draft trees through the host: from n-grams, or from a draft in another process.
 
 A round with such trees can start only after the host has read the previous round:
 
@@ -6,13 +6,13 @@ A round with such trees can start only after the host has read the previous roun
     host            wait for n · commit n, announce n + 1 · deliver n … wait for the trees · launch n + 1
     remote draft                           | extend by n, draft n + 1  |
 
-The announcement is sent immediately after a round was read, because a draft in another process idles until
-the announcement arrives. Rounds in which no sequence drafts are enqueued ahead as usual. The drafter then
-learns their tokens later, in larger commits.
+The host announces the next round immediately after it has read a round, because a draft in another process
+idles until the announcement arrives. Rounds in which no sequence drafts are enqueued ahead as usual. The
+drafter then receives their tokens later, in larger commits.
 
-If the trees of a row in mode `on` are later than usual, the round goes on without this row. The next rounds
-do the same until the trees arrive or the drafter gives the row up. A stopped draft therefore delays only
-such rows.
+If the tree of a row in mode `on` is later than usual, the round goes on without this row. The next rounds
+leave the row out too, until the tree arrives or the drafter stops waiting for the tree. A draft that has
+stopped therefore delays only rows in mode `on`.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ from outrider.shared.spec.drafter import (
 from outrider.shared.spec.tree import NO_DRAFT, DraftBatch, DraftShape
 
 CATCH_UP_TOKENS = 128
-"""Number of tokens after which rounds without drafts send a commit to the drafter."""
+"""Number of unsent tokens of a sequence after which even rounds without drafts send a commit to the
+drafter."""
 ANSWERED = ("", "empty_tree")
 """Fallback reasons of a drafter that has answered, but with a single-node tree."""
 
@@ -66,14 +67,14 @@ class _Proposal:
     announced_at: float
 
     def among(self, session_ids: Set[int]) -> _Proposal | None:
-        """Return the part of the proposal for these sessions; None if there is none."""
+        """Return the part of the proposal for these sessions; None if the proposal has none of them."""
         rows = [row for row in self.request.rows if row.fence.session_id in session_ids]
         if len(rows) == len(self.request.rows):
             return self
         return replace(self, request=replace(self.request, rows=rows)) if rows else None
 
     def without(self, session_id: int) -> _Proposal | None:
-        """Return the proposal without a session, which the drafter has forgotten or opened again."""
+        """Return the proposal without a session that the drafter has forgotten or reopened."""
         return self.among({row.fence.session_id for row in self.request.rows} - {session_id})
 
 
@@ -84,8 +85,8 @@ class HostSource(DraftSource):
         drafter: Proposes trees.
         sessions: The drafter's sessions.
         planner: Chooses the shapes of the next round for the early announcement.
-        scheduler: Knows which sequences decode next.
-        controller: Limits the wait for trees, and learns how long the drafter takes.
+        scheduler: Lists the sequences that decode next.
+        controller: Limits the wait for trees, and records how long the drafter takes.
         rounds: Owns the slots and the packed trees.
     """
 
@@ -106,7 +107,7 @@ class HostSource(DraftSource):
         self._rounds = rounds
         self._round = 0
         self._announced: _Proposal | None = None
-        # Shapes that were chosen for the next round already, by session.
+        # Shapes that were already chosen for the next round, by session.
         self._planned: dict[int, DraftShape] = {}
         self._told: dict[int, int] = {}
         # Sequences with new tokens since the last `read`, by session.
@@ -117,7 +118,8 @@ class HostSource(DraftSource):
 
     def planned(self, decodes: Seq[Sequence]) -> list[DraftShape | None]:
         planned, self._planned = self._planned, {}
-        # Once trees are on their way, rows that join must wait for the next round.
+        # The announced request cannot be extended, so rows that join get drafts in the next round at the
+        # earliest.
         others = None if self._announced is None else NO_DRAFT
         return [planned.get(sequence.session_id, others) for sequence in decodes]
 
@@ -202,10 +204,10 @@ class HostSource(DraftSource):
         self.learn(ended, announces=True)
 
     def learn(self, ended: Set[int], *, announces: bool) -> None:
-        """Process the tokens that `committed` has noted.
+        """Process the tokens that were passed to `committed`.
 
         Args:
-            ended: Ids of the sessions that end with this round but still run.
+            ended: Ids of the sessions that end with this round but were not closed yet.
             announces: True to announce the next round if no round is in flight.
         """
         self._round += 1
@@ -219,7 +221,7 @@ class HostSource(DraftSource):
         if not announces or any(one.passes_ahead for one in self._scheduler.active):
             self.commit(late)
             return
-        # Nothing is in flight, so the next round may draft: announce it before anything that can wait.
+        # No round is in flight, so the next round may draft. Announce it before any work that can wait.
         decodes = [one for one in self._scheduler.decoding() if one.session_id not in ended]
         shapes = self._planner.shapes(decodes, [self._planned.get(one.session_id) for one in decodes])
         self._planned = {one.session_id: shape for one, shape in zip(decodes, shapes, strict=True)}
@@ -261,11 +263,11 @@ class HostSource(DraftSource):
 
     @property
     def awaits_trees(self) -> bool:
-        """True if the drafter is already working on a round, or on trees that a round has left out."""
+        """True if the drafter is working on an announced round, or on trees of rows that were left out."""
         return self._announced is not None or bool(self._left_out)
 
     def lacks(self, sequence: Sequence, base_len: int) -> None:
-        """Note that the drafter needs a commit from `base_len` on before it can draft through the host."""
+        """Record that the drafter needs a commit from `base_len` on before it can draft through the host."""
         self._told[sequence.session_id] = base_len
 
     def commit(self, sequences: Seq[Sequence]) -> None:
@@ -283,9 +285,9 @@ class HostSource(DraftSource):
             self._drafter.commit(Commits(self._round, commits))
 
     def _measure(self, proposal: _Proposal, wait_s: float, draft_s: float, *, answered: bool) -> None:
-        """Let the controller learn the wait, if it measures the cost of a proposal.
+        """Report a wait to the controller if the wait measures the cost of a proposal.
 
-        The wait measures nothing if the drafter has not answered and the wait ended before the deadline.
+        A wait measures nothing if it ended before its deadline without an answer from the drafter.
         """
         rows, deadline_s = proposal.request.rows, proposal.request.deadline_s
         late = deadline_s is not None and wait_s >= deadline_s

@@ -25,8 +25,8 @@ class DraftPlanner:
         sessions: The drafter's sessions.
         controller: Chooses the shapes of rows in mode `auto`.
         metrics: Counts fallbacks.
-        max_rows: Largest number of packed rows of a round.
-        path: Returns where the trees of the next round come from.
+        max_rows: Largest number of packed rows of a round, i.e. of tree nodes of all sequences.
+        path: Function that returns how the trees of the next round reach the target.
     """
 
     def __init__(
@@ -51,11 +51,12 @@ class DraftPlanner:
 
         Args:
             decodes: The rows of a round.
-            planned: The shapes of rows that were chosen for this round already; None for the other rows. By
-                default, all rows are chosen.
+            planned: For each row, the shape that was already chosen for this round, or None. By default, this
+                method chooses the shapes of all rows.
 
         Returns:
-            The bounded shape of each row; `NO_DRAFT` for a row that verifies its root alone.
+            The shape of each row, limited as by `DraftShape.bounded`. `NO_DRAFT` for a row that verifies its
+            root alone.
         """
         known = planned or [None] * len(decodes)
         shapes = [shape or NO_DRAFT for shape in known]
@@ -97,11 +98,11 @@ class DraftPlanner:
         self._metrics.fell_back(reason)
 
     def _bound_fixed(self, decodes: Seq[Sequence], shapes: list[DraftShape], auto: Seq[int]) -> None:
-        """Bound the time that trees of fixed shapes add to a round of other rows. See `FixedShare`.
+        """Limit the time that trees of fixed shapes add to a round with other rows. See `FixedShare`.
 
-        If all rows have fixed shapes, the rows with the smallest trees are the other rows.
+        If all rows have fixed shapes, the rows with the smallest trees count as the other rows.
         """
-        # 1. Find the rows to bound.
+        # 1. Find the rows to limit.
         of_auto = set(auto)
         fixed = [index for index, shape in enumerate(shapes) if shape.drafts and index not in of_auto]
         if len(fixed) == len(shapes):
@@ -109,7 +110,7 @@ class DraftPlanner:
             fixed = [index for index in fixed if shapes[index].max_nodes > smallest]
         if not fixed:
             return
-        # 2. Choose those that keep their trees.
+        # 2. Choose the rows that keep their trees.
         places = {decodes[index].session_id: index for index in fixed}
         bounded = set(fixed)
         others = [shape for index, shape in enumerate(shapes) if index not in bounded]
@@ -133,13 +134,14 @@ class DraftPlanner:
     def _within_budget(
         self, decodes: Seq[Sequence], shapes: list[DraftShape], auto: Seq[int]
     ) -> list[DraftShape]:
-        """Shrink a round to `max_packed_rows`: first rows in mode `auto`, then rows in mode `on` in turn."""
+        """Shrink a round to `max_packed_rows`. Trees of rows in mode `auto` are dropped first."""
         total = sum(shape.max_nodes for shape in shapes)
         if total <= self._max_rows:
             return shapes
         of_auto = set(auto)
         fixed = [index for index, shape in enumerate(shapes) if shape.drafts and index not in of_auto]
-        # The rows that keep their trees change from round to round, so that each row has its turn.
+        # The rows in mode `on` that keep their trees change from round to round, so that each row has its
+        # turn.
         self._turn += 1
         first = self._turn % max(1, len(fixed))
         for index in (*auto, *fixed[first:], *fixed[:first]):

@@ -1,11 +1,12 @@
-"""Draft trees from a drafter on the target's device: one recorded piece of a round for each tree shape.
+"""Drafts on the target's device. For each tree shape, the drafting can be recorded as one CUDA graph.
 
-A piece gathers the state of the slots that draft with its shape. The drafter extends its K/V by the tokens of
-the last round and grows the trees. The trees are written to the packed rows of their sequences. A round is
-drafted before the host has read the previous round.
+The drafting for a shape first gathers the state of the slots that draft with this shape. The drafter then
+extends its K/V by the tokens of the last round and grows the trees. Finally, the trees are written to the
+packed rows of their sequences. A round is drafted before the host has read the previous round.
 
 A sequence that does not draft in a round costs the drafter nothing. Its feature rows stay in the target's
-feature plane, and its tokens are kept here. Before it drafts again, the drafter catches up on what it lacks.
+feature plane, and its tokens are kept in this module. Before the sequence drafts again, the drafter processes
+the tokens and rows that it lacks.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from outrider.shared.spec.device_drafter import DeviceDrafter, SeatedGroup
 from outrider.shared.spec.tree import NO_DRAFT, DraftShape
 
 TOLD_TOGETHER = 64
-"""Number of tokens of a sequence without drafts of which the drafter is told together."""
+"""Number of tokens of a sequence without drafts that are passed to the drafter together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,7 @@ class ResidentSource(DraftSource):
         drafter: Drafts in stream order.
         runner: The target's model and pool.
         rounds: Owns the slots and the packed trees.
-        planner: Counts the rows that cannot draft in a round, and expects which sequences will draft.
+        planner: Counts the rows that cannot draft in a round, and predicts which sequences will draft.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class ResidentSource(DraftSource):
         self._planner = planner
         self._batch_sizes = batch_buckets(rounds.table.slots)
         self._groups: dict[tuple[int, int], _Group] = {}
-        # Sessions that drafted in the last enqueued pass, so that their K/V lacks no row of earlier passes.
+        # Sessions that drafted in the last enqueued pass. Their K/V contains all rows of earlier passes.
         self._continuous: set[int] = set()
         # New tokens of sequences that do not draft. The drafter receives them later, in larger commits.
         self._untold: dict[int, list[int]] = {}
@@ -142,7 +143,7 @@ class ResidentSource(DraftSource):
 
     def committed(self, entry: Entry, kept: Seq[int], outcome: Outcome) -> None:
         session_id = entry.sequence.session_id
-        # A session that has been opened again since has none of the round's rows.
+        # A session that was reopened after the round began has none of the round's rows.
         if entry.shape.drafts and entry.epoch == entry.sequence.epoch:
             self._tell(session_id)
             self._drafter.committed(session_id, kept, drafted=True)
@@ -150,7 +151,7 @@ class ResidentSource(DraftSource):
             self._keep(session_id, kept)
 
     def read(self, ended: Set[int]) -> None:
-        """Do nothing, because the drafter has learnt everything in `committed`."""
+        """Do nothing, because `committed` has already processed all tokens."""
 
     def ended(self, sequence: Sequence) -> None:
         self._continuous.discard(sequence.session_id)
@@ -172,7 +173,7 @@ class ResidentSource(DraftSource):
         self._runner.graphs.capture(key, lambda: self._run(group, seated))
 
     def _keep(self, session_id: int, tokens: Seq[int]) -> None:
-        """Tell the drafter of tokens without drafts, at once if it follows closely, otherwise in batches."""
+        """Pass tokens without drafts to the drafter: in batches, unless the session has just drafted."""
         untold = self._untold.setdefault(session_id, [])
         untold += tokens
         if session_id in self._continuous or len(untold) >= TOLD_TOGETHER:
@@ -185,10 +186,10 @@ class ResidentSource(DraftSource):
             self._drafter.committed(session_id, tokens, drafted=False)
 
     def _supply(self, sequence: Sequence, stop: int) -> int | None:
-        """Send the drafter the tokens and stored feature rows that it lacks, the rows up to `stop`.
+        """Send the drafter the tokens and stored feature rows that it lacks. Send no rows from `stop` on.
 
         Returns:
-            The number of feature rows. None if the drafter does not follow the sequence.
+            The number of feature rows that were lacking. None if the drafter does not follow the sequence.
         """
         self._tell(sequence.session_id)
         lacking = self._drafter.lacking(sequence.session_id)

@@ -64,7 +64,8 @@ MEET_TIMEOUT_S = 180.0
 LOAD_TIMEOUT_S = 3600.0
 """Limit in seconds for a rank that hangs while it loads its weights. A dead rank is detected immediately."""
 END_GRACE_S = 5.0
-"""Seconds from the loss of a rank until this process is killed, for an error report and an orderly end."""
+"""Seconds from the loss of a rank until this process is killed. The time allows for an error report
+and an orderly end."""
 STOP_TIMEOUT_S = 10.0
 FAILED_STOP_TIMEOUT_S = 2.0
 """Seconds for a broken group to stop. Less than `END_GRACE_S`, so that no hung rank outlives rank 0."""
@@ -128,8 +129,8 @@ class RankGroup:
     def close(self) -> None:
         """End the other ranks, and wait for the ranks that this process has started.
 
-        All ranks must leave NCCL together, because leaving blocks a rank until the other ranks leave, too. If
-        a rank does not leave within `STOP_TIMEOUT_S`, this process exits without leaving NCCL.
+        All ranks must leave NCCL together, because a rank that leaves blocks until the other ranks leave too.
+        If a rank does not leave within `STOP_TIMEOUT_S`, this process exits without leaving NCCL.
         """
         self._lead.close()
         if self.failure is None:
@@ -145,10 +146,11 @@ class RankGroup:
 
 
 def end_soon(error: OutriderError) -> None:
-    """End this process within `END_GRACE_S`, even if its threads are blocked. The default failure handler.
+    """End this process within `END_GRACE_S`, even if its threads are blocked.
 
-    A timer thread ends the process. An alarm signal covers an interpreter that is already shutting down,
-    because no Python thread runs then, although a library may still wait for the device.
+    This is the default failure handler. A timer thread ends the process. If the interpreter is already
+    shutting down, no Python thread runs, but a library may still wait for the device. An alarm signal covers
+    this case.
     """
     signal.alarm(math.ceil(2 * END_GRACE_S))
     _in(END_GRACE_S, lambda: exit_now(1))

@@ -1,6 +1,6 @@
 """Watches engine steps of a tensor-parallel model: a step that does not return in time ends the target.
 
-The timeout itself is in `shared.parallel.lead.Lead.step`.
+`shared.parallel.lead.Lead.step` implements the timeout itself.
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ class Carrier(Protocol):
 
         Args:
             target_id: This target's id.
-            features: The features of the protocol that are in force. Without SLOTTED_ROUNDS, the carrier
+            features: The protocol features that both sides support. Without SLOTTED_ROUNDS, the carrier
                 offers no rounds.
         """
         ...

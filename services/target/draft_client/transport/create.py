@@ -18,7 +18,7 @@ def carrier_of(address: str, device: torch.device, rounds: bool = False) -> Call
     Args:
         address: The draft's address.
         device: The target's device.
-        rounds: Offer rounds that stay on the device.
+        rounds: True to offer rounds that stay on the device.
     """
     ipc = IpcAddress.parse(address, "draft")
 

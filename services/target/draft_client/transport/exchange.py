@@ -1,4 +1,4 @@
-"""`Exchange`, the interface that carries states to a draft, and trees back, in rounds on the device."""
+"""`Exchange`, the interface that carries states to a draft and trees back for rounds on the device."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from outrider.shared.spec.resident import StateBlob
 
 
 class Exchange(Protocol):
-    """Carries states to the draft and trees back. Engine thread only, except for `close`."""
+    """Carries states to the draft, and carries trees back. Engine thread only, except for `close`."""
 
     @property
     def broken(self) -> bool:
@@ -31,15 +31,16 @@ class Exchange(Protocol):
         limit_s: float,
         ahead: bool,
     ) -> None:
-        """Send the message and the state, and receive the trees in stream order.
+        """Send the message and the state, and receive the trees. All device work runs in stream order.
 
         Args:
             message: The round's RoundsNext.
-            state: The states of all groups. The exchange sets the header of the state to the round's number.
-            trees: ``[n] uint8``; receives the trees with their header.
-            expected: ``[1] int32``; the exchange sets it to the round's number.
+            state: The states of all groups. The exchange writes the round's number into the header of the
+                state.
+            trees: ``[n] uint8``, which receives the trees with their header.
+            expected: ``[1] int32``, which the exchange sets to the round's number.
             limit_s: Longest wait for the trees, in seconds, counted from the time when the state is complete.
-            ahead: True if the device may wait for the host's work; see `ExchangedRound.exchange`.
+            ahead: True if the device may wait for work of the host. See `ExchangedRound.exchange`.
         """
         ...
 

@@ -46,7 +46,8 @@ SESSION_METHOD = "/outrider.draft.v1.Draft/Session"
 BULK_METHOD = "/outrider.draft.v1.Draft/Bulk"
 JOIN_S = 5.0
 MAX_SHORT_BYTES = 4 * 1024 * 1024
-"""Prompt rows up to this size use the session stream. A commit of another sequence may queue behind them."""
+"""Largest size, in bytes, of prompt rows that are sent on the session stream. A commit of another sequence
+may queue behind such rows."""
 LOOK_S = 1.0
 """Poll interval for the end of an idle bulk stream."""
 AWAKE_S = 0.05
@@ -60,7 +61,7 @@ log = get_logger("outrider.target.draft")
 
 @contextlib.contextmanager
 def lost() -> Iterator[None]:
-    """Convert a gRPC error: a refusal to an `OutriderError`, any other error to a `ConnectionLost`."""
+    """Convert a gRPC error. A refusal becomes an `OutriderError`, and any other error a `ConnectionLost`."""
     try:
         yield
     except grpc.FutureTimeoutError:
@@ -93,11 +94,11 @@ class WeightCalls:
 
 
 class GrpcCarrier(Carrier):
-    """Carries messages over two gRPC channels, so that commits never queue behind a long prompt's rows.
+    """Carries messages over two gRPC channels, so that commits do not queue behind the rows of long prompts.
 
     Args:
         address: The draft's address.
-        rounds: Offer rounds that stay on the device.
+        rounds: True to offer rounds that stay on the device.
         device: The target's device.
     """
 
@@ -183,9 +184,9 @@ class GrpcCarrier(Carrier):
                 self._stream.give_back()
 
     def send_rows(self, message: draft_pb2.BulkRequest, rows: torch.Tensor) -> None:
-        """Send feature rows on the bulk stream, or on the session stream if they are few.
+        """Send feature rows on the bulk stream, or on the session stream if there are few rows.
 
-        The session stream is faster, and decoding waits for the rows of short prompts.
+        The session stream is faster, and decoding waits until the rows of short prompts have arrived.
         """
         if self._stream is None or self._bulk is None:
             return
@@ -206,7 +207,8 @@ class GrpcCarrier(Carrier):
     def receive(self, timeout_s: float) -> draft_pb2.SessionReply | None:
         """Return the next reply.
 
-        This thread reads the stream itself if waits busy-poll, and after rounds on the device.
+        The calling thread reads the stream itself on hosts where waits busy-poll, and after rounds on the
+        device.
         """
         with contextlib.suppress(queue.Empty):
             return self._inbox.get_nowait()

@@ -53,7 +53,7 @@ class IpcCarrier(Carrier):
     Args:
         address: The draft's address.
         device: Device of the target's feature rows.
-        rounds: Offer rounds that stay on the device.
+        rounds: True to offer rounds that stay on the device.
     """
 
     rows_follow_open = True
@@ -209,7 +209,7 @@ class IpcCarrier(Carrier):
 
 
 class MailboxExchange(Exchange):
-    """Carries states and trees through a mailbox, and the messages of rounds on the session socket.
+    """Carries states and trees through a mailbox, and carries the messages of rounds on the session socket.
 
     Args:
         mailbox: The mailbox that the draft has accepted.

@@ -15,13 +15,15 @@ from outrider.shared.rpc.ipc.mailbox import SlotTensorWriter
 ON_DEVICE_BYTES = 64 * 1024 * 1024
 """Total size in bytes up to which rows always wait on the device."""
 SHARE_OF_FREE = 4
-"""Free device memory that more rows need to wait on the device, as a multiple of their size.
+"""Free device memory that is required for rows to wait on the device, as a multiple of these rows' size.
 
-Otherwise the rows are copied to the host synchronously, because the KV cache uses most of the device's
-memory.
+Up to `ON_DEVICE_BYTES` of rows may always wait on the device.
+
+If less memory is free, the rows are copied to the host synchronously. Free memory is scarce, because the KV
+cache uses most of the device's memory.
 """
 MAX_WAITING_BYTES = 1 << 30
-"""Limit in bytes for unread rows. A draft that leaves more rows unread counts as disconnected."""
+"""Limit in bytes for rows that the draft has not read. Above this limit, the draft counts as disconnected."""
 
 
 def parts_of(
@@ -35,7 +37,7 @@ def parts_of(
         most_bytes: Limit in bytes for the rows of one message.
 
     Yields:
-        A message without rows, and the rows that belong to this message.
+        Pairs of a message, which contains no rows yet, and the rows that belong to this message.
     """
     per_part = max(1, most_bytes // max(1, rows.shape[1] * rows.element_size()))
     for start in range(0, rows.shape[0], per_part):
@@ -47,7 +49,7 @@ def parts_of(
 
 @dataclass(frozen=True, slots=True)
 class _Waiting:
-    """Rows that were not sent yet.
+    """Rows that have not been sent yet.
 
     The event `made` is recorded after the device work that computes the rows.
     """
@@ -58,7 +60,7 @@ class _Waiting:
 
 
 class RowsOutbox:
-    """Sends rows in order and in parts. Each part is sent as soon as a mailbox slot is free.
+    """Sends rows in order, split into parts. Each part is sent as soon as a mailbox slot is free.
 
     Not thread-safe. Call `pump` regularly while `waiting` is True.
 

@@ -2,11 +2,12 @@
 
 To save time, as much as possible happens early:
 
-- The message RoundsNext is sent, and the envelope around the state is encoded, while the device still works
-  on the state. Once the state is complete, only its bytes must be copied. Feature rows of tokens that the
-  round did not choose are not sent.
-- On a GPU, the next pass is enqueued before its trees have arrived. The pass waits for a word in memory that
-  the host writes when the trees have arrived (see `shared.rpc.relay`).
+- The message RoundsNext is sent, and the envelope around the state is encoded, while the device still
+  computes the state. Once the state is complete, only the bytes of the state must be copied. Feature rows of
+  tokens that the round did not choose are not sent.
+- On a GPU, the next verify pass is enqueued before the trees for this pass have arrived. The device waits
+  until the host writes a word in memory, which the host does when the trees have arrived (see
+  `shared.rpc.relay`).
 - The host busy-polls (see `shared.rpc.polling`), so that states and trees travel without a wake-up delay.
 
 `LEAD` explains how the target and the draft time-slice a shared GPU.
@@ -37,7 +38,8 @@ from outrider.shared.rpc.relay import STATE_BYTES, StreamRelay
 from outrider.shared.spec.resident import BlobExtent, StateBlob
 
 LOOK_S = 0.001
-"""Shortest wait for trees in seconds, because trees may have arrived in time without having been read yet."""
+"""Shortest time in seconds for which the host looks for trees. Trees may have arrived in time without having
+been read yet."""
 
 LEAD = 2.5
 """Lead time of the early notice (RoundSoon), as a multiple of the measured time to send it.
@@ -45,9 +47,9 @@ LEAD = 2.5
 The target sends the notice shortly before its pass is expected to end. If target and draft share a GPU
 without MPS, the GPU should switch to the draft when the pass ends:
 
-- A later notice delays the switch.
-- A notice 100 µs too early makes the GPU switch in the middle of one pass in three. That pass then takes
-  350 µs longer (measured on an H200).
+- If the notice is sent later, the switch is delayed.
+- If the notice is sent 100 µs too early, the GPU switches in the middle of the pass in one of three rounds.
+  That pass then takes 350 µs longer (measured on an H200).
 
 The lead time is a multiple of the time to send the notice, because that time reflects the host's speed.
 
@@ -55,19 +57,21 @@ The target does not know whether it shares a GPU with the draft, so it sends the
 enqueued ahead. Without a shared GPU, the notice and its answer still help, because they bring code and
 buffers of both processes back into the CPU caches. This saves 20 to 60 µs per message.
 
-The target sends notices, and switches the GPU back, only on hosts where waits busy-poll
-(`PollWindow.enabled`, eight cores or more), because the target busy-polls for the right moment.
+The target sends notices and switches the GPU back only on hosts where waits busy-poll (`PollWindow.enabled`,
+eight cores or more), because the target must busy-poll to find the right moment.
 """
 LEAST_TELLING_S, MOST_TELLING_S = 0.00005, 0.0003
 """Bounds for the measured time to send the notice, in seconds."""
 MOST_PRACTICE_BYTES = 64 * 1024
-"""Limit in bytes for the practice encoding, which must end before the state is complete."""
+"""Limit in bytes for the message that `_announce` encodes as practice. The practice must end before the state
+is complete."""
 SHARE_OF_DRAFT = 0.5
-"""Share of the draft's expected time after which the target requests the switch of the GPU back.
+"""Time at which the target requests that a shared GPU switch back to it, as a share of the draft's expected
+time.
 
-At that time the draft is computing, and the switch takes effect when the draft's pass ends. The target does
-not read the network before the request, so trees that arrive earlier have to wait. A draft that works at its
-usual speed never sends its trees that early.
+At that time, the draft is still computing, and the switch takes effect when the draft's pass ends. The target
+does not read the network before the request, so trees that arrive earlier have to wait. However, a draft that
+works at its usual speed never sends its trees that early.
 """
 MOST_TAKEN_S = 0.01
 """Longest measured time, in seconds, that is used as an expected time."""
@@ -103,9 +107,9 @@ class StreamExchange(Exchange):
     Args:
         stream: The session stream.
         poll_window: Makes the stream's waits busy-poll.
-        dispatch: The carrier's method that processes all other messages that the engine thread receives in
-            this channel. The channel keeps only a weak reference to this method.
-        relay: Lets the device wait for the word that the host writes. None enqueues nothing ahead.
+        dispatch: The carrier's method that processes messages other than the trees of a round. The channel
+            receives such messages on the engine thread, and keeps only a weak reference to this method.
+        relay: Lets the device wait for the word that the host writes. With None, nothing is enqueued ahead.
     """
 
     def __init__(
@@ -127,8 +131,8 @@ class StreamExchange(Exchange):
         # trees. If enqueuing failed, the state of this round was never enqueued.
         self._enqueued: _Round | None = None
         self._until = 0.0
-        # The times when the last state was sent and when the last trees were written. Then the durations of
-        # the draft's and the target's part of a round.
+        # The times when the last state was sent and when the last trees were written, and the measured
+        # durations of the draft's part and of the target's part of a round.
         self._sent_at = self._put_at = 0.0
         self._drafted_s = self._verified_s = 0.0
         # The time that the last early notice took to send, and the size of the last state in bytes.
@@ -231,7 +235,8 @@ class StreamExchange(Exchange):
     def close(self) -> None:
         """End every current and future wait of the device.
 
-        Waits for a message end when the stream is cancelled.
+        This method does not end a wait of the host for a message. Such a wait ends when the stream is
+        cancelled.
         """
         self._closed = True
         if self._relay is not None:
@@ -287,7 +292,7 @@ class StreamExchange(Exchange):
         relay.call()
 
     def _await_trees(self, coming: _Round) -> bytes | memoryview:
-        """Return the trees for a state that was sent, or empty bytes if the draft has no trees or is late."""
+        """Return the trees for a state that was sent. Return empty bytes if there are no trees in time."""
         trees = self._await(coming, max(self._until, time.monotonic() + LOOK_S))
         if trees is None:
             self._missed = True
@@ -295,7 +300,7 @@ class StreamExchange(Exchange):
         return trees
 
     def _await(self, coming: _Round, until: float) -> bytes | memoryview | None:
-        """Return the trees of a round, or None if these trees are late. Drop late trees of earlier rounds."""
+        """Return the trees of a round, or None if they are late. Drop late trees of earlier rounds."""
         while True:
             while self._arrived:
                 reply = self._arrived.popleft()
