@@ -1,7 +1,8 @@
-"""The gRPC field of each request field of REST. Also writes this table into docs/api.md, or checks it.
+"""Lists the gRPC field for each request field of REST, and writes this table into docs/api.md.
 
-A unit test fails if a route takes a field that is missing here, if a gRPC field named here does not exist, or
-if a gRPC request has a field that is not named. Run `python scripts/grpc_fields.py` after a change.
+A unit test fails in three cases: a REST route accepts a field that is missing here, a gRPC field named here
+does not exist, or a gRPC request has a field that is not named here. Run `python scripts/grpc_fields.py`
+after a change. With ``--check``, the script only checks the page.
 """
 
 from __future__ import annotations
@@ -101,7 +102,7 @@ GRPC_ONLY = {
 
 
 def table() -> str:
-    """Return the table as Markdown. Fields of the same name are in the last row."""
+    """Return the table as Markdown. The last row lists the fields that have the same name in both APIs."""
     rows = ["| REST | gRPC |", "| --- | --- |"]
     same, renamed = set(), {}
     for names in (CHAT, COMPLETE):
@@ -121,7 +122,7 @@ def table() -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """Write the table, or with ``--check`` return 1 if the page contains another one."""
+    """Write the table into the page. With ``--check``, only return 1 if the page's table is out of date."""
     page = PAGE.read_text()
     before, _, rest = page.partition(BEGIN)
     _, _, after = rest.partition(END)

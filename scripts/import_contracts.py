@@ -1,6 +1,6 @@
-"""Contract types for import-linter: `ThirdParty` limits third-party imports, `NoCircles` forbids circles.
+"""Contract types for import-linter: `ThirdParty` limits third-party imports, `NoCircles` forbids cycles.
 
-The configuration file `.importlinter` uses them.
+The configuration file `.importlinter` uses these types.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class ThirdParty(Contract):
 
 
 class NoCircles(Contract):
-    """Requires that no files of `root` import each other in a circle. Type-only imports count too."""
+    """Requires that no modules of `root` import each other in a cycle. Type-only imports count as imports."""
 
     type_name = "no_circles"
 
@@ -68,7 +68,7 @@ class NoCircles(Contract):
 
 
 def _circles(imports: dict[str, list[str]]) -> list[list[str]]:
-    """Return the groups of modules that import each other in circles, found by Tarjan's algorithm (1972)."""
+    """Return the groups of modules that import each other in cycles, found by Tarjan's algorithm (1972)."""
     order: dict[str, int] = {}
     lowest: dict[str, int] = {}
     stack: list[str] = []
