@@ -1,4 +1,4 @@
-"""Finds requests of ambiguous length. A proxy might see another end of such a request than this server."""
+"""Detects requests of ambiguous length: a proxy could see the end of such a request at another byte."""
 
 from __future__ import annotations
 
