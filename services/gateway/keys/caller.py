@@ -126,7 +126,7 @@ class Caller:
             )
 
     def charge_prompt(self, tokens: int) -> None:
-        """Charge the prompt tokens of a request. Each prompt counts once, regardless of its number of answers.
+        """Charge the prompt tokens of a request. Each prompt counts once, however many answers it gets.
 
         Raises:
             OverloadedError: If the key has too few tokens left. No tokens are charged in this case.
