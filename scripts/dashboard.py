@@ -26,7 +26,7 @@ class Panel:
 
     Attributes:
         title: Heading of the panel.
-        queries: Pairs of a legend and a PromQL query, one pair for each series or group of series.
+        queries: Pairs of a legend and a PromQL query.
         help: Description, which Grafana shows at the panel's info icon.
         unit: Grafana's name of the unit.
         width: Width of the panel. The dashboard is 24 columns wide.

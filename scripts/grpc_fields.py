@@ -61,7 +61,7 @@ OPTIONS: dict[str, str] = {
     "response_format": "options.constraint",
     "structured_outputs": "options.constraint",
 }
-"""Fields of several routes."""
+"""Fields that several routes share."""
 CHAT = {
     **OPTIONS,
     "add_generation_prompt": "prompt.add_generation_prompt",
@@ -93,12 +93,12 @@ NOT_NEEDED = {
     "stream": "every reply is a stream",
     "stream_options": "`Finished` always contains the usage",
 }
-"""Fields of REST without a field in gRPC, and why."""
+"""Fields of REST that gRPC does not need, and the reason for each field."""
 GRPC_ONLY = {
     "options.sampling.bad_words": "like `bad_words`, but as token ids",
     "options.sampling.choice_index": "set by the server",
 }
-"""Fields of gRPC without a field in REST."""
+"""Fields of gRPC that REST does not have, and a description of each field."""
 
 
 def table() -> str:

@@ -48,7 +48,7 @@ class NoCircles(Contract):
     root = fields.ModuleField()
 
     def check(self, graph: ImportGraph, verbose: bool) -> ContractCheck:
-        """Find the imports that close a circle."""
+        """Find the imports that close a cycle."""
         modules = {
             name for name in graph.modules if name == self.root.name or name.startswith(f"{self.root.name}.")
         }
@@ -62,7 +62,7 @@ class NoCircles(Contract):
         return ContractCheck(kept=not found, metadata={"found": found})
 
     def render_broken_contract(self, check: ContractCheck) -> None:
-        """Print each import that is part of a circle."""
+        """Print each import that is part of a cycle."""
         for importer, imported in check.metadata["found"]:
             output.print_error(f"{importer} and {imported} are in a circle: {importer} imports {imported}.")
 

@@ -2,7 +2,7 @@
 
 `make screenshots` starts the embedded pair (target and draft in one process) and runs this script.
 `python scripts/screenshots.py URL` takes the pictures from a running server. Both commands need the `browser`
-extra and Chromium. The animated picture is the file that the playground's own save button produces.
+extra and Chromium. The animated picture is the file that the playground's save button produces.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ class TurnEnd:
 
 @dataclass(slots=True)
 class ChatTurn:
-    """A chat that has passed all checks that need no tokens.
+    """A chat that has passed all checks that are possible before tokenization.
 
     Attributes:
         core: The gateway's core.

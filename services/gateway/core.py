@@ -45,7 +45,7 @@ Prompts = Callable[[], Awaitable[Sequence[tuple[int, ...]]]]
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A request from either API, after all checks that need no tokens.
+    """A request from REST or gRPC, after all checks that are possible before tokenization.
 
     Attributes:
         prompts: Returns the token ids of every prompt. The core calls this function after admission.
@@ -70,7 +70,7 @@ class GatewayCore:
     """The core that REST and gRPC share. A gateway process creates one core, for the default model.
 
     If the targets serve several models, `of_model` returns a copy of the core for each other model. A copy
-    has its own settings, its own text codec and its own model's targets. It shares everything else.
+    has its own settings, its own text codec and the targets of its own model. It shares everything else.
 
     Attributes:
         targets: The targets of all models.
@@ -251,7 +251,7 @@ class GatewayCore:
         A caller without an admin key can abort only the sequences of its own key.
 
         Args:
-            rid: The client's name of a sequence, or of a batch with numbered sequences. With None, abort all
+            rid: The name that the client gave to a sequence or to a whole batch. With None, abort all
                 sequences.
 
         Returns:

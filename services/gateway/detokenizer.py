@@ -33,8 +33,8 @@ def special_token_ids(tokenizer: Tokenizer) -> frozenset[int]:
 class IncrementalDecoder:
     """Decodes one sequence. The joined pieces equal the tokenizer's decoding of the whole sequence.
 
-    The exception are bytes that never become valid UTF-8. They are released as U+FFFD after `MAX_HELD_TOKENS`
-    tokens or at the end of the sequence.
+    Bytes that never become valid UTF-8 are the only exception. They are released as U+FFFD after
+    `MAX_HELD_TOKENS` tokens or at the end of the sequence.
     """
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:

@@ -128,7 +128,7 @@ def _details(error: OutriderError) -> dict[str, Any]:
 def error_event(error: OutriderError) -> dict[str, Any]:
     """Return the event that ends a stream after an error.
 
-    The HTTP status of the reply has been sent before, so the event itself contains the status of the error.
+    The HTTP status of the reply has already been sent, so the event contains the status of the error.
     """
     body = error_body(error)
     body["error"]["status"] = error.code.value

@@ -127,7 +127,7 @@ class RequestContext:
 
 
 class Authentication:
-    """Finds the caller of each request by its API key, and applies the key's limits that need no body.
+    """Finds the caller of each request by its API key, and applies the limits that do not depend on the body.
 
     Public paths need no key, and admin paths need an admin key. Every POST request counts towards the key's
     limit of requests per minute. If the gateway has no keys, every request is allowed.

@@ -23,6 +23,7 @@ def check_lengths(
         info: The target's limits.
         prompt_field, max_tokens_field: Names of the two fields in the client's API, for errors.
         default: Limit of new tokens if the client sets no limit. None allows all tokens that fit.
+
     Raises:
         InvalidRequestError: If the prompt is empty or too long, contains an unknown token, or does not fit
             together with `max_tokens` new tokens. The error names the field.

@@ -117,7 +117,7 @@ class Usage:
 class TargetDelta:
     """Tokens that the target emitted together, with their rounds and logprobs if the request asked for them.
 
-    `prompt_logprobs` are the logprobs of the prompt tokens that follow those of the previous delta.
+    `prompt_logprobs` contains logprobs of prompt tokens. It continues where the previous delta ended.
     """
 
     token_ids: tuple[int, ...]
@@ -162,9 +162,9 @@ class Started:
 class Chunk:
     """A piece of one sequence: final text, its tokens, and at most one round if the request is traced.
 
-    If the request asked for logprobs, `logprobs` has one entry per token. `prompt_logprobs` are the logprobs
-    of the prompt tokens that follow those of the previous chunk. A chunk with such logprobs also contains the
-    tokens of the whole prompt.
+    If the request asked for logprobs, `logprobs` has one entry per token. `prompt_logprobs` contains logprobs
+    of prompt tokens, and continues where the previous chunk ended. A chunk with logprobs of the prompt also
+    contains the tokens of the whole prompt.
     """
 
     text: str

@@ -273,7 +273,7 @@ async def _tell_request_id(context: Context) -> None:
 
 
 def _traceparent(context: Context) -> str:
-    """Return the caller's span, or an empty text."""
+    """Return the caller's tracing span, or an empty text if there is none."""
     return checked_traceparent(dict(context.invocation_metadata() or ()).get(TRACEPARENT))
 
 

@@ -30,7 +30,7 @@ class StopMatcher:
         self._include_match = include_match
 
     def scan(self, buffer: str) -> Scan:
-        """Return how much of `buffer` is final, and the stop string that ends the text there, or None.
+        """Return the number of final characters in `buffer`, and the stop string that ends the text, or None.
 
         `buffer` contains all unreleased text. The match that starts first wins. If several matches start at
         the same character, the shortest match wins, because it was complete first.

@@ -2,7 +2,7 @@
 
 An entry such as ``HOST:PORT`` or ``unix:/path`` is itself an address. ``file:///path`` names a file with one
 address per line. ``dns:///NAME:PORT`` contains a name whose IP addresses are the targets. The gateway reads
-the file, and looks up the name, at intervals.
+the file and looks up the name again at intervals.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ A template comes from the model's folder and is untrusted code. The sandbox enfo
 1. Every step that may take noticeable time checks the clock. Such steps are calls, lookups, arithmetic,
    filters, and each turn of a loop.
 2. The size of every value that a template creates is limited. The size of a container includes all values in
-   the container, and a value that occurs several times counts each time. This also limits the time of a
-   single operation on values, such as a comparison.
+   the container, and a value that occurs several times counts each time. This rule also limits the time
+   of a single operation on values, such as a comparison.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from jinja2.visitor import NodeTransformer
 
 MAX_OUTPUT_CHARS = 4 * 1024 * 1024
 MAX_PARTS = 200_000
-"""Largest number of values inside one value."""
+"""Largest number of values in a container, including the values in nested containers."""
 MAX_RENDER_S = 2.0
 MAX_EXPONENT = 64
 MAX_INTEGER_BITS = 8192
@@ -240,7 +240,8 @@ def _check_method(value: Any, name: str, args: tuple[Any, ...], kwargs: dict[str
 def _check_format(text: str, mark: str, arguments: Iterable[Any]) -> None:
     """Refuse a format string whose result could be too long.
 
-    The estimate replaces every mark by all arguments, and adds the largest padding if the string has a width.
+    The estimate assumes that all arguments together replace every mark. If the string contains a digit, which
+    may be a width, the estimate also adds the largest padding to every mark.
     """
     if _WIDE_FIELD.search(text):
         raise SecurityError("a format width is too large")

@@ -62,8 +62,8 @@ class TraceTexts:
 
         Args:
             one: The round.
-            token_ids: Those emitted tokens of the round that belong to the answer. If a stop token cuts the
-                round, they are fewer than the emitted tokens.
+            token_ids: The tokens of the round that belong to the answer. If a stop token cuts the round, the
+                emitted tokens after it are left out.
         """
         texts = self._node_texts(one)
         nodes = [replace(node, text=text) for node, text in zip(one.nodes, texts, strict=True)]

@@ -31,7 +31,7 @@ def parse_body(body: bytes) -> Any:
     """Return the parsed body.
 
     Both parsers hold the GIL while they run, so a worker thread would not help other requests. Parsing 1 MiB
-    of token ids or of text therefore takes only about 5 ms.
+    of token ids or of text takes about 5 ms.
 
     Raises:
         InvalidRequestError: If the body is not valid JSON, or contains too many values.

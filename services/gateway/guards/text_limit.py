@@ -10,10 +10,10 @@ from outrider.shared.base.errors import InvalidRequestError
 
 
 class TextLimit:
-    """The longest text that could fit in the model's context.
+    """Refuses texts that cannot fit in the model's context.
 
-    Its length is the context's length in tokens times the length of the vocabulary's longest token. Longer
-    texts are refused before they are tokenized, because tokenizing 1 MiB occupies a core for seconds.
+    The limit, in characters, is the context's length in tokens times the length of the vocabulary's longest
+    token. Longer texts are refused before tokenization, because tokenizing 1 MiB occupies a core for seconds.
 
     Attributes:
         longest_token: Length of the longest token of the vocabulary, in characters.

@@ -76,7 +76,9 @@ class _File(BaseModel):
 
 
 def read_keys_file(path: Path) -> tuple[KeyEntry, ...]:
-    """Return the entries of a keys file. If its name ends with ``.json``, it is JSON, and otherwise TOML.
+    """Return the entries of a keys file.
+
+    A file whose name ends with ``.json`` contains JSON. Any other file contains TOML.
 
     Raises:
         ConfigurationError: If the file cannot be read, if other users could change it or read its keys, or if

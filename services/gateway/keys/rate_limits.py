@@ -30,7 +30,7 @@ class MinuteBucket:
         return self._level
 
     def resize(self, limit: int) -> None:
-        """Change the limit. What has been used stays used."""
+        """Change the limit. The amount that has been used stays the same."""
         used = self.limit - self.level
         self.limit = limit
         self._level = limit - used

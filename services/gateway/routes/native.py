@@ -116,7 +116,7 @@ def _rids(rid: str | list[str] | None, as_list: bool, choices: Sequence[int]) ->
     """Return the name of every sequence.
 
     Args:
-        rid: The client's name of the request, or a list with its name of each prompt. With None, generate a
+        rid: The client's name of the request, or a list with one name for each prompt. With None, generate a
             name.
         as_list: Whether the reply is a list. If it is, the names of its sequences are numbered.
         choices: Number of sequences for each prompt.

@@ -8,7 +8,7 @@ from pydantic import BaseModel, GetCoreSchemaHandler, model_validator
 from pydantic_core import CoreSchema
 
 MAX_FIELDS = 256
-"""Fields of one JSON object that a model parses."""
+"""Largest number of fields in one JSON object that a model parses."""
 MAX_ITEMS = 4096
 """Largest number of items of a list. There is no such limit for lists of token ids, because the limit of the
 body's size bounds these lists."""

@@ -32,7 +32,7 @@ class ResponseFormat(OpenModel):
     json_schema: JsonSchemaFormat | None = None
 
     def constraint(self, field: str) -> Constraint | None:
-        """Return the constraint. None for text."""
+        """Return the constraint, or None if the format is plain text."""
         if self.type == "json_schema" and (self.json_schema is None or self.json_schema.schema_ is None):
             raise _missing(f"{field}.json_schema.schema")
         if self.type != "json_schema" or self.json_schema is None:
@@ -50,7 +50,7 @@ class TextFormat(OpenModel):
     strict: bool | None = None
 
     def constraint(self, field: str) -> Constraint | None:
-        """Return the constraint. None for text."""
+        """Return the constraint, or None if the format is plain text."""
         if self.type == "json_schema" and self.schema_ is None:
             raise _missing(f"{field}.schema")
         return of_type(self.type, self.schema_, f"{field}.schema" if self.type == "json_schema" else field)
@@ -67,7 +67,7 @@ class StructuredOutputs(OpenModel):
 
 
 class SglangForms(BaseModel):
-    """SGLang's fields for the form of the answer."""
+    """SGLang's fields that restrict the form of the answer."""
 
     json_schema: str | JsonSchema | None = Field(
         default=None, description="A JSON schema that the answer has to match, as JSON or as text."
@@ -108,7 +108,7 @@ class OpenAIForms(SglangForms):
     guided_grammar: str | None = Field(default=None, description="Older name of structured_outputs.grammar.")
 
     def constraint(self, prefix: str = "") -> Constraint | None:
-        """Return what the fields demand; see `SglangForms.constraint`."""
+        """Return the constraint that the fields demand, or None if no field is set."""
         form = self.response_format
         given, name = self.structured_outputs or StructuredOutputs(), f"{prefix}structured_outputs."
         return only_one(

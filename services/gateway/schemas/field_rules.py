@@ -30,7 +30,7 @@ REFUSED: Mapping[str, tuple[Any, ...]] = {
     "lora_id": (),
     "session_params": (),
     "task": (),
-    # Other choices among the tokens.
+    # Fields that would change which tokens are chosen.
     "best_of": (1,),
     "use_beam_search": (),
     "suffix": (),
@@ -49,7 +49,7 @@ REFUSED: Mapping[str, tuple[Any, ...]] = {
     "repetition_detection": (),
     "thinking_token_budget": (-1,),
     "max_thinking_tokens": (),
-    # Constrained output.
+    # Fields that would constrain the output.
     "response_format": ({"type": "text"},),
     "structured_outputs": (),
     "guided_json": (),
@@ -62,7 +62,7 @@ REFUSED: Mapping[str, tuple[Any, ...]] = {
     "structural_tag": (),
     "functions": (),
     "function_call": ("none", "auto"),
-    # Data that the reply would lack.
+    # Fields that ask for data which the reply would lack.
     "logprobs": (),
     "top_logprobs": (0,),
     "prompt_logprobs": (),

@@ -41,7 +41,7 @@ class ReasoningOptions(OpenModel):
 
 
 class TextOptions(OpenModel):
-    """The `text` object. `format` demands a form of the answer."""
+    """The `text` object. `format` restricts the form of the answer."""
 
     format: TextFormat | None = None
     verbosity: Any = None

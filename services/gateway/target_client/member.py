@@ -13,7 +13,7 @@ class Member:
 
     Attributes:
         client: The connection to the target.
-        listed: Whether the settings still contain the target's address. If not, it gets no new sequences.
+        listed: Whether the target's address is still in the settings. Other targets get no new sequences.
         load: Work that the gateway's sequences still need on this target, in tokens.
         placed: Number of sequences that the gateway has placed on this target so far.
         running: Number of the gateway's sequences that run on this target.

@@ -216,7 +216,7 @@ class MovableStream:
         self._prompt_load, self._new_load = prompt, new
 
     def _rest(self) -> GenerationRequest:
-        """Return the request for what is missing."""
+        """Return the request for the tokens and logprobs that have not arrived yet."""
         request, wanted = self._request, self._request.logprobs
         if wanted.prompt_top is not None and self._prompt_scored:
             start = max(1, wanted.prompt_start) + self._prompt_scored

@@ -126,7 +126,7 @@ class TargetPool:
     def info(self, model_id: str | None) -> ServedTarget:
         """Return the information that holds for all targets of a model.
 
-        It dates from each target's last connection or refresh.
+        The information dates from the last connection or refresh of each target.
 
         Raises:
             UnavailableError: If no target of the model has ever been connected.
