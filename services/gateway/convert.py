@@ -41,7 +41,7 @@ def request_to_proto(request: GenerationRequest, timeout_s: float) -> target_pb2
 
     Args:
         request: The sequence to generate.
-        timeout_s: Time left until the request's deadline.
+        timeout_s: Time left until the request's deadline, in seconds.
     """
     sampling, speculation = request.sampling, request.speculation
     options = common_pb2.SamplingOptions(

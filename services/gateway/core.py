@@ -326,7 +326,7 @@ def _target_pool(settings: GatewaySettings, metrics: GatewayMetrics) -> TargetPo
 def _sampling_defaults(settings: GatewaySettings) -> SamplingDefaults:
     """Return the sampling defaults that the model recommends.
 
-    There are none if the setting turns them off.
+    There are none if `sampling_defaults` turns them off.
     """
     if settings.tokenizer is None or settings.sampling_defaults != "model":
         return NO_DEFAULTS

@@ -1,4 +1,4 @@
-"""HEAD for every route that has GET, and OPTIONS for every route."""
+"""Adds HEAD to every route that has GET, and OPTIONS to every route."""
 
 from __future__ import annotations
 

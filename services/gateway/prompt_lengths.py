@@ -1,4 +1,4 @@
-"""Checks that a prompt and its new tokens fit into the model's context and vocabulary."""
+"""Checks that a prompt and its new tokens fit in the model's context, and that all token ids are known."""
 
 from __future__ import annotations
 

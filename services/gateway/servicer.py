@@ -1,4 +1,7 @@
-"""The public gRPC API (Chat, Complete, ListModels). It shares the request checks and the core with REST."""
+"""The public gRPC API: Chat, Complete, ListModels, Tokenize, Detokenize and Abort.
+
+The gRPC API shares the request checks and the core with REST.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +58,7 @@ def register(servicer: InferenceServicer, server: grpc.aio.Server) -> None:
 
 
 class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
-    """Implements Chat, Complete and ListModels.
+    """Implements the calls of the public gRPC API.
 
     If a client cancels a call, the call's request is cancelled too. The deadline of a call is also the
     deadline of its request.
@@ -242,7 +245,7 @@ class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
 
 
 class AuthInterceptor(grpc.aio.ServerInterceptor):
-    """Requires an API key for all calls except health checks, and counts the calls per minute of each key."""
+    """Requires an API key for all calls except health checks, and counts the calls of each key."""
 
     def __init__(self, ring: KeyRing) -> None:
         self._ring = ring
@@ -263,7 +266,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
 
 
 async def _tell_request_id(context: Context) -> None:
-    """Send the request's id back, or a new id if it has none, and the rate limits of the API key."""
+    """Send the client's request id back, or a new id, together with the rate limits of the API key."""
     given = dict(context.invocation_metadata() or ()).get(REQUEST_ID_KEY)
     caller = current_caller.get()
     limits = tuple(caller.headers().items()) if caller is not None else ()

@@ -1,4 +1,4 @@
-"""Detects requests of ambiguous length: a proxy could see the end of such a request at another byte."""
+"""Detects requests of ambiguous length. A proxy and this server could disagree where such a request ends."""
 
 from __future__ import annotations
 

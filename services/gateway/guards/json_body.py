@@ -1,4 +1,4 @@
-"""Parses request bodies in bounded time. A large body may contain many token ids, but few other values."""
+"""Parses request bodies in bounded time, by limits on the objects, strings and numbers in a large body."""
 
 from __future__ import annotations
 

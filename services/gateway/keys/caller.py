@@ -86,7 +86,7 @@ class Caller:
 
     @contextmanager
     def admit(self, sequences: int) -> Iterator[None]:
-        """Reserve room for the sequences of a request while the context is open.
+        """Return a context that reserves room for the sequences of a request.
 
         Enter the context before any other work on the request.
 

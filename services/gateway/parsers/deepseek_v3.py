@@ -67,7 +67,7 @@ class DeepSeekV3Parser:
                 return self._arguments(pieces)
 
     def _seek(self, states: dict[str, str], pieces: list[Piece] | None) -> bool:
-        """Read up to a marker. Append the text before the marker to `pieces`, or drop it if that is None."""
+        """Read up to a marker. Append the text before it to `pieces`. If `pieces` is None, drop the text."""
         split = split_at_marker(self._buffer, tuple(states))
         if pieces is not None:
             self._add_text(split.before, pieces)

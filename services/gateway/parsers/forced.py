@@ -58,7 +58,7 @@ class CallFormat:
         )
 
     def repeated(self, separator: str = "") -> str:
-        """Return the Lark expression of one call, or of one or more calls if `parallel` is set."""
+        """Return the Lark expression of one call. If `parallel` is set, further calls may follow."""
         more = f"({self.literal(separator)} call)*" if separator else "call*"
         return f"call {more}" if self.parallel else "call"
 

@@ -1,4 +1,4 @@
-"""Parses gpt-oss's harmony format: messages that name a channel, and name a recipient for tool calls."""
+"""Parses gpt-oss's harmony format: messages with a channel, and with a recipient if they are tool calls."""
 
 from __future__ import annotations
 

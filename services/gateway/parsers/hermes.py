@@ -10,7 +10,7 @@ OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
 
 class HermesParser:
-    """Parses calls in tags. If no valid call follows a tag, the tag is passed on as text."""
+    """Parses calls in tags. A tag that no valid call follows is passed on as text."""
 
     in_reasoning = False
 

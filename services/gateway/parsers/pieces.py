@@ -51,7 +51,7 @@ Piece = Text | Reasoning | ToolCallStart | ToolCallArguments
 
 
 class OutputParser(Protocol):
-    """Splits the text of one sequence into pieces, which do not depend on how the text arrives in chunks."""
+    """Splits the text of one sequence into pieces. The pieces do not depend on the chunks of the text."""
 
     @property
     def in_reasoning(self) -> bool:

@@ -1,4 +1,4 @@
-"""Loads the static files of the playground, with headers that forbid browsers to contact other hosts."""
+"""Loads the static files of the playground, with headers that stop browsers from contacting other hosts."""
 
 from __future__ import annotations
 

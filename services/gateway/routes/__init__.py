@@ -1,4 +1,4 @@
 """The REST routes, one module per family.
 
-Routes only convert requests for the core, and its results to replies.
+Routes only convert requests and replies.
 """

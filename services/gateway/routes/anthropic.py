@@ -195,7 +195,7 @@ def _delta_of(piece: Piece) -> dict[str, Any] | None:
 
 
 def _usage(usage: Usage) -> dict[str, Any]:
-    """Return Anthropic's `usage`. It counts cached prompt tokens apart from the other prompt tokens."""
+    """Return Anthropic's `usage`. Cached prompt tokens are counted apart from other prompt tokens."""
     return {
         "input_tokens": usage.prompt_tokens - usage.cached_tokens,
         "cache_read_input_tokens": usage.cached_tokens,

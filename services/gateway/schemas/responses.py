@@ -132,7 +132,7 @@ class ResponsesRequest(OpenAIRequest):
     n: int | None = Field(None, ge=1, le=1)
 
     def constraint(self, prefix: str = "") -> Constraint | None:
-        """Return the constraint that `text.format`, or a field of another API, demands. None without one."""
+        """Return the constraint that `text.format` or a field of another API demands, or None."""
         given = self.text.format if self.text is not None else None
         asked = None if given is None else given.constraint("text.format")
         return only_one(super().constraint(prefix), asked)

@@ -36,8 +36,8 @@ class PoolLimits:
         reader: Limits on the unread events of a sequence.
         probe_timeout_s: Seconds after which the reply to a health check is overdue.
         refresh_s: Interval, in seconds, at which files and DNS names are read again.
-        wait_s: Seconds that a sequence whose target was lost waits for another target, if the pool could have
-            another one.
+        wait_s: Seconds that a sequence waits for another target after its target was lost. In a pool that can
+            have only one target, the sequence does not wait.
     """
 
     reader: ReaderLimits
@@ -160,7 +160,7 @@ class TargetPool:
             self._announce()
 
     async def refresh(self, members: Sequence[Member]) -> list[tuple[ServedTarget, TargetStats] | None]:
-        """Request information and statistics from targets. The entry of a silent target is None."""
+        """Request targets' information and statistics. The entry of a target that does not reply is None."""
 
         async def ask(member: Member) -> tuple[ServedTarget, TargetStats] | None:
             try:
