@@ -1,6 +1,7 @@
 """Writes or checks the Grafana dashboard: ``python scripts/dashboard.py write|check``.
 
-Grafana's JSON repeats the same forty lines for each panel, so the panels are listed here.
+Grafana's JSON repeats the same forty lines for every panel. This file therefore lists the panels and
+generates the JSON.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ class Panel:
     """A panel of the dashboard.
 
     Attributes:
-        title: Heading.
-        queries: (legend, PromQL).
-        help: Description, shown at the (i).
+        title: Heading of the panel.
+        queries: Pairs of a legend and a PromQL query.
+        help: Description, which Grafana shows at the panel's info icon.
         unit: Grafana's name of the unit.
-        width: Columns of 24.
+        width: Width of the panel. The dashboard is 24 columns wide.
         kind: Grafana's panel type.
         stacked: Whether to stack the series.
-        most: Upper end of the axis, or None.
+        most: Upper end of the axis. With None, Grafana chooses the end.
     """
 
     title: str
@@ -365,7 +366,7 @@ def rendered() -> str:
 
 
 def main() -> int:
-    """Write the file, or return 1 if it is not current."""
+    """Write the dashboard's file. With ``check``, only return 1 if the file is not up to date."""
     if sys.argv[1:] == ["write"]:
         FILE.write_text(rendered(), encoding="utf-8")
         return 0

@@ -1,6 +1,7 @@
 """Writes the wire format of this release to `tests/support/released_wire.binpb`. Run it after each release.
 
-Tests use the file as the previous release: messages are reduced to what that release knows.
+The tests read this file to act as the previous release: they remove every field that the previous release
+does not define from the messages.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ RELEASED = ROOT / "tests" / "support" / "released_wire.binpb"
 
 
 def freeze(protos: Path, target: Path) -> None:
-    """Write the descriptors of all protos in a folder to a file, as a `FileDescriptorSet`."""
+    """Write the descriptors of all protos in the folder `protos` to `target`, as one `FileDescriptorSet`."""
     files = sorted(str(path.relative_to(protos)) for path in protos.rglob("*.proto"))
     command = [sys.executable, "-m", "grpc_tools.protoc", "-I.", f"--descriptor_set_out={target}", *files]
     subprocess.run(command, check=True, cwd=protos)

@@ -1,7 +1,8 @@
-"""The gRPC field of each request field of REST. Also writes this table into docs/api.md, or checks it.
+"""Lists the gRPC field for each request field of REST, and writes this table into docs/api.md.
 
-A unit test fails if a route takes a field that is missing here, if a gRPC field named here does not exist, or
-if a gRPC request has a field that is not named. Run `python scripts/grpc_fields.py` after a change.
+A unit test fails in three cases: a REST route accepts a field that is missing here, a gRPC field named here
+does not exist, or a gRPC request has a field that is not named here. Run `python scripts/grpc_fields.py`
+after a change. With ``--check``, the script only checks the page.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ OPTIONS: dict[str, str] = {
     "response_format": "options.constraint",
     "structured_outputs": "options.constraint",
 }
-"""Fields of several routes."""
+"""Fields that several routes share."""
 CHAT = {
     **OPTIONS,
     "add_generation_prompt": "prompt.add_generation_prompt",
@@ -92,16 +93,16 @@ NOT_NEEDED = {
     "stream": "every reply is a stream",
     "stream_options": "`Finished` always contains the usage",
 }
-"""Fields of REST without a field in gRPC, and why."""
+"""Fields of REST that gRPC does not need, and the reason for each field."""
 GRPC_ONLY = {
     "options.sampling.bad_words": "like `bad_words`, but as token ids",
     "options.sampling.choice_index": "set by the server",
 }
-"""Fields of gRPC without a field in REST."""
+"""Fields of gRPC that REST does not have, and a description of each field."""
 
 
 def table() -> str:
-    """Return the table as Markdown. Fields of the same name are in the last row."""
+    """Return the table as Markdown. The last row lists the fields that have the same name in both APIs."""
     rows = ["| REST | gRPC |", "| --- | --- |"]
     same, renamed = set(), {}
     for names in (CHAT, COMPLETE):
@@ -121,7 +122,7 @@ def table() -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """Write the table, or with ``--check`` return 1 if the page contains another one."""
+    """Write the table into the page. With ``--check``, only return 1 if the page's table is out of date."""
     page = PAGE.read_text()
     before, _, rest = page.partition(BEGIN)
     _, _, after = rest.partition(END)

@@ -1,6 +1,6 @@
-"""Contract types for import-linter: `ThirdParty` limits third-party imports, `NoCircles` forbids circles.
+"""Contract types for import-linter: `ThirdParty` limits third-party imports, `NoCircles` forbids cycles.
 
-The configuration file `.importlinter` uses them.
+The configuration file `.importlinter` uses these types.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ class ThirdParty(Contract):
 
 
 class NoCircles(Contract):
-    """Requires that no files of `root` import each other in a circle. Type-only imports count too."""
+    """Requires that no modules of `root` import each other in a cycle. Type-only imports count as imports."""
 
     type_name = "no_circles"
 
     root = fields.ModuleField()
 
     def check(self, graph: ImportGraph, verbose: bool) -> ContractCheck:
-        """Find the imports that close a circle."""
+        """Find the imports that close a cycle."""
         modules = {
             name for name in graph.modules if name == self.root.name or name.startswith(f"{self.root.name}.")
         }
@@ -62,13 +62,13 @@ class NoCircles(Contract):
         return ContractCheck(kept=not found, metadata={"found": found})
 
     def render_broken_contract(self, check: ContractCheck) -> None:
-        """Print each import that is part of a circle."""
+        """Print each import that is part of a cycle."""
         for importer, imported in check.metadata["found"]:
             output.print_error(f"{importer} and {imported} are in a circle: {importer} imports {imported}.")
 
 
 def _circles(imports: dict[str, list[str]]) -> list[list[str]]:
-    """Return the groups of modules that import each other in circles, found by Tarjan's algorithm (1972)."""
+    """Return the groups of modules that import each other in cycles, found by Tarjan's algorithm (1972)."""
     order: dict[str, int] = {}
     lowest: dict[str, int] = {}
     stack: list[str] = []

@@ -1,7 +1,8 @@
 """Writes the table of request fields into docs/api.md, or checks that the table is up to date.
 
-The status of a field comes from the request models and from `schemas/field_rules.py`. This file only lists
-the fields that other APIs define. Run `python scripts/request_fields.py` after a change.
+The status of a field comes from the request models and from `schemas/field_rules.py`. This script itself
+lists only the fields that the other APIs (such as OpenAI's) define. Run `python scripts/request_fields.py`
+after a change.
 """
 
 from __future__ import annotations
@@ -98,7 +99,7 @@ STATUSES = ("taken", "no effect", "ignored", "refused")
 
 
 def status(model: type[OpenModel], name: str) -> str:
-    """Return one of `STATUSES`: what the route of `model` does with the field `name`."""
+    """Return how the route of `model` treats the field `name`, as one of `STATUSES`."""
     neutral = getattr(model, "NEUTRAL", {})
     if name in neutral or (name not in model.model_fields and name in REFUSED):
         return "refused"
@@ -108,7 +109,11 @@ def status(model: type[OpenModel], name: str) -> str:
 
 
 def table() -> str:
-    """Return the table: one row for each route and status, with the fields and the APIs that define them."""
+    """Return the table as Markdown.
+
+    The table has one row for each route and status. A row lists the fields and the APIs that define each
+    field.
+    """
     rows = ["| route | status | fields |", "| --- | --- | --- |"]
     for route, model, apis in ROUTES:
         names = sorted({*model.model_fields, *(name for api in apis.values() for name in api)})
@@ -120,9 +125,9 @@ def table() -> str:
 
 
 def _marked(name: str, apis: dict[str, list[str]]) -> str:
-    """Return the name with the initials of the APIs that define the field on this route.
+    """Return the name, followed by the initials of the APIs that define the field on this route.
 
-    A field of OpenAI's API gets only OpenAI's initial, because vLLM and SGLang did not add it.
+    A field of OpenAI's API gets only OpenAI's initial, because vLLM and SGLang have copied the field.
     """
     owners = [api for api, names in apis.items() if name in names]
     if "OpenAI" in owners:
@@ -132,7 +137,7 @@ def _marked(name: str, apis: dict[str, list[str]]) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """Write the table, or with ``--check`` return 1 if the page contains another one."""
+    """Write the table into the page. With ``--check``, only return 1 if the page's table is out of date."""
     page = PAGE.read_text()
     before, _, rest = page.partition(BEGIN)
     _, _, after = rest.partition(END)

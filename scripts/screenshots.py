@@ -1,8 +1,8 @@
-"""Takes the pictures of the playground and of the operator's page for the documents.
+"""Takes the pictures of the playground and of the operator's page for the documentation.
 
-`make screenshots` starts the embedded pair and runs this script. `python scripts/screenshots.py URL` uses a
-running server. Both need the `browser` extra and Chromium. The animated picture is the file that the page
-itself saves.
+`make screenshots` starts the embedded pair (target and draft in one process) and runs this script.
+`python scripts/screenshots.py URL` takes the pictures from a running server. Both commands need the `browser`
+extra and Chromium. The animated picture is the file that the playground's save button produces.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def chromium_path() -> str:
     """Return the path of the system's Chromium.
 
     Raises:
-        SystemExit: If there is none.
+        SystemExit: If Chromium is not installed.
     """
     path = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     if path is None:
@@ -48,7 +48,7 @@ def chat(page: Page, url: str) -> None:
 
 
 def show_round(page: Page, number: int) -> None:
-    """Show one round, counted from 1, and select its first drafted node."""
+    """Show the round `number`, counted from 1, and select the first drafted node of this round."""
     page.fill("#round", str(number - 1))
     page.focus("#tree")
     page.keyboard.press("ArrowRight")
@@ -94,7 +94,7 @@ def main(url: str) -> None:
 
 
 def serve_and_run() -> None:
-    """Start the embedded pair on the CPU, and take the pictures."""
+    """Start the embedded pair on the CPU, and take the pictures from this server."""
     options = StackOptions(device="cpu", port=free_port(), log_level="warning")
     with running_stack(options, lambda name, line: print(f"{name} | {line}"), print) as stack:
         main(stack.url)

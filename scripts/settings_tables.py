@@ -1,7 +1,7 @@
 """Writes the tables of docs/settings.md from the settings classes, or checks that they are up to date.
 
-Run `python scripts/settings_tables.py` after a change of a setting. With `--check`, the exit code is 1 if the
-page is not current.
+Run `python scripts/settings_tables.py` after a change of a setting. With `--check`, the script writes
+nothing, and its exit code is 1 if the page is out of date.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def updated(page: str) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Write the page, or return 1 if it is not current."""
+    """Write the tables into the page. With ``--check``, only return 1 if the page is out of date."""
     current = PAGE.read_text(encoding="utf-8")
     new = updated(current)
     if "--check" in arguments:

@@ -1,6 +1,6 @@
-"""Makes the packages of this environment importable in another virtual environment, whose own come first.
+"""Makes the packages of this environment importable in another virtual environment.
 
-Run as ``python scripts/share_packages.py ENVIRONMENT``.
+The other environment's own packages take precedence. Run as ``python scripts/share_packages.py ENVIRONMENT``.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 def main(environment: Path) -> None:
-    """Write a .pth file into `environment`, which has the same version of Python as this one."""
+    """Write a .pth file into `environment`, which must have the same Python version as this environment."""
     mine = Path(sysconfig.get_path("purelib"))
     theirs = environment / mine.relative_to(sys.prefix)
     # addsitedir also reads the .pth files of this environment, which editable installs need.

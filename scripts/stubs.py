@@ -18,7 +18,7 @@ GENERATED = ("*_pb2.py", "*_pb2.pyi", "*_pb2_grpc.py", "*_pb2_grpc.pyi")
 def generate(target: Path) -> None:
     """Run protoc with its Python, gRPC and typing plugins on every proto.
 
-    The stubs are written into the folder `target`.
+    protoc writes the stubs into the folder `target`.
     """
     protos = sorted(str(path.relative_to(PROTOS)) for path in PROTOS.rglob("*.proto"))
     outputs = [
@@ -37,7 +37,7 @@ def generate(target: Path) -> None:
 
 
 def stubs_below(folder: Path) -> dict[str, bytes]:
-    """Return relative path → content of the generated files in a folder."""
+    """Return the content of each generated file in a folder, by relative path."""
     return {
         str(path.relative_to(folder)): path.read_bytes()
         for pattern in GENERATED

@@ -1,10 +1,10 @@
-"""The gateway service: REST in the formats of OpenAI, Anthropic and SGLang, and gRPC, over one shared core.
+"""The gateway service: serves REST (OpenAI, Anthropic and SGLang formats) and gRPC over one shared core.
 
-All text handling is here: tokenization, chat templates, detokenization, stop strings and output parsers. The
-gateway imports no torch.
+The gateway does all text handling: tokenization, chat templates, detokenization, stop strings and output
+parsers. It does not import torch.
 """
 
 import os
 
-# grpc's own log contains unescaped text of any peer. grpc reads this variable when it is loaded.
+# grpc's own log contains unescaped text from peers. grpc reads this variable while it is imported.
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")

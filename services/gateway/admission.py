@@ -1,6 +1,6 @@
-"""Admission control: limits the sequences and prompt tokens that wait for the target.
+"""Admission control: limits the number of sequences and of prompt tokens that wait for the target.
 
-Requests above the limits are refused immediately with status 429.
+A request above a limit is refused immediately with status 429.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from outrider.shared.base.queue_share import exceeds_share
 
 MIN_RETRY_S = 1.0
 MAX_RETRY_S = 60.0
-# Weight of the newest sample in the moving average of the interval between two departures from the queue.
+# Weight of the newest sample in the moving average of the time between two departures from the queue.
 DRAIN_ALPHA = 0.2
 
 
@@ -39,15 +39,15 @@ class Admission:
         self._tokens_of: Counter[str] = Counter()
 
     def admit(self, sequences: int, tenant: str = "") -> Slot:
-        """Reserve room for this many sequences.
+        """Reserve room for `sequences` sequences.
 
-        A tenant, which is the name of an API key, leaves a part of the queue for others. Requests without a
-        tenant may fill the queue.
+        A tenant is the name of an API key. Each tenant may fill only a share of the queue, so that other
+        tenants find room. Requests without a tenant may fill the whole queue.
 
         Use the returned slot as a context manager around the whole request.
 
         Raises:
-            OverloadedError: If the queue is full, or this tenant's part of it.
+            OverloadedError: If the queue is full, or if this tenant's share of the queue is full.
         """
         if self.waiting and self.waiting + sequences > self._max_requests:
             raise self._overloaded(
@@ -98,14 +98,14 @@ class Admission:
             self._drain_interval_s = (
                 interval if previous is None else previous + DRAIN_ALPHA * (interval - previous)
             )
-        # Intervals that include an empty queue would not measure how fast the queue drains.
+        # A sample that includes a time with an empty queue would not measure how fast the queue drains.
         self._last_departure = now if self.waiting else None
 
 
 class Slot:
-    """Room reserved for one request of one or more sequences.
+    """Room in the queue that one request has reserved for its sequences.
 
-    Leaving the context releases the remaining room.
+    Leaving the context releases the room of all sequences that have not left the queue.
     """
 
     def __init__(self, admission: Admission, sequences: int, tenant: str) -> None:
@@ -118,7 +118,7 @@ class Slot:
         admission.active += sequences
 
     def add_prompts(self, lengths: list[int]) -> None:
-        """Count the prompt tokens. Call this once the prompts are tokenized, with one length per sequence.
+        """Count the prompt tokens. Call this method once after tokenization, with one length per sequence.
 
         Raises:
             OverloadedError: If too many prompt tokens are waiting.
@@ -127,7 +127,7 @@ class Slot:
         self._tokens = dict(enumerate(lengths))
 
     def started(self, index: int) -> None:
-        """Record that sequence `index` has left the queue: its first token arrived, or the sequence ended."""
+        """Record that sequence `index` has left the queue: its first token has arrived, or it has ended."""
         tokens = self._tokens.pop(index, None)
         if tokens is not None:
             self._waiting -= 1

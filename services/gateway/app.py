@@ -56,8 +56,8 @@ HEADER_LIMIT_BYTES = 64 * 1024
 BACKLOG = 2048
 # Seconds to flush the last bytes of replies after the grace period.
 HTTP_STOP_S = 2
-# The size limit of gRPC replies, as a multiple of the body limit. A reply that was delayed by a pause may
-# contain many traced rounds.
+# The size limit of gRPC replies, as a multiple of the limit of request bodies. A reply that was delayed by a
+# pause may contain many traced rounds.
 GRPC_REPLY_SLACK = 4
 # Interval at which the gateway looks for a changed keys file.
 KEYS_POLL_S = 1.0
@@ -103,12 +103,12 @@ def create_app(core: GatewayCore) -> FastAPI:
 
 
 class GatewayServer:
-    """A running gateway: call `start`, then `drain`.
+    """A running gateway. Call `start` to begin serving and `drain` to shut down.
 
     Attributes:
         core: The core that REST and gRPC share.
-        port: Bound port of the REST API.
-        grpc_port: Bound port of the gRPC API. The port is 0 before `start` and if gRPC is disabled.
+        port: Port on which the REST API listens.
+        grpc_port: Port on which the gRPC API listens. The value is 0 before `start` and if gRPC is disabled.
     """
 
     def __init__(self, settings: GatewaySettings) -> None:
@@ -169,8 +169,8 @@ class GatewayServer:
         """Shut down gracefully.
 
         1. Report not ready.
-        2. Accept requests for another `drain_notice_s`, until load balancers have noticed.
-        3. Refuse new requests. Let running ones finish for up to `drain_grace_s`.
+        2. Accept requests for another `drain_notice_s` seconds, so that load balancers notice the new state.
+        3. Refuse new requests. Let running requests finish for up to `drain_grace_s` seconds.
         4. Stop the REST and gRPC servers.
         """
         settings, core = self._settings, self.core
@@ -206,7 +206,7 @@ class GatewayServer:
             self.core.ring.reload_if_changed()
 
     async def _follow_target(self) -> None:
-        """Log `ready` once, and mirror the target's readiness in gRPC health."""
+        """Log `ready` once, and report the target's readiness in gRPC health checks."""
         announced = False
         while True:
             await self.core.targets.readiness.wait_for(True)
@@ -225,7 +225,7 @@ class GatewayServer:
 def run(settings: GatewaySettings) -> int:
     """Serve until SIGTERM or SIGINT, then drain.
 
-    The log message of a configuration error includes the fix.
+    If the configuration is invalid, log an error that includes the fix.
 
     Returns:
         The exit code of the process.
@@ -262,13 +262,17 @@ async def _serve(settings: GatewaySettings) -> int:
 
 
 class _QuietServer(uvicorn.Server):
-    """A uvicorn server that leaves signals to the gateway.
+    """A uvicorn server that leaves signal handling to the gateway.
 
-    uvicorn's own handler would stop listening before the gateway has reported not ready.
+    uvicorn's own signal handler would stop listening before the gateway has reported that it is not ready.
     """
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start to accept connections. asyncio has set the backlog to the number that it accepts at once."""
+        """Start to accept connections.
+
+        asyncio has set the listen backlog to the number of connections that it accepts in one step. This
+        method therefore sets the backlog again.
+        """
         await super().startup(sockets)
         for listener in sockets or ():
             listener.listen(BACKLOG)
@@ -280,8 +284,8 @@ class _QuietServer(uvicorn.Server):
 
 def _bind(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # asyncio sets TCP_NODELAY only on sockets with an explicit protocol. Replies would be 40 ms late without
-    # TCP_NODELAY.
+    # asyncio sets TCP_NODELAY only on sockets with an explicit protocol. Without TCP_NODELAY, replies would
+    # be 40 ms late.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -296,7 +300,7 @@ def _bind(host: str, port: int) -> socket.socket:
 
 
 def _describe_validation(app: FastAPI) -> None:
-    """Remove 422 from the OpenAPI document: invalid requests are answered with 400."""
+    """Remove status 422 from the OpenAPI document, because the gateway answers invalid requests with 400."""
     make = app.openapi
 
     def openapi() -> dict[str, Any]:

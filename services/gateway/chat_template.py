@@ -1,7 +1,7 @@
 """Chat templates, rendered by Jinja in a restricted sandbox.
 
-The sandbox provides the functions that published templates use, and limits a template's time and output size.
-Templates come from the model's folder, never from a client. A template is still untrusted code.
+The sandbox provides the functions that published templates use, and limits the time and the output size of a
+template. Templates come from the model's folder, never from a client. A template is still untrusted code.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class ChatTemplate:
         Args:
             source: The template's Jinja source.
             special_tokens: Maps names such as ``bos_token`` to special tokens. Templates can use these names.
-            now: Clock for the template's ``strftime_now``.
+            now: Returns the current time for the template's ``strftime_now``.
 
         Raises:
             CheckpointError: If the template is too long or not valid Jinja.
@@ -93,7 +93,7 @@ class ChatTemplate:
         Args:
             messages: Messages in order, each with ``role`` and ``content``.
             options: Additional variables for the template.
-            add_generation_prompt: Whether to end with the header of the assistant's answer.
+            add_generation_prompt: Whether the prompt ends with the header of the assistant's answer.
 
         Raises:
             InvalidRequestError: If the template rejects the messages, fails while rendering, or exceeds its
@@ -135,7 +135,7 @@ class ChatTemplate:
 
 
 def _indent(text: str, width: int | str = 4, first: bool = False, blank: bool = False) -> str:
-    """Indent like Jinja's own filter, with a limit on the size of the result."""
+    """Indent text as Jinja's own filter does, but limit the size of the result."""
     if (width if isinstance(width, int) else len(width)) * (text.count("\n") + 1) > bounds.MAX_OUTPUT_CHARS:
         raise SecurityError("a string is indented too far")
     return do_indent(text, width, first, blank)

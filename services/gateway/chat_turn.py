@@ -1,4 +1,4 @@
-"""One turn of a chat, for all routes that answer chats: its prompt, and the parsers of its answers."""
+"""One turn of a chat: builds its prompt, and creates the parsers of its answers. All chat routes use it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from outrider.services.gateway.tokenizer import ChatEnding, TextCodec
 from outrider.shared.base.constraint import Constraint, ConstraintKind
 from outrider.shared.base.errors import InvalidRequestError
 
-# Number of tokens at the end of the prompt that may open the reasoning.
+# Number of tokens at the end of the prompt to search for an opening tag of the reasoning.
 PROMPT_END_TOKENS = 8
 
 
@@ -32,18 +32,19 @@ class TurnEnd:
 
 @dataclass(slots=True)
 class ChatTurn:
-    """A chat that has passed all checks that need no tokens.
+    """A chat that has passed all checks that are possible before tokenization.
 
     Attributes:
         core: The gateway's core.
         codec: The model's text codec.
-        parameters: Sampling parameters. They keep special tokens if the parsers need these.
+        parameters: Sampling parameters. They keep special tokens in the text if the parsers need these
+            tokens.
         messages: Messages for the chat template.
         options: Variables of the chat template, including the tools.
         ending: How the prompt ends.
-        truncate: Number of tokens to keep of the prompt. None keeps all.
-        tools: What the answer may call. None if the request has no tools.
-        split_reasoning: Whether answers separate their reasoning.
+        truncate: Number of tokens to keep from the end of the prompt. None keeps all tokens.
+        tools: The tools that the answer may call. None if the request has no tools.
+        split_reasoning: Whether the reply contains the reasoning apart from the text.
     """
 
     core: GatewayCore
@@ -78,13 +79,13 @@ class ChatTurn:
             core: The gateway's core.
             parameters: Sampling parameters of the request.
             messages: Messages for the chat template.
-            tools: Tools for the chat template. Empty if the answer must not call any.
-            forced: The tools of which the answer must call one. Empty if no call is forced.
+            tools: Tools for the chat template. Empty if the answer must not call tools.
+            forced: The tools from which the answer must call one. Empty if the answer need not call a tool.
             parallel: Whether an answer may contain several tool calls.
             options: Variables of the chat template that the client set.
-            ending: How the prompt ends. None ends with the header of the assistant's answer.
-            truncate: Number of tokens to keep of the prompt. None keeps all.
-            split_reasoning: Whether answers separate their reasoning.
+            ending: How the prompt ends. With None, it ends with the header of the assistant's answer.
+            truncate: Number of tokens to keep from the end of the prompt. None keeps all tokens.
+            split_reasoning: Whether the reply contains the reasoning apart from the text.
 
         Raises:
             InvalidRequestError: If the server runs without a tokenizer, or the model cannot call tools.
@@ -135,10 +136,10 @@ class ChatTurn:
         return AnswerReader(self.core.parsers.create(self.tools, self.split_reasoning, self._prompt_end))
 
     async def run(self, job: Job) -> AsyncGenerator[Started | Piece | TurnEnd, None]:
-        """Run a turn with one answer, and yield its pieces as they arrive.
+        """Run a turn with one answer, and yield the pieces of the answer as they arrive.
 
         Raises:
-            OutriderError: As `GatewayCore.generate`.
+            OutriderError: For the same reasons as `GatewayCore.generate`.
         """
         reader = AnswerReader(None)
         async with aclosing(self.core.generate(job)) as events:
@@ -163,13 +164,13 @@ def _of_calls(
     forced: Sequence[Mapping[str, Any]],
     form: CallFormat,
 ) -> Constraint | None:
-    """Return the constraint of an answer that may call tools.
+    """Return the constraint of an answer that may call tools, or None if the answer is unconstrained.
 
     Args:
-        asked: The form of the answer that the client demands.
+        asked: The constraint that the client demands for an answer without tool calls. None if there is none.
         tools: The tools that the answer may call.
-        forced: The tools of which the answer must call one. Empty if no call is forced.
-        form: How the model writes calls.
+        forced: The tools from which the answer must call one. Empty if the answer need not call a tool.
+        form: How the model writes tool calls.
     """
     if asked is None:
         return calls_constraint(forced, form) if forced else None

@@ -1,6 +1,6 @@
-"""Converts requests, token deltas, traces and statistics to and from the protobuf messages of the target.
+"""Converts requests, token deltas, traces and statistics to and from the target's protobuf messages.
 
-Protobuf messages are used only here, in the target client and in the gRPC servicer.
+Only this module, the target client and the gRPC servicer use protobuf messages.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def request_to_proto(request: GenerationRequest, timeout_s: float) -> target_pb2
 
     Args:
         request: The sequence to generate.
-        timeout_s: Time left until the request's deadline.
+        timeout_s: Time left until the request's deadline, in seconds.
     """
     sampling, speculation = request.sampling, request.speculation
     options = common_pb2.SamplingOptions(
@@ -89,7 +89,7 @@ def delta_from_proto(delta: target_pb2.TokenDelta) -> TargetDelta:
 
 
 def finish_from_proto(finish: target_pb2.Finish) -> TargetFinish:
-    """Convert the end of a sequence. An unknown reason, sent by a newer target, becomes `STOP`."""
+    """Convert the end of a sequence. A reason that only a newer target defines becomes `STOP`."""
     return TargetFinish(
         reason=REASON_FROM_PROTO.get(finish.reason, FinishReason.STOP),
         matched_token=finish.matched_token if finish.HasField("matched_token") else None,
@@ -105,7 +105,7 @@ def info_from_proto(reply: target_pb2.GetInfoReply) -> ServedTarget:
     """Convert the reply of GetInfo.
 
     Raises:
-        ProtocolError: If the target and this gateway have no version in common.
+        ProtocolError: If the target and this gateway support no common version of the protocol.
     """
     speculation, features = reply.speculation, agree_with_target(reply)
     return ServedTarget(

@@ -45,16 +45,16 @@ Prompts = Callable[[], Awaitable[Sequence[tuple[int, ...]]]]
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A request from either API, after all checks that need no tokens.
+    """A request from REST or gRPC, after all checks that are possible before tokenization.
 
     Attributes:
-        prompts: Returns the token ids of every prompt. Called after admission.
+        prompts: Returns the token ids of every prompt. The core calls this function after admission.
         sequences: Number of sequences, which is the number of prompts times `n`.
-        parameters: Sampling, stopping and speculation parameters.
+        parameters: Parameters for sampling, stopping and speculation.
         surface: Field names and defaults of the API that received the request.
-        timeout_s: Seconds until the caller's deadline, or None. The server's own limit always applies.
-        rids: Names that the client gave to the sequences, for `GatewayCore.abort`. Empty without names.
-        per_prompt: Parameters of each prompt. Empty if all prompts have the same `parameters`.
+        timeout_s: Seconds until the client's deadline, or None. The server's own time limit always applies.
+        rids: Names that the client gave to the sequences, for `GatewayCore.abort`. Empty if there are none.
+        per_prompt: Parameters of each prompt. Empty if all prompts use `parameters`.
     """
 
     prompts: Prompts
@@ -67,17 +67,17 @@ class Job:
 
 
 class GatewayCore:
-    """The core that REST and gRPC share. A gateway process has one core.
+    """The core that REST and gRPC share. A gateway process creates one core, for the default model.
 
-    If the targets serve several models, `of_model` returns a copy of the core for each other model. The copy
-    shares everything with the core but the settings, the text codec and the targets of its model.
+    If the targets serve several models, `of_model` returns a copy of the core for each other model. A copy
+    has its own settings, its own text codec and the targets of its own model. It shares everything else.
 
     Attributes:
-        targets: All targets.
+        targets: The targets of all models.
         client: The targets of this core's model.
         token_bytes: Returns the bytes of a token's text, for logprobs.
-        parsers: The parsers of the model's answers.
-        lifecycle: Whether requests are accepted.
+        parsers: Names of the parsers of the model's answers.
+        lifecycle: Whether the gateway accepts requests.
         errors: The latest error replies.
         ring: The API keys.
         tracer: Records the spans of requests.
@@ -94,9 +94,9 @@ class GatewayCore:
         self.targets = _target_pool(settings, self.metrics)
         self.lifecycle = Lifecycle()
         self.started_at = int(time.time())
-        # Client's name of a sequence or a batch → ids of the running sequences.
+        # Client's name of a sequence or of a batch → ids of the running sequences.
         self._by_rid: dict[str, set[str]] = {}
-        # Id of a running sequence → name of its API key.
+        # Id of a running sequence → name of the API key that started it.
         self._owners: dict[str, str] = {}
         self._codecs = _load_codecs(settings)
         # The cores of other models, by model id.
@@ -104,7 +104,7 @@ class GatewayCore:
         self._serve_model(settings, None)
 
     def _serve_model(self, settings: GatewaySettings, model_id: str | None) -> None:
-        """Set what belongs to one model. `model_id` is None for the default model."""
+        """Set the attributes that depend on the model. `model_id` is None for the default model."""
         self.settings = settings
         self.codec = replace(self._codecs[settings.tokenizer]) if settings.tokenizer else None
         self.token_bytes = token_bytes(self.codec.tokenizer if self.codec else None)
@@ -135,7 +135,7 @@ class GatewayCore:
 
     @property
     def model_names(self) -> tuple[str, ...]:
-        """The names that requests may use. The first one is that of the default model.
+        """The model names that requests may use. The first name is that of the default model.
 
         Raises:
             UnavailableError: If no target has ever been connected.
@@ -144,7 +144,7 @@ class GatewayCore:
         return (*default, *(one for one in self.targets.model_ids[1:] if one not in default))
 
     def of_model(self, name: str | None) -> GatewayCore:
-        """Return the core of the model that a request names. No name stands for the default model.
+        """Return the core of the model that a request names. With None, return the core of the default model.
 
         Raises:
             ModelNotFoundError: If several models are served, and none has this name.
@@ -193,9 +193,9 @@ class GatewayCore:
         Closing the generator cancels the sequences.
 
         Raises:
-            OutriderError: With status 429 if the server is overloaded, 400 if the tokens break a limit, or
-                503 if the server drains or has no target. Errors reported by the target are raised as well.
-                The error for too many sequences is raised before any work is done.
+            OutriderError: With status 429 if the server is overloaded, 400 if the tokens exceed a limit, or
+                503 if the server drains or has no target. Errors that the target reports are raised too. The
+                error for too many sequences is raised before the prompts are tokenized.
         """
         if not self.lifecycle.admitting:
             raise self._draining()
@@ -246,15 +246,16 @@ class GatewayCore:
                 self.lifecycle.ended()
 
     def abort(self, rid: str | None) -> int:
-        """Abort running sequences. Their clients get what has been generated.
+        """Abort running sequences. Their clients receive the text that has been generated so far.
 
-        A caller without an admin key aborts only sequences of its own key.
+        A caller without an admin key can abort only the sequences of its own key.
 
         Args:
-            rid: The client's name of a sequence, or of a batch with numbered sequences. None aborts all.
+            rid: The name that the client gave to a sequence or to a whole batch. With None, abort all
+                sequences.
 
         Returns:
-            The number of sequences.
+            The number of aborted sequences.
         """
         caller = current_caller.get()
         found = {
@@ -281,14 +282,14 @@ class GatewayCore:
         return limit if job.timeout_s is None else min(job.timeout_s, limit)
 
     async def render_metrics(self) -> str:
-        """Return the gateway's metrics, followed by the metrics of the targets that answer."""
+        """Return the gateway's metrics, followed by the metrics of all targets that reply."""
         members = self.targets.members
         stats = await self.targets.stats(members)
         found = [(one, text.prometheus_text) for one, text in zip(members, stats, strict=True) if text]
         return self.join_metrics(found)
 
     def join_metrics(self, texts: Sequence[tuple[Member, str]]) -> str:
-        """Return the gateway's metrics, followed by the given metrics of targets.
+        """Return the gateway's metrics, followed by the metrics in `texts`, which come from targets.
 
         Each sample of a target gets the labels `model` and `target`.
         """
@@ -309,7 +310,7 @@ class GatewayCore:
 
 
 def _load_codecs(settings: GatewaySettings) -> dict[Path, TextCodec]:
-    """Load the tokenizers of all models at start, because loading would stop the event loop later."""
+    """Load the tokenizers of all models at start-up, because loading one later would block the event loop."""
     paths = dict.fromkeys([settings.tokenizer, *settings.tokenizers.values()])
     return {path: TextCodec.load(path) for path in paths if path is not None}
 
@@ -323,7 +324,10 @@ def _target_pool(settings: GatewaySettings, metrics: GatewayMetrics) -> TargetPo
 
 
 def _sampling_defaults(settings: GatewaySettings) -> SamplingDefaults:
-    """Return the defaults of the model whose tokenizer is served, unless a setting turns them off."""
+    """Return the sampling defaults that the model recommends.
+
+    There are none if `sampling_defaults` turns them off.
+    """
     if settings.tokenizer is None or settings.sampling_defaults != "model":
         return NO_DEFAULTS
     defaults = SamplingDefaults.load(settings.tokenizer)
@@ -334,14 +338,14 @@ def _sampling_defaults(settings: GatewaySettings) -> SamplingDefaults:
 
 
 def rids_of(rid: str | None, sequences: int) -> tuple[str, ...]:
-    """Return the names of the sequences of a request: its name, numbered if there are several."""
+    """Return the name of each sequence of a request: `rid`, with a number if there are several sequences."""
     if rid is None:
         return ()
     return (rid,) if sequences == 1 else tuple(f"{rid}-{index}" for index in range(sequences))
 
 
 async def named(prompts: Awaitable[Result], field: str) -> Result:
-    """Await the prompts of a request. An error that names no field gets the name of the prompt's field.
+    """Await the prompts of a request. If the error names no field, add the name of the prompt's field.
 
     Raises:
         InvalidRequestError: If a prompt is not valid.
@@ -355,7 +359,7 @@ async def named(prompts: Awaitable[Result], field: str) -> Result:
 
 
 def _allowed(job: Job, caller: Caller) -> Job:
-    """Return the job with the priority, mode of speculation and salt that its API key allows.
+    """Return the job with the priority, mode of speculation and cache salt that the caller's API key allows.
 
     Raises:
         OutriderError: PERMISSION_DENIED, if the key may not set a value that the request sets.
@@ -379,7 +383,7 @@ def _allowed(job: Job, caller: Caller) -> Job:
 def _parts(
     job: Job, prompts: Sequence[tuple[int, ...]]
 ) -> list[tuple[Parameters, Sequence[tuple[int, ...]]]]:
-    """Return the prompts with their parameters: all together, or each on its own."""
+    """Return groups of prompts with their parameters: one group for all prompts, or one for each prompt."""
     if not job.per_prompt:
         return [(job.parameters, prompts)]
     return [(one, [prompt]) for one, prompt in zip(job.per_prompt, prompts, strict=True)]

@@ -1,6 +1,6 @@
 """Incremental detokenization: converts token ids to text, piece by piece.
 
-No piece ends inside a code point, and no piece is ever retracted. No token is released before its text.
+No piece ends inside a code point, and a released piece never changes. No token is released before its text.
 """
 
 from __future__ import annotations
@@ -16,15 +16,16 @@ from tokenizers.decoders import DecodeStream
 from outrider.services.gateway.request import Chunk, StopRules
 from outrider.services.gateway.stop import Scan, StopMatcher
 
-# A code point has at most four bytes and takes at most four tokens. A longer undecodable run is not UTF-8.
+# A code point has at most four bytes and therefore at most four tokens. A longer undecodable run is not
+# UTF-8.
 MAX_HELD_TOKENS = 8
-# Number of preceding tokens to decode together with held tokens. A token's text can depend on its neighbors.
+# Number of earlier tokens to decode together with held tokens. A token's text can depend on earlier tokens.
 CONTEXT_TOKENS = 8
 
 
 @lru_cache(maxsize=8)
 def special_token_ids(tokenizer: Tokenizer) -> frozenset[int]:
-    """Return the tokens that have no text if special tokens are skipped."""
+    """Return the ids of the special tokens, which produce no text if special tokens are skipped."""
     added = tokenizer.get_added_tokens_decoder()
     return frozenset(token_id for token_id, token in added.items() if token.special)
 
@@ -32,7 +33,7 @@ def special_token_ids(tokenizer: Tokenizer) -> frozenset[int]:
 class IncrementalDecoder:
     """Decodes one sequence. The joined pieces equal the tokenizer's decoding of the whole sequence.
 
-    Bytes that never become valid UTF-8 are an exception. Such bytes are released as U+FFFD after
+    Bytes that never become valid UTF-8 are the only exception. They are released as U+FFFD after
     `MAX_HELD_TOKENS` tokens or at the end of the sequence.
     """
 
@@ -57,14 +58,15 @@ class IncrementalDecoder:
             # `DecodeStream` raises a bare Exception if a token changes the text of earlier tokens.
             return self.flush()
         if piece is None:
-            # Skipped special tokens have no text and are held until text follows. Count other tokens only.
+            # Skipped special tokens have no text and are held until text follows. Count only the other
+            # tokens.
             self._num_undecodable += bool(self._decode([token_id]))
             return self.flush() if self._num_undecodable > MAX_HELD_TOKENS else ""
         self._settle()
         return str(piece)
 
     def flush(self) -> str:
-        """Return the text of the held tokens and restart decoding. Broken code points become U+FFFD."""
+        """Return the text of the held tokens and restart decoding. Incomplete code points become U+FFFD."""
         if not self._held:
             return ""
         context = list(self._context)
@@ -86,7 +88,7 @@ class IncrementalDecoder:
 
 @dataclass(slots=True)
 class _Pending:
-    """Tokens whose text ends at offset `end` of the unreleased text."""
+    """Held tokens whose text ends at offset `end` of the unreleased text."""
 
     token_ids: list[int]
     end: int
@@ -100,7 +102,7 @@ class TextAssembler:
     Without a tokenizer, chunks contain token ids and no text.
 
     Attributes:
-        num_tokens: Number of tokens added so far. Tokens after a stop string do not count.
+        num_tokens: Number of tokens added so far, without the tokens after a stop string.
         matched_stop: The stop string that matched, or None.
     """
 
@@ -110,10 +112,10 @@ class TextAssembler:
         """Create an assembler.
 
         Args:
-            tokenizer: Decodes the tokens. None releases token ids only.
+            tokenizer: Decodes the tokens. With None, chunks contain token ids only.
             rules: Stop strings and text options of the request.
-            silent_token_ids: Tokens that end the sequence (EOS and stop tokens). They produce no text, even
-                if the tokenizer has text for these tokens.
+            silent_token_ids: Tokens that end the sequence (EOS and stop tokens). They produce no text,
+                although the tokenizer may have text for them.
         """
         self._decoder = IncrementalDecoder(tokenizer, rules.skip_special_tokens) if tokenizer else None
         self._matcher = StopMatcher(rules.strings, rules.include_stop_string)
@@ -126,7 +128,7 @@ class TextAssembler:
         self.matched_stop: str | None = None
 
     def push(self, token_ids: Iterable[int]) -> Chunk:
-        """Add emitted tokens and return the chunk that is now final. Drop tokens after a stop string."""
+        """Add emitted tokens and return the chunk that is now final. Ignore tokens after a stop string."""
         text = ""
         released: list[int] = []
         for token_id in token_ids:

@@ -43,8 +43,8 @@ ANTHROPIC_TYPE_OF_CODE = {
     ErrorCode.UNAVAILABLE: "overloaded_error",
 }
 ANTHROPIC_PATH = "/v1/messages"
-# The clients of OpenAI and Anthropic repeat requests after the statuses 408 and from 500 on. These errors
-# would come back, and each repetition would cost as much as the request.
+# The clients of OpenAI and Anthropic retry requests that fail with status 408, 500 or above. The errors below
+# would occur again, and each retry would cost as much as the first attempt.
 NOT_TO_RETRY = frozenset([ErrorCode.DEADLINE_EXCEEDED, ErrorCode.INTERNAL, ErrorCode.UNIMPLEMENTED])
 # Names of union branches that pydantic includes in the location of an error.
 PLAIN_TAGS = frozenset(["str", "int", "float", "bool"])
@@ -52,7 +52,7 @@ TAG_PREFIXES = ("list[", "dict[", "tuple[", "function-", "constrained-", "litera
 
 
 class JsonResponse(Response):
-    """JSON with ASCII escapes, so that a reply can quote any text of a client, even with lone surrogates."""
+    """JSON in ASCII only. A reply can therefore quote any text of a client, including lone surrogates."""
 
     media_type = "application/json"
 
@@ -61,7 +61,10 @@ class JsonResponse(Response):
 
 
 class ErrorReply(JsonResponse):
-    """An error reply. It notes its error, for the log line of the request and the log of recent errors."""
+    """An error reply.
+
+    It also records its error for the request's log line and for the log of recent errors.
+    """
 
     def __init__(self, error: OutriderError, body: Mapping[str, Any]) -> None:
         super().__init__(body, error.code.value, _error_headers(error))
@@ -73,7 +76,7 @@ class ErrorReply(JsonResponse):
 
 
 def note_error(scope: Scope, error: OutriderError) -> None:
-    """Note the error of a request in its state, and in the note for its log line."""
+    """Record the error of a request in the request's state and in the note for its log line."""
     if (note := current_note.get()) is not None:
         note.error = error
     scope.setdefault("state", {})["error"] = error
@@ -125,7 +128,7 @@ def _details(error: OutriderError) -> dict[str, Any]:
 def error_event(error: OutriderError) -> dict[str, Any]:
     """Return the event that ends a stream after an error.
 
-    The HTTP status of the reply has already been sent, so the event contains the error's status.
+    The HTTP status of the reply has already been sent, so the event contains the status of the error.
     """
     body = error_body(error)
     body["error"]["status"] = error.code.value
@@ -186,7 +189,7 @@ def _field_of(problem: Mapping[str, Any]) -> str:
 
 
 def _http_error(error: HTTPException) -> Response:
-    """Convert a routing error of the framework: unknown path, wrong method, or a body that is not text."""
+    """Convert a framework error: unknown path, wrong method, or a body that cannot be decoded as text."""
     if error.status_code == 404:
         return error_response(
             OutriderError("This path does not exist.", code=ErrorCode.NOT_FOUND, reason="not_found")

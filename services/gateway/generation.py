@@ -1,4 +1,4 @@
-"""Generation: runs valid requests on the target and yields pieces of text. Used by REST and gRPC."""
+"""Generation: runs checked requests on the target and yields pieces of text, for REST and gRPC."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from outrider.shared.base.errors import DeadlineExceededError, OutriderError
 from outrider.shared.base.generation import FinishReason, RoundTrace, SpeculationReport
 from outrider.shared.base.logit_rules import TokenLogprob
 
-# Seconds to wait for statistics after a stop string. The target sends the statistics within two rounds.
+# Seconds to wait for statistics after a stop string. The target normally sends them within two rounds.
 FINISH_WAIT_S = 2.0
 
 
@@ -190,7 +190,7 @@ async def _next(stream: MovableStream, deadline: float) -> TargetDelta | TargetF
 
 
 async def _last_word(stream: MovableStream, request: GenerationRequest) -> TargetFinish:
-    """Return the target's statistics after a cancel, or empty statistics if none arrive in time."""
+    """Return the target's final report after a cancel, or an empty report if none arrives in time."""
     try:
         async with asyncio.timeout(FINISH_WAIT_S):
             while not isinstance(event := await stream.next(), TargetFinish):
@@ -204,7 +204,7 @@ def _finished(
     request: GenerationRequest, end: TargetFinish, assembler: TextAssembler, e2e_s: float
 ) -> Finished:
     stop_string = assembler.matched_stop
-    # Tokens after a stop string are neither shown nor billed, even if the target counted these tokens.
+    # Tokens after a stop string are neither shown nor billed, although the target counts them.
     completion_tokens = end.usage.completion_tokens if stop_string is None else assembler.num_tokens
     if request.prompt_only:
         completion_tokens = 0
@@ -217,14 +217,14 @@ def _finished(
 
 
 def _scored(chunk: Chunk, scores: deque[TokenLogprob]) -> Chunk:
-    """Return a chunk with the logprobs of its tokens, which come in the same order as `scores`."""
+    """Return a chunk with the logprobs of its tokens, taken from the front of `scores`."""
     if not scores:
         return chunk
     return replace(chunk, logprobs=tuple(scores.popleft() for _ in chunk.token_ids if scores))
 
 
 def _by_round(delta: TargetDelta) -> Iterator[tuple[tuple[int, ...], tuple[RoundTrace, ...]]]:
-    """Split a delta by traced rounds. Tokens of the prefill come first, in a part without a round."""
+    """Split a delta into its traced rounds. Tokens of the prefill come first, in a part without a round."""
     if not delta.rounds:
         yield delta.token_ids, ()
         return
@@ -240,7 +240,7 @@ def _by_round(delta: TargetDelta) -> Iterator[tuple[tuple[int, ...], tuple[Round
 def _with_texts(
     texts: TraceTexts, token_ids: Sequence[int], rounds: Sequence[RoundTrace]
 ) -> tuple[RoundTrace, ...]:
-    """Return the rounds of a part of a delta with their texts. A part has at most one round."""
+    """Return the rounds of a part of a delta, with the texts of their tokens: at most one round."""
     if not rounds:
         texts.emit(token_ids)
     return tuple(texts.describe(one, token_ids) for one in rounds)

@@ -1,4 +1,4 @@
-"""Reads the chats of gRPC requests: messages, tools, variables of the template and the prompt's ending."""
+"""Reads the chats of gRPC requests: messages, tools, template variables, and the way the prompt ends."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def template_messages(messages: Sequence[gateway_pb2.Message]) -> list[dict[str,
     """Return the messages in the form that chat templates expect.
 
     Raises:
-        InvalidRequestError: If a message is invalid. The error names it.
+        InvalidRequestError: If a message is invalid. The error names the message.
     """
     return [_message(message, f"messages.{number}") for number, message in enumerate(messages)]
 
@@ -52,8 +52,8 @@ def callable_tools(tools: Sequence[gateway_pb2.Tool], choice: str) -> list[dict[
     """Return the tools that the answer may call, in the form that chat templates expect.
 
     Args:
-        tools: The tools.
-        choice: ``auto``, ``none``, ``required``, or the name of a tool. Empty means ``auto``.
+        tools: The tools of the request.
+        choice: ``auto``, ``none``, ``required``, or the name of a tool. An empty text means ``auto``.
 
     Raises:
         InvalidRequestError: If a tool is invalid.
@@ -75,7 +75,9 @@ def callable_tools(tools: Sequence[gateway_pb2.Tool], choice: str) -> list[dict[
 
 
 def forced_calls(tools: Sequence[gateway_pb2.Tool], choice: str) -> list[dict[str, Any]]:
-    """Return the tools of which the answer must call one; see `callable_tools`. Empty if no call is forced.
+    """Return the tools from which the answer must call one. Empty if the answer need not call a tool.
+
+    The arguments are those of `callable_tools`.
 
     Raises:
         InvalidRequestError: If a tool or the choice is invalid.
@@ -87,7 +89,7 @@ def forced_calls(tools: Sequence[gateway_pb2.Tool], choice: str) -> list[dict[st
 
 
 def template_variables(prompt: gateway_pb2.ChatPrompt) -> dict[str, Any]:
-    """Return the variables of the template that the client set.
+    """Return the variables of the chat template that the client set.
 
     Raises:
         InvalidRequestError: If a variable is not allowed, or the variables are not a JSON object.
@@ -117,7 +119,7 @@ def chat_ending(prompt: gateway_pb2.ChatPrompt) -> ChatEnding:
     """Return how the prompt ends.
 
     Raises:
-        InvalidRequestError: If the prompt would continue the last message and also begin another.
+        InvalidRequestError: If the prompt would both continue the last message and begin a new message.
     """
     begins_answer = prompt.add_generation_prompt if prompt.HasField("add_generation_prompt") else True
     if prompt.continue_final_message and begins_answer:
@@ -129,10 +131,10 @@ def chat_ending(prompt: gateway_pb2.ChatPrompt) -> ChatEnding:
 
 
 async def encode_chat(core: GatewayCore, request: gateway_pb2.TokenizeRequest) -> tuple[int, ...]:
-    """Return the token ids of the chat of a TokenizeRequest.
+    """Return the token ids of the chat in a TokenizeRequest.
 
     Raises:
-        InvalidRequestError: If the request also has a text, or the chat is invalid.
+        InvalidRequestError: If the request contains a text besides the chat, or the chat is invalid.
     """
     if request.text:
         raise InvalidRequestError("Set either text or messages.", field="text")

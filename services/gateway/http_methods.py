@@ -1,4 +1,4 @@
-"""HEAD for every route that has GET, and OPTIONS for every route."""
+"""Adds HEAD to every route that has GET, and OPTIONS to every route."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class HeadAsGet:
         async def without_body(message: Message) -> None:
             await send({**message, "body": b""} if message["type"] == "http.response.body" else message)
 
-        # The outer middleware reads the scope, too, and logs the client's method.
+        # The outer middleware reads the same scope, and it logs the client's own method.
         scope["method"] = "GET"
         try:
             await self._app(scope, receive, without_body)
@@ -34,7 +34,7 @@ class HeadAsGet:
 
 
 def add_options(app: FastAPI, routers: Iterable[APIRouter]) -> None:
-    """Answer OPTIONS on every path of `routers` with the methods of the path."""
+    """Answer OPTIONS on every path of `routers` with the list of methods that the path supports."""
     methods: dict[str, set[str]] = {}
     for route in (route for router in routers for route in router.routes):
         if isinstance(route, APIRoute):

@@ -1,4 +1,4 @@
-"""Whether the gateway accepts requests, and how many run."""
+"""Records whether the gateway accepts requests, and how many requests run."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import asyncio
 
 
 class Lifecycle:
-    """Whether the gateway accepts requests, and how many run.
+    """Records whether the gateway accepts requests, and how many requests run.
 
     Attributes:
-        draining: True once shutdown has begun. The gateway then reports not ready.
-        admitting: Whether new requests are accepted.
+        draining: True once shutdown has begun. The gateway then reports that it is not ready.
+        admitting: Whether the gateway accepts new requests.
         idle: Event that is set while no request is running.
     """
 

@@ -1,4 +1,4 @@
-"""Writes logprobs in the formats of OpenAI's chat and completions and of SGLang."""
+"""Formats logprobs as in OpenAI's chat and text completions, in vLLM's `prompt_logprobs` and in SGLang."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from tokenizers import Tokenizer
 from outrider.shared.base.logit_rules import TokenLogprob
 
 LEAST_LOGPROB = -9999.0
-"""Stands for minus infinity, which JSON cannot express. OpenAI uses this number."""
+"""Replaces minus infinity, which JSON cannot express. OpenAI uses this number too."""
 
 BytesOf = Callable[[int], bytes]
 """Returns the bytes of a token's text."""
 
 
 def token_bytes(tokenizer: Tokenizer | None) -> BytesOf:
-    """Return a function for the bytes of single tokens, which need not be valid UTF-8.
+    """Return a function that returns the bytes of a single token. The bytes need not be valid UTF-8.
 
-    tokenizer: Decodes the tokens. With None, the bytes of every token are empty.
-    tokenizer: Without a tokenizer, every token is empty.
+    Args:
+        tokenizer: Decodes the tokens. With None, the bytes of every token are empty.
     """
     if tokenizer is None:
         return lambda token: b""
@@ -36,8 +36,8 @@ def token_bytes(tokenizer: Tokenizer | None) -> BytesOf:
         text = str(tokenizer.decode([token], skip_special_tokens=False))
         if "\ufffd" not in text:
             return text.encode()
-        # The token is part of a character. Byte-level tokenizers write each byte as a letter, and others
-        # write it as <0xNN>.
+        # The token is a part of a character. Byte-level tokenizers write each byte as a letter, and other
+        # tokenizers write it as <0xNN>.
         if len(written) == 6 and written.startswith("<0x") and written.endswith(">"):
             return bytes([int(written[3:5], 16)])
         if all(letter in letters for letter in written):
@@ -50,7 +50,7 @@ def token_bytes(tokenizer: Tokenizer | None) -> BytesOf:
 def chat_logprobs(
     token_ids: Sequence[int], logprobs: Sequence[TokenLogprob], bytes_of: BytesOf, ids_as_text: bool = False
 ) -> dict[str, Any]:
-    """Return the `logprobs` object of a chat choice or of a chunk of it."""
+    """Return the `logprobs` object of a chat choice, or of a chunk of a chat choice."""
 
     def one_of(token: int, logprob: float) -> dict[str, Any]:
         raw = bytes_of(token)
@@ -74,11 +74,11 @@ def completion_logprobs(
     ids_as_text: bool = False,
     offset: int = 0,
 ) -> dict[str, Any]:
-    """Return the `logprobs` object of a text completion or of a chunk of it.
+    """Return the `logprobs` object of a text completion, or of a chunk of a text completion.
 
     Args:
-        token_ids: The tokens, those of the prompt included if the prompt is repeated.
-        logprobs: Their logprobs; None for the first token of a prompt.
+        token_ids: The tokens. If the prompt is repeated, its tokens come first.
+        logprobs: One entry for each token. The entry of the first token of a prompt is None.
         bytes_of: Returns the bytes of a token.
         ids_as_text: Whether to write tokens as ``token_id:N``.
         offset: Number of characters before the first token.
@@ -101,14 +101,14 @@ def completion_logprobs(
 def prompt_logprobs_list(
     token_ids: Sequence[int], logprobs: Sequence[TokenLogprob], top: int, bytes_of: BytesOf
 ) -> list[dict[str, Any] | None]:
-    """Return vLLM's `prompt_logprobs`: for each token, an object by token id. The first token has none.
+    """Return vLLM's `prompt_logprobs`: null for the first token, and one object for each other token.
 
-    The object contains the alternatives and the token itself. The rank of a token that is not among the
-    alternatives is unknown, and therefore null.
+    Each object maps token ids to logprobs. It contains the alternatives and the prompt's own token. If this
+    token is not among the alternatives, its rank is unknown, and therefore null.
 
     Args:
         token_ids: The tokens of the prompt.
-        logprobs: Those of all tokens but the first.
+        logprobs: The logprobs of all tokens but the first.
         top: Number of alternatives.
         bytes_of: Returns the bytes of a token.
     """
@@ -132,12 +132,14 @@ def native_logprobs(
     logprobs: Sequence[TokenLogprob | None],
     bytes_of: BytesOf | None,
 ) -> tuple[list[list[Any]], list[list[list[Any]] | None]]:
-    """Return SGLang's lists of a sequence: [logprob, id, text] per token, and the same for its alternatives.
+    """Return SGLang's two lists of a sequence: one of its tokens, and one of the alternatives to each token.
+
+    A token or an alternative is written as [logprob, id, text].
 
     Args:
         token_ids: The tokens.
-        logprobs: Their logprobs; None for a token without logprob.
-        bytes_of: Returns the bytes of a token. None leaves the text out.
+        logprobs: One entry for each token. None marks a token without logprob.
+        bytes_of: Returns the bytes of a token. With None, the text is left out.
     """
 
     def one_of(token: int, logprob: float | None) -> list[Any]:
@@ -151,7 +153,10 @@ def native_logprobs(
 
 
 def _top_object(token: int, one: TokenLogprob, bytes_of: BytesOf, ids_as_text: bool) -> Mapping[str, float]:
-    """Return the alternatives and the token itself by name. If two names are equal, the first one counts."""
+    """Return the logprobs of the alternatives and of the token itself, by name.
+
+    If two names are equal, the first one counts.
+    """
     found: dict[str, float] = {}
     for other, logprob in (*one.top, (token, one.logprob)):
         found.setdefault(_name(other, bytes_of(other), ids_as_text), _finite(logprob))
@@ -168,10 +173,10 @@ def _finite(logprob: float) -> float:
 
 @cache
 def _byte_letters() -> dict[str, int]:
-    """Return the byte of each letter with which byte-level tokenizers write their tokens.
+    """Return the byte that each letter of a byte-level tokenizer represents.
 
-    Printable bytes of Latin-1 are written as themselves. The other bytes are written as the letters from
-    U+0100 on, in order.
+    Printable bytes of Latin-1 are written as the characters with the same code. The other bytes are written
+    as the letters from U+0100 on, in order.
     """
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in printable]

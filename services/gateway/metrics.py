@@ -56,7 +56,7 @@ class GatewayMetrics:
         )
 
     def show_targets(self, members: Sequence[Member]) -> None:
-        """Set the metrics of each target. Targets that are not listed any more disappear."""
+        """Set the metrics of each target. Remove the metrics of targets that are no longer listed."""
         for gauge in (self.ready_targets, self.target_load):
             gauge.clear()
         for one in members:

@@ -29,7 +29,7 @@ from outrider.shared.rpc.interceptors import as_outrider_error
 REQUEST_ID_HEADER = "X-Request-Id"
 BODY_TIMEOUT_S = 30.0
 QUIET_ROUTES = frozenset(["/health", "/ping", "/ready", "/metrics", "/status.json"])
-# Clients send these POST requests without a body and a content type.
+# Some clients send these POST requests without a body and without a content type.
 BODILESS_PATHS = frozenset(["/flush_cache", "/ping"])
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _JSON_TYPE = re.compile(r"application/(json|[\w.+-]+\+json)")
@@ -37,12 +37,12 @@ _log = get_logger("outrider.gateway.http")
 
 
 def request_id_of(given: str | None) -> str:
-    """Return the client's request id if it is printable and short, else a new one."""
+    """Return the client's request id if it is printable and short, or a new id otherwise."""
     return given if given and _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
 
 
 def framing_refusal() -> Response:
-    """Return the reply to a request of ambiguous length. It closes the connection."""
+    """Return the error reply to a request of ambiguous length. The reply closes the connection."""
     error = InvalidRequestError(
         "The request has both Content-Length and Transfer-Encoding.", field="Content-Length"
     )
@@ -52,10 +52,10 @@ def framing_refusal() -> Response:
 
 
 class RequestContext:
-    """Outermost middleware: request ids, logging and counting.
+    """Outermost middleware: assigns request ids, logs requests and counts them.
 
     Every reply has a request id, and every request is logged and counted once. An exception becomes an error
-    reply, unless the reply has already begun. POST requests have a span, if requests are traced.
+    reply, unless the reply has already begun. If tracing is enabled, every POST request has a span.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class RequestContext:
         note = RequestNote()
         if scope["method"] == "POST":
             note.span = self._tracer.begin("POST", checked_traceparent(headers.get(TRACEPARENT)))
-        # The context of this task ends with the request.
+        # The context variable needs no reset, because this task's context ends with the request.
         current_note.set(note)
         with log_context(request_id=request_id):
             try:
@@ -106,7 +106,7 @@ class RequestContext:
                 if isinstance(failure := scope["state"].get("error"), OutriderError):
                     self._errors.record(failure, route, request_id)
                 elapsed_ms = round((time.perf_counter() - started) * 1e3, 1)
-                # Probes arrive every second and would flood the log.
+                # Health probes arrive every second and would flood the log.
                 quiet = route in QUIET_ROUTES or route.startswith("/playground/")
                 log = _log.debug if quiet else _log.info
                 log(
@@ -127,10 +127,10 @@ class RequestContext:
 
 
 class Authentication:
-    """Finds the caller of each request by its API key, and applies the key's limits that need no body.
+    """Finds the caller of each request by its API key, and applies the limits that do not depend on the body.
 
-    Public paths need no key, and admin paths need an admin key. Every POST request counts towards the
-    requests per minute. Without keys, every request is allowed.
+    Public paths need no key, and admin paths need an admin key. Every POST request counts towards the key's
+    limit of requests per minute. If the gateway has no keys, every request is allowed.
     """
 
     def __init__(self, app: ASGIApp, ring: KeyRing, public_paths: frozenset[str]) -> None:
@@ -142,7 +142,7 @@ class Authentication:
         if scope["type"] == "http" and scope["path"] not in self._public_paths:
             try:
                 headers = Headers(scope=scope)
-                # Anthropic's clients send the key in a header of its own.
+                # Anthropic's clients send the key in the header x-api-key.
                 key = headers.get("x-api-key")
                 caller = self._ring.identify(headers.get("authorization") or (key and f"Bearer {key}"))
             except OutriderError as error:
@@ -161,7 +161,7 @@ class Authentication:
                     headers[name] = value
             await send(message)
 
-        # The context of this task ends with the request.
+        # The context variable needs no reset, because this task's context ends with the request.
         current_caller.set(caller)
         if (note := current_note.get()) is not None:
             note.key = caller.name
@@ -177,9 +177,9 @@ class Authentication:
 
 
 class BodyGuard:
-    """Reads and checks the whole body before a route runs.
+    """Reads and checks the whole body before the request reaches its route.
 
-    The body must be JSON of at most `max_bytes` bytes and arrive within `BODY_TIMEOUT_S` seconds.
+    The body must be JSON of at most `max_bytes` bytes, and must arrive within `BODY_TIMEOUT_S` seconds.
     """
 
     def __init__(self, app: ASGIApp, max_bytes: int) -> None:
@@ -213,7 +213,8 @@ class BodyGuard:
         if body is None:
             return
         if len(body) > LARGE_BODY:
-            # Validation takes as long again. Streams of other requests go on in between.
+            # The route's validation takes about as long as parsing. Let other requests' streams run in
+            # between.
             await asyncio.sleep(0)
         delivered = False
 
@@ -228,7 +229,7 @@ class BodyGuard:
         await self._app(scope, replay, send)
 
     async def _read(self, receive: Receive) -> bytes | None:
-        """Return the body, or None if the client disconnected while sending the body."""
+        """Return the body, or None if the client disconnected before the body was complete."""
         parts: list[bytes] = []
         size = 0
         try:

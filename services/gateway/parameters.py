@@ -1,4 +1,4 @@
-"""Checks request parameters and builds valid requests. All range checks of REST and gRPC are here.
+"""Checks request parameters and builds checked requests. This module has all range checks of REST and gRPC.
 
 Errors use the field names of the client's API, which `Surface` provides.
 """
@@ -37,10 +37,10 @@ from outrider.shared.base.logit_rules import LogitRules
 MAX_STOP_TOKEN_IDS = 256
 MAX_TEMPERATURE = 2.0
 MAX_TOP_K = (1 << 31) - 1
-# Lower temperatures are greedy, as in SGLang, because sampling would always pick the largest logit.
+# Lower temperatures are treated as 0, as in SGLang, because sampling would always pick the largest logit.
 GREEDY_TEMPERATURE = 1e-6
 MAX_SALT_CHARS = 256
-# Clients may read JSON numbers as doubles. A double represents every integer of up to 53 bits exactly.
+# Some clients read JSON numbers as doubles. A double represents every integer of up to 53 bits exactly.
 DRAWN_SEED_BITS = 53
 DEFAULT_MAX_STEPS, DEFAULT_MAX_TOPK, DEFAULT_MAX_NODES = 16, 16, 128
 
@@ -50,11 +50,11 @@ class Surface:
     """Field names and defaults of one API.
 
     Attributes:
-        prompt: Field that contains the prompt.
-        max_tokens: Field that limits new tokens.
+        prompt: Name of the field that contains the prompt.
+        max_tokens: Name of the field that limits new tokens.
         prefix: Prefix of the names of sampling parameters.
         default_max_tokens: Limit of new tokens if the client sets no limit. None allows all tokens that fit.
-        speculation: Field that contains the speculation options.
+        speculation: Name of the field that contains the speculation options.
     """
 
     prompt: str
@@ -83,11 +83,11 @@ GRPC_COMPLETE = replace(GRPC_CHAT, prompt="prompt", default_max_tokens=16)
 
 @dataclass(frozen=True, slots=True)
 class Parameters:
-    """Unchecked parameters of a client's request. None means absent.
+    """Unchecked parameters of a client's request. None marks an absent parameter.
 
     Fields that accept one value or several, such as `stop`, are tuples here. For a request without a
-    `speculation` object, `speculation` has mode AUTO. `may_be_empty` allows `max_tokens` to be 0, if the
-    reply contains the prompt or its logprobs. `constraint` demands a form of the output.
+    `speculation` object, `speculation` has mode AUTO. `may_be_empty` allows `max_tokens` to be 0, which makes
+    sense if the reply contains the prompt or its logprobs. `constraint` restricts the form of the output.
     """
 
     max_tokens: int | None = None
@@ -123,9 +123,9 @@ class RequestBuilder:
         """Create a builder.
 
         Args:
-            settings: Limits of requests.
+            settings: The gateway's settings, which limit requests.
             encode: Encodes the texts of `bad_words`. None if the server has no tokenizer.
-            defaults: Values for parameters that a request leaves out.
+            defaults: Values of the parameters that a request leaves out.
         """
         self._settings = settings
         self._defaults = defaults
@@ -133,7 +133,7 @@ class RequestBuilder:
         self._names = frozenset(settings.served_model_name)
 
     def check_model(self, model: str | None, info: ServedTarget) -> str:
-        """Return the model name for the reply.
+        """Return the model name that the reply contains.
 
         Raises:
             ModelNotFoundError: If the name is unknown. The message lists the served names.
@@ -245,7 +245,7 @@ class RequestBuilder:
         info: ServedTarget,
         deadline: float,
     ) -> list[GenerationRequest]:
-        """Return `n` requests for each prompt, grouped by prompt. All choices share one seed.
+        """Return `n` requests for each prompt, grouped by prompt. All requests use the same seed.
 
         Args:
             prompts: Token ids of every prompt.
@@ -317,9 +317,9 @@ class RequestBuilder:
 
         Args:
             prompt_ids: Token ids of the prompt.
-            keep: Number of tokens to keep. -1 keeps as many as fit together with the new tokens. None keeps
-                all.
-            parameters: Limits the new tokens.
+            keep: Number of tokens to keep. With -1, keep all tokens that fit in the context together with the
+                new tokens. With None, keep all tokens.
+            parameters: Parameters of the request, which limit the new tokens.
             info: The target's limits.
         """
         if keep == -1:
@@ -360,7 +360,7 @@ def check_prompt_text(text: str, field: str) -> None:
 
 @contextmanager
 def _named(surface: Surface) -> Iterator[None]:
-    """Give an error of the `with` block the field name of the client's API."""
+    """Change errors of the `with` block so that they use the field name of the client's API."""
     try:
         yield
     except InvalidRequestError as error:

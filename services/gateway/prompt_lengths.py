@@ -1,4 +1,4 @@
-"""Checks that a prompt and its new tokens fit into the model's context and vocabulary."""
+"""Checks that a prompt and its new tokens fit in the model's context, and that all token ids are known."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ def check_lengths(
     max_tokens_field: str,
     default: int | None,
 ) -> int:
-    """Check one prompt and return the limit of new tokens for it, at least 1.
+    """Check one prompt, and return the largest number of new tokens for it, at least 1.
 
     Args:
         prompt_ids: Token ids of the prompt.
-        max_tokens: The client's limit of new tokens, or None.
+        max_tokens: The client's limit of new tokens. None if the client sets no limit.
         info: The target's limits.
         prompt_field, max_tokens_field: Names of the two fields in the client's API, for errors.
-        default: Limit of new tokens if the client sets none. None allows all tokens that fit.
+        default: Limit of new tokens if the client sets no limit. None allows all tokens that fit.
 
     Raises:
-        InvalidRequestError: If the prompt is empty or too long, or contains an unknown token. The error names
-            the field.
+        InvalidRequestError: If the prompt is empty or too long, contains an unknown token, or does not fit
+            together with `max_tokens` new tokens. The error names the field.
     """
     length, limit = len(prompt_ids), info.max_model_len
     if not length:
@@ -46,7 +46,7 @@ def check_lengths(
             raise InvalidRequestError(message, field=prompt_field)
     if max_tokens is None:
         return min(limit - length, default or limit)
-    # The target generates at least one token. If the client wants none, the gateway drops it.
+    # The target generates at least one token. If the client wants no tokens, the gateway drops this one.
     max_tokens = max(1, max_tokens)
     if length + max_tokens > limit:
         message = (
@@ -58,5 +58,5 @@ def check_lengths(
 
 
 def _too_long(field: str, message: str) -> InvalidRequestError:
-    # Clients recognize this error by the words "prompt is too long" or "maximum context length is".
+    # Clients recognize this error by the text "prompt is too long" or "maximum context length is".
     return InvalidRequestError(message, field=field, reason="context_length_exceeded")

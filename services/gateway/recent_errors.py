@@ -22,9 +22,9 @@ class RecentError:
         route: Path pattern of the request, such as /v1/chat/completions.
         status: HTTP status.
         reason: Machine-readable reason.
-        message: Message that the client received, shortened.
+        message: Message that the client received, shortened to `MAX_MESSAGE_CHARS` characters.
         request_id: Id of the latest request.
-        count: Number of occurrences in a row.
+        count: Number of equal errors in a row.
     """
 
     at: float
@@ -37,8 +37,10 @@ class RecentError:
 
 
 class RecentErrors:
-    """The latest `MAX_ERRORS` errors. Equal errors in a row form one entry, so a flood hides no other
-    error."""
+    """The latest `MAX_ERRORS` errors.
+
+    Equal errors in a row form one entry. A flood of equal errors therefore does not displace other errors.
+    """
 
     def __init__(self) -> None:
         self._errors: deque[RecentError] = deque(maxlen=MAX_ERRORS)

@@ -1,4 +1,4 @@
-"""Builds the JSON objects that replies of several routes share: usage, speculation and metadata."""
+"""Builds the JSON objects that several routes use in their replies: usage, speculation and metadata."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def usage_object(usage: Usage, reasoning_tokens: int = 0) -> dict[str, Any]:
 
 
 def finish_name(end: Finished, answer: Answer) -> str:
-    """Return OpenAI's name of the reason why an answer ended.
+    """Return OpenAI's name for the reason why an answer ended.
 
     Raises:
         CancelledError: If the sequence was aborted.
@@ -43,7 +43,7 @@ def finish_name(end: Finished, answer: Answer) -> str:
 
 
 def check_not_aborted(end: Finished) -> None:
-    """Raise CancelledError if the sequence was aborted. OpenAI's API has no reason for such an end."""
+    """Raise CancelledError if the sequence was aborted, because OpenAI's API has no name for this reason."""
     if end.reason is FinishReason.CANCELLED:
         raise CancelledError("The request was aborted.", reason="aborted")
 
@@ -72,7 +72,7 @@ def trace_object(one: RoundTrace) -> dict[str, Any]:
 
 
 def speculation_object(stats: SpeculationReport, trace: Sequence[RoundTrace] | None = None) -> dict[str, Any]:
-    """Return the `speculation` object. It includes a trace only if the request asked for one."""
+    """Return the `speculation` object. If the request asked for a trace, the object includes the trace."""
     body: dict[str, Any] = {
         "accept_length": _finite(stats.accept_length),
         "rounds": stats.rounds,
@@ -88,7 +88,7 @@ def speculation_object(stats: SpeculationReport, trace: Sequence[RoundTrace] | N
 
 
 def decision_object(auto: AutoDecision) -> dict[str, Any] | None:
-    """Return the last decision of mode `auto` and its reason. None if the target does not report it."""
+    """Return the last decision of mode `auto`, and its reason. None if the target reports no decision."""
     if not auto.reason:
         return None
     speedup, round_ms = auto.estimated_speedup, auto.round_ms
@@ -107,9 +107,10 @@ def decision_object(auto: AutoDecision) -> dict[str, Any] | None:
 
 
 def reply_speculation(completions: Sequence[Completion], trace: bool, info: ServedTarget) -> dict[str, Any]:
-    """Return the fields `speculation` and `metrics` of a whole reply, summed over all sequences.
+    """Return the fields `speculation` and `metrics` of a whole reply, with sums over all sequences.
 
-    If there is one sequence, the object includes its trace. Otherwise each choice contains its own trace.
+    If the reply has only one sequence, `speculation` includes its trace. Otherwise each choice includes its
+    own trace.
     """
     merged = merge_speculation([one.finished.speculation for one in completions])
     rounds = completions[0].rounds if trace and len(completions) == 1 else None
@@ -117,7 +118,7 @@ def reply_speculation(completions: Sequence[Completion], trace: bool, info: Serv
 
 
 def choice_extras(one: Completion, alone: bool, trace: bool, with_ids: bool) -> dict[str, Any]:
-    """Return the fields of a choice that are not part of OpenAI's API."""
+    """Return the fields of a choice that OpenAI's API does not define."""
     extras: dict[str, Any] = {"matched_stop": one.finished.matched_stop}
     if with_ids:
         extras["token_ids"] = one.token_ids
@@ -127,7 +128,7 @@ def choice_extras(one: Completion, alone: bool, trace: bool, with_ids: bool) -> 
 
 
 def metadata_object(info: ServedTarget, seed: int) -> dict[str, Any]:
-    """Return the `metadata` object: the values needed to reproduce the answer."""
+    """Return the `metadata` object, which contains the values needed to reproduce the answer."""
     # OpenAI's clients expect text.
     return {"weight_version": info.weight_version, "seed": str(seed)}
 
@@ -142,10 +143,10 @@ def finish_extras(end: Finished, info: ServedTarget, seed: int) -> dict[str, Any
 
 
 def metrics_field(stats: SpeculationReport, info: ServedTarget) -> dict[str, Any]:
-    """Return vLLM's field `metrics` with the statistics of speculation. Empty if nothing was drafted.
+    """Return vLLM's field `metrics` with the statistics of speculation. Empty if no tokens were drafted.
 
-    The numbers count only rounds with drafts. The histogram maps each number of accepted tokens to the number
-    of rounds that accepted this many tokens.
+    All numbers count only rounds with drafted tokens. The histogram maps a number of accepted tokens to the
+    number of rounds in which the target accepted exactly that many tokens.
     """
     if not stats.draft_tokens:
         return {}

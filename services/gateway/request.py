@@ -1,4 +1,4 @@
-"""Valid requests and their results: frozen data shared by REST, gRPC, the core and the target client."""
+"""Checked requests and their results: frozen data that REST, gRPC, the core and the target client share."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FINISH_NAMES = {
     FinishReason.LENGTH: "length",
     FinishReason.CANCELLED: "abort",
 }
-"""Finish reasons in REST replies and metrics. OpenAI defines all names except `abort`."""
+"""Names of finish reasons in REST replies and metrics. OpenAI defines all of them except `abort`."""
 MASK_64 = (1 << 64) - 1
 
 
@@ -28,14 +28,14 @@ MASK_64 = (1 << 64) - 1
 class RequestedSpeculation:
     """Speculation options of a request. None selects the target's default.
 
-    A missing `speculation` object means mode AUTO. REST requests get this default from
-    `schemas.common.SpeculationOptions`, and gRPC requests get it from `convert.MODE_FROM_PROTO`.
+    A request without a `speculation` object has mode AUTO. For REST, `schemas.common.SpeculationOptions` sets
+    this default. For gRPC, `convert.MODE_FROM_PROTO` sets it.
 
     Attributes:
-        mode: How the request uses speculation.
+        mode: Whether the request uses speculation, or lets the server decide (AUTO).
         depth: Depth of the draft tree.
-        topk: Branching of the draft tree.
-        max_nodes: Nodes verified per round, including the root.
+        topk: Branching factor of the draft tree.
+        max_nodes: Number of nodes verified per round, including the root.
         trace: Whether the reply includes a trace of every round.
     """
 
@@ -48,9 +48,9 @@ class RequestedSpeculation:
 
 @dataclass(frozen=True, slots=True)
 class StopRules:
-    """Conditions other than the length that end a sequence, and options for its text.
+    """Conditions, apart from the length limit, that end a sequence, and options for its text.
 
-    No stop string ends the text within its first `min_tokens` tokens.
+    A stop string cannot end the text within its first `min_tokens` tokens.
     """
 
     strings: tuple[str, ...] = ()
@@ -63,25 +63,28 @@ class StopRules:
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """A valid request for one sequence.
+    """A checked request for one sequence.
 
     Attributes:
         request_id: Id that is unique among the running sequences of this gateway.
-        prompt_ids: Token ids of the prompt: at least one, each within the target's vocabulary.
-        max_new_tokens: Limit of new tokens, at least 1. The prompt and the new tokens fit in the target's
-            context.
+        prompt_ids: Token ids of the prompt. There is at least one, and each is within the target's
+            vocabulary.
+        max_new_tokens: Limit of new tokens, at least 1. The prompt and this many new tokens fit in the
+            target's context.
         sampling: How tokens are sampled.
         speculation: Speculation options.
         stop: Conditions that end the sequence, and options for its text.
-        deadline: Time on the event loop's clock after which the sequence is aborted.
+        deadline: Time, on the event loop's clock, at which the sequence is aborted.
         priority: Requests with a higher priority leave the target's queue first.
-        cache_salt: Separates the prefix caches of different clients.
-        logprobs: The log-probabilities to report.
-        tenant: Name of the API key. Tenants share the target fairly. Empty if there are no keys.
+        cache_salt: Salt of the prefix cache. Requests with different salts share no cached prefixes.
+        logprobs: The log-probabilities that the target reports.
+        tenant: Name of the API key. The target divides its capacity fairly among tenants. Empty if the
+            gateway has no keys.
         prompt_only: Whether to drop the output, because the client wants only logprobs of the prompt.
         constraint: The form that the output must have. None allows any output.
-        traceparent: The span of the request, for the target. Empty if the request is not traced.
-        resume_ids: Tokens that a lost target has emitted for this request. They count as output.
+        traceparent: The request's span, sent to the target for tracing. Empty if the request is not traced.
+        resume_ids: Tokens that another target emitted for this request before it was lost. They count as
+            output.
     """
 
     request_id: str
@@ -112,9 +115,9 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class TargetDelta:
-    """Tokens that the target emitted together, and their rounds and logprobs if the request asked for them.
+    """Tokens that the target emitted together, with their rounds and logprobs if the request asked for them.
 
-    `prompt_logprobs` are those of the next prompt tokens.
+    `prompt_logprobs` contains logprobs of prompt tokens. It continues where the previous delta ended.
     """
 
     token_ids: tuple[int, ...]
@@ -129,12 +132,12 @@ class TargetFinish:
 
     Attributes:
         reason: Why the sequence ended.
-        matched_token: The stop or EOS token that ended the sequence, if any.
-        usage: Token counts as reported by the target.
+        matched_token: The stop token or EOS token that ended the sequence, or None.
+        usage: Token counts that the target reports.
         speculation: Speculation statistics of the sequence.
-        queue_s: Time in the queue, in seconds.
-        prefill_s: Time in prefill, in seconds.
-        decode_s: Time in decoding, in seconds.
+        queue_s: Time that the sequence spent in the target's queue, in seconds.
+        prefill_s: Duration of the prefill, in seconds.
+        decode_s: Time spent decoding, in seconds.
     """
 
     reason: FinishReason
@@ -148,7 +151,7 @@ class TargetFinish:
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """Event: the first message of the target for this sequence has arrived."""
+    """Event: the target's first message for this sequence has arrived."""
 
     prompt_tokens: int
     seed: int
@@ -157,10 +160,11 @@ class Started:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A piece of one sequence: final text, its tokens, and at most one round of a traced request.
+    """A piece of one sequence: final text, its tokens, and at most one round if the request is traced.
 
-    If the request asked for logprobs, `logprobs` has one entry per token. `prompt_logprobs` are those of the
-    next prompt tokens. A chunk with any of them also has the tokens of the whole prompt.
+    If the request asked for logprobs, `logprobs` has one entry per token. `prompt_logprobs` contains logprobs
+    of prompt tokens, and continues where the previous chunk ended. A chunk with logprobs of the prompt also
+    contains the tokens of the whole prompt.
     """
 
     text: str
@@ -177,10 +181,10 @@ class Finished:
 
     Attributes:
         reason: Why the sequence ended.
-        matched_stop: The stop string or stop token that ended the sequence, if any.
+        matched_stop: The stop string or stop token that ended the sequence, or None.
         usage: Token counts for the reply.
         speculation: Speculation statistics of the sequence.
-        e2e_s: Time from submission to the end, in seconds.
+        e2e_s: Time from the submission to the end of the sequence, in seconds.
     """
 
     reason: FinishReason
@@ -234,7 +238,7 @@ class Completion:
 
 
 def merge_usage(finished: Sequence[Finished], choices_per_prompt: int) -> Usage:
-    """Return the token counts summed over all sequences. A prompt shared by several choices counts once."""
+    """Return the token counts summed over all sequences. Count a prompt that several choices share once."""
     first_choices = finished[::choices_per_prompt]
     return Usage(
         prompt_tokens=sum(one.usage.prompt_tokens for one in first_choices),
@@ -246,8 +250,8 @@ def merge_usage(finished: Sequence[Finished], choices_per_prompt: int) -> Usage:
 def merge_speculation(stats: Sequence[SpeculationReport]) -> SpeculationReport:
     """Return the statistics summed over all sequences.
 
-    The accept length is an average, weighted by each sequence's number of rounds with draft nodes. This
-    number is estimated from the sequence's totals.
+    The accept length is an average over the sequences, weighted by their numbers of rounds with draft nodes.
+    These numbers are estimated from each sequence's totals.
     """
     if len(stats) == 1:
         return stats[0]

@@ -1,4 +1,4 @@
-"""Collects what the log line of a request says about its generation."""
+"""Collects the data about a request's generation that the request's log line and span contain."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ current_note: ContextVar[RequestNote | None] = ContextVar("request_note", defaul
 
 @dataclass(slots=True)
 class RequestNote:
-    """Notes on one request, with all of its sequences.
+    """Notes on one request and all of its sequences.
 
     Attributes:
         began: Start of the request, from `time.perf_counter`.
-        prompt_tokens: Prompt tokens of all sequences.
-        completion_tokens: Tokens emitted so far.
-        ttft_s: Seconds from the start to the first tokens, or None.
-        error: Why the request failed, or None.
-        key: Name of the API key, or None without keys.
-        span: The span of the request.
+        prompt_tokens: Number of prompt tokens of all sequences.
+        completion_tokens: Number of tokens that all sequences have emitted so far.
+        ttft_s: Seconds from the start of the request to its first tokens. None before the first tokens.
+        error: The error that ended the request, or None.
+        key: Name of the API key. None if the gateway has no keys.
+        span: The tracing span of the request.
     """
 
     began: float = field(default_factory=time.perf_counter)
@@ -73,7 +73,7 @@ class RequestNote:
                     self._finishes.append(finish)
 
     def fields(self) -> dict[str, Any]:
-        """Return the fields of the log line, without those that are unknown."""
+        """Return the fields of the log line. Leave out fields whose values are unknown."""
         fields: dict[str, Any] = {} if self.key is None else {"key": self.key}
         if self._started:
             fields |= {"prompt_tokens": self.prompt_tokens, "completion_tokens": self.completion_tokens}
@@ -94,7 +94,7 @@ class RequestNote:
 
         Args:
             name: Name of the span, such as ``POST /v1/chat/completions``.
-            attributes: More values, with ``__`` in place of ``.`` in their names.
+            attributes: Additional attributes. In their names, write ``__`` for each ``.``.
         """
         values: dict[str, Value] = {key.replace("__", "."): value for key, value in attributes.items()}
         if self._started:

@@ -1,4 +1,4 @@
-"""Penalties, biases and forbidden tokens of a client's request, and their checks."""
+"""Penalties, biases and forbidden tokens that a client requests, and the checks of these rules."""
 
 from __future__ import annotations
 
@@ -25,13 +25,14 @@ Encode = Callable[[str], tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class RequestedRules:
-    """Unchecked rules of a request. None means absent.
+    """Unchecked rules of a request. None marks an absent rule.
 
     Attributes:
-        logit_bias: Biases by token id. OpenAI writes the ids as text.
+        logit_bias: Biases by token id. OpenAI's API writes token ids as text.
         bad_words: Texts that the answer must not contain.
-        bad_word_ids: Token ids of further bad words. Only the gRPC API accepts this field.
-        others: As in `LogitRules`.
+        bad_word_ids: Token ids of additional bad words. Only the gRPC API accepts this field.
+
+    The other attributes have the same meaning as in `LogitRules`.
     """
 
     presence_penalty: float | None = None
@@ -76,7 +77,8 @@ class RequestedRules:
             )
         words: dict[tuple[int, ...], None] = dict.fromkeys(self.bad_word_ids)
         for word in self.bad_words if encode is not None else ():
-            # Within a text, a word usually has a space before it, which belongs to its first token.
+            # Inside a text, a space usually precedes a word, and this space belongs to the word's first
+            # token.
             for text in (word, word if word[0].isspace() else f" {word}"):
                 if ids := encode(text):  # type: ignore[misc]
                     words[ids] = None
@@ -116,13 +118,14 @@ NO_REQUESTED_RULES = RequestedRules()
 
 @dataclass(frozen=True, slots=True)
 class RequestedLogprobs:
-    """The logprobs that a client wants, and how to write them.
+    """The logprobs that a client wants, and how the reply formats them.
 
     Attributes:
-        wanted: The logprobs. Their numbers are checked by `check_top`.
+        wanted: The logprobs to compute. `check_top` checks their numbers.
         ids_as_text: Whether tokens are written as ``token_id:N`` instead of their text.
         echoed: Number of alternatives for each token of the echoed prompt. None if no prompt is echoed.
-        prompt_list: The same for vLLM's `prompt_logprobs`. None if they are not wanted.
+        prompt_list: Number of alternatives for each token in vLLM's `prompt_logprobs`. None if the client
+            does not want this list.
     """
 
     wanted: LogprobParams = NO_LOGPROBS
@@ -135,7 +138,7 @@ NO_REQUESTED_LOGPROBS = RequestedLogprobs()
 
 
 def check_top(value: int | None, field: str) -> int | None:
-    """Return a number of alternatives for logprobs.
+    """Check and return the number of alternatives for which a client wants logprobs.
 
     Raises:
         InvalidRequestError: If the number is out of range. The error names `field`.

@@ -22,7 +22,7 @@ _RANGES: dict[str, Callable[[float], bool]] = {
 
 @dataclass(frozen=True, slots=True)
 class SamplingDefaults:
-    """Values for parameters that a request leaves out. None keeps the server's own default."""
+    """Values for parameters that a request leaves out. With None, the server's own default applies."""
 
     temperature: float | None = None
     top_k: int | None = None
@@ -32,10 +32,10 @@ class SamplingDefaults:
 
     @classmethod
     def load(cls, path: Path) -> SamplingDefaults:
-        """Read the file of a model folder. Without the file, there are no defaults.
+        """Read ``generation_config.json`` of a model folder. If the file does not exist, set no defaults.
 
         Args:
-            path: The model folder, or a file in it.
+            path: The model folder, or any file in this folder.
 
         Raises:
             CheckpointError: If the file is broken, or a value is out of range. The error names the file.

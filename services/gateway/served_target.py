@@ -12,9 +12,9 @@ from outrider.shared.base.errors import ModelNotFoundError
 class ServedTarget:
     """Information about the target: its model, its limits and its speculation.
 
-    `num_steps`, `topk` and `num_draft_tokens` are the default tree shape. `max_steps`, `max_topk` and
-    `max_nodes` limit the speculation options of requests. `resumes` is whether the target can go on with an
-    answer that another target has begun, and `constrains` whether it can enforce a form of the output.
+    `num_steps`, `topk` and `num_draft_tokens` define the default tree shape. `max_steps`, `max_topk` and
+    `max_nodes` limit the speculation options of requests. `resumes` is true if the target can continue an
+    answer that another target has begun. `constrains` is true if the target can enforce a form of the output.
     """
 
     model_id: str
@@ -42,16 +42,20 @@ class ServedTarget:
 
 @dataclass(frozen=True, slots=True)
 class AutoDecision:
-    """The current choice of mode `auto`, and its reason.
+    """The current choice of mode `auto`, and the reason for this choice.
+
+    A row is a sequence in the target's decode batch.
 
     Attributes:
-        reason: Such as ``pays`` or ``does_not_pay``. Empty if the target does not report it.
-        shapes: (depth, topk, max_nodes, rows) of the rows that draft.
-        plain_rows: Number of `auto` rows that decode plainly.
-        batch_size: Number of rows of the round, including those in other modes.
-        estimated_speedup: Speed of the best choice, relative to plain decoding. None if unknown.
-        round_ms: Estimated duration of a round. None if unknown.
-        looks_lost_ms: Time lost by rounds that tried shapes which were not estimated to be the best.
+        reason: A word such as ``pays`` or ``does_not_pay``. Empty if the target does not report the reason.
+        shapes: One entry (depth, topk, max_nodes, rows) per tree shape. The last number counts the rows that
+            draft with this shape.
+        plain_rows: Number of rows in mode `auto` that decode without speculation.
+        batch_size: Number of rows in the round, including rows in other modes.
+        estimated_speedup: Estimated speed of the chosen shapes, relative to plain decoding. None if unknown.
+        round_ms: Estimated duration of a round, in milliseconds. None if unknown.
+        looks_lost_ms: Time, in milliseconds, lost in rounds that tried a shape only to measure it. Such a
+            shape was not estimated to be the best.
     """
 
     reason: str = ""
@@ -65,14 +69,14 @@ class AutoDecision:
 
 @dataclass(frozen=True, slots=True)
 class PrefixCacheStats:
-    """The target's cache of prefixes.
+    """Statistics of the target's prefix cache.
 
     Attributes:
-        enabled: False if the cache is turned off.
+        enabled: Whether the cache is turned on.
         queried_tokens, hit_tokens: Number of prompt tokens of all admitted requests, and number of those
-            whose K/V was stored already.
-        pages: Number of stored pages.
-        evicted_pages: Number of pages that were evicted.
+            tokens whose K/V was in the cache.
+        pages: Number of cached pages.
+        evicted_pages: Number of pages that were evicted so far.
     """
 
     enabled: bool = False
@@ -117,7 +121,7 @@ class TargetStats:
 
 
 def unknown_model(model: str, names: Sequence[str]) -> ModelNotFoundError:
-    """Return the error of a request for a model that is not among the served `names`."""
+    """Return the error for a request that names the model `model`, which is not among `names`."""
     known = ", ".join(repr(name) for name in names)
     return ModelNotFoundError(
         f"The model {model[:128]!r} does not exist. Models served here: {known}.", field="model"

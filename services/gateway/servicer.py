@@ -1,4 +1,7 @@
-"""The public gRPC API (Chat, Complete, ListModels). It shares the request checks and the core with REST."""
+"""The public gRPC API: Chat, Complete, ListModels, Tokenize, Detokenize and Abort.
+
+The gRPC API shares the request checks and the core with REST.
+"""
 
 from __future__ import annotations
 
@@ -55,9 +58,10 @@ def register(servicer: InferenceServicer, server: grpc.aio.Server) -> None:
 
 
 class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
-    """Implements Chat, Complete and ListModels.
+    """Implements the calls of the public gRPC API.
 
-    Cancelling a call cancels its request. The deadline of a call applies to its request.
+    If a client cancels a call, the call's request is cancelled too. The deadline of a call is also the
+    deadline of its request.
     """
 
     def __init__(self, core: GatewayCore) -> None:
@@ -208,7 +212,7 @@ class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
                         readers[index] = reader_of()
                     case Chunk(text=text, token_ids=token_ids, rounds=rounds) as event:
                         pieces = readers[index].push(text, len(token_ids))
-                        # Token ids, rounds and logprobs are in the first chunk of several.
+                        # If a chunk becomes several pieces, the first contains ids, rounds and logprobs.
                         first = gateway_pb2.Chunk(
                             index=index,
                             token_ids=token_ids,
@@ -241,7 +245,7 @@ class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
 
 
 class AuthInterceptor(grpc.aio.ServerInterceptor):
-    """Requires an API key for all calls except health checks, and counts the key's calls per minute."""
+    """Requires an API key for all calls except health checks, and counts the calls of each key."""
 
     def __init__(self, ring: KeyRing) -> None:
         self._ring = ring
@@ -256,13 +260,13 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
             caller = self._ring.identify(str(metadata.get("authorization", "")))
             if caller is not None:
                 caller.count_request()
-                # The call's method runs in the same task, whose context ends with the call.
+                # No reset is needed: the call's method runs in this task, whose context ends with the call.
                 current_caller.set(caller)
         return await continuation(handler_call_details)
 
 
 async def _tell_request_id(context: Context) -> None:
-    """Send the caller's x-request-id back, or a new one, and the rate limits of its API key."""
+    """Send the client's request id back, or a new id, together with the rate limits of the API key."""
     given = dict(context.invocation_metadata() or ()).get(REQUEST_ID_KEY)
     caller = current_caller.get()
     limits = tuple(caller.headers().items()) if caller is not None else ()
@@ -272,7 +276,7 @@ async def _tell_request_id(context: Context) -> None:
 
 
 def _traceparent(context: Context) -> str:
-    """Return the caller's span, or an empty text."""
+    """Return the caller's tracing span, or an empty text if there is none."""
     return checked_traceparent(dict(context.invocation_metadata() or ()).get(TRACEPARENT))
 
 
@@ -290,7 +294,7 @@ def _add_piece(chunk: gateway_pb2.Chunk, piece: Piece) -> gateway_pb2.Chunk:
 
 
 def _truncate(options: gateway_pb2.GenerationOptions) -> int | None:
-    """Return the number of tokens to keep of the prompt, or None.
+    """Return the number of tokens to keep from the end of the prompt. None keeps all tokens.
 
     Raises:
         InvalidRequestError: If the number is below -1.

@@ -159,10 +159,11 @@ class GatewaySettings(PeerSettings):
     log_json: bool = Field(False, description="Write each log line as a JSON object.")
 
     def check(self) -> None:
-        """Check constraints that involve several fields.
+        """Check rules that involve several settings.
 
         Raises:
-            ConfigurationError: If an address is malformed, or other hosts could connect without a key.
+            ConfigurationError: If an address is malformed, or if other hosts could send requests without a
+                key.
         """
         if not self.sources:
             raise ConfigurationError("target: Give the address of at least one target.", field="target")
@@ -195,10 +196,10 @@ class GatewaySettings(PeerSettings):
 
     @property
     def tokenizers(self) -> dict[str, Path]:
-        """The tokenizers of models that have one of their own, by model id.
+        """The folder of each tokenizer that belongs to one particular model, by model id.
 
         Raises:
-            ConfigurationError: If an entry of `model_tokenizer` is not MODEL=DIR.
+            ConfigurationError: If an entry of `model_tokenizer` does not have the form MODEL=DIR.
         """
         pairs = [one.partition("=")[::2] for one in self.model_tokenizer]
         if not all(name and folder for name, folder in pairs):
@@ -209,10 +210,10 @@ class GatewaySettings(PeerSettings):
         return {name: Path(folder) for name, folder in pairs}
 
     def front_security(self) -> PeerSecurity:
-        """Read the certificates for the gateway's clients.
+        """Read the certificates that the gateway uses for connections from its clients.
 
         Raises:
-            ConfigurationError: A file cannot be read, is not valid, or its key can be read by other users.
+            ConfigurationError: If a file cannot be read or is invalid, or if other users can read the key.
         """
         if self.tls_ca is not None and self.tls_cert is None:
             raise ConfigurationError("tls_ca: set tls_cert and tls_key, too.", field="tls_ca")
@@ -225,10 +226,10 @@ class GatewaySettings(PeerSettings):
         return bool(self.api_key) or any(file is not None for file in files)
 
     def fixed_keys(self) -> tuple[KeyEntry, ...]:
-        """Return the API keys of all settings but the keys file. These keys have no limits.
+        """Return the API keys from all settings except the keys file. These keys have no limits.
 
         Raises:
-            ConfigurationError: If a file cannot be read or has no key.
+            ConfigurationError: If a file cannot be read or contains no key.
         """
         admin_keys = _read_lines(self.admin_api_key_file, "admin_api_key_file")
         keys = dict.fromkeys((*self.api_key, *_read_lines(self.api_key_file, "api_key_file")))
@@ -246,7 +247,7 @@ class GatewaySettings(PeerSettings):
 
 
 def _read_lines(file: Path | None, field: str) -> tuple[str, ...]:
-    """Return the keys of a file with one key per line, or an empty tuple for None."""
+    """Return the keys in a file with one key per line. Without a file, return an empty tuple."""
     if file is None:
         return ()
     try:

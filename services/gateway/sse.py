@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 def encode_event(event: dict[str, Any]) -> bytes:
-    """Encode one event. JSON escapes line breaks, so an event is always one data line."""
+    """Encode one event. JSON escapes line breaks, so an event always fits in one data line."""
     return (
         b"data: "
         + json.dumps(event, allow_nan=False, separators=(",", ":"), ensure_ascii=False).encode(
@@ -35,11 +35,11 @@ def encode_event(event: dict[str, Any]) -> bytes:
 
 
 class EventStream(Response):
-    """Sends events until the generator ends, then [DONE].
+    """Sends the events of a generator, and then [DONE].
 
-    An error before the first event becomes an error reply with the error's status. A later error becomes an
-    event. Comment lines keep a silent connection alive. When the client disconnects, the generator is closed,
-    which cancels the request.
+    An error before the first event becomes an error reply with the error's status. A later error is sent as
+    an event. While no event arrives, comment lines keep the connection alive. When the client disconnects,
+    the generator is closed, which cancels the request.
     """
 
     media_type = "text/event-stream"
@@ -108,7 +108,7 @@ class EventStream(Response):
 
 
 class NamedEventStream(EventStream):
-    """Sends events that have names, which are the values of `type`. There is no [DONE]."""
+    """Sends events with names. The name of an event is the value of its field `type`. No [DONE] follows."""
 
     done = b""
 

@@ -1,4 +1,4 @@
-"""Builds the JSON object of ``GET /status.json``: services, load, memory, speculation, metrics, errors."""
+"""Builds the JSON object of ``GET /status.json``: services, load, memory, speculation, metrics and errors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from outrider.shared.base.version import installed_version
 HIDDEN_SUFFIXES = ("_created", "_bucket")
 TARGET_LABELS = frozenset(["model", "target"])
 OWN_PREFIX = "outrider_gateway_"
-# Gauges whose mean over several targets is shown. Of all others, the sum is shown.
+# Gauges that are averaged over several targets. All other metrics are summed.
 SHARES = frozenset(
     ["outrider_kv_cache_usage_perc", "outrider_estimated_speedup", "outrider_auto_estimated_speedup"]
 )
@@ -25,8 +25,9 @@ SHARES = frozenset(
 async def status_object(core: GatewayCore) -> dict[str, Any]:
     """Return the current status.
 
-    `target` and `metrics` are totals of the targets that answer, and `targets` lists each target. `model` is
-    that of the first target that answers. `target` and `model` are null while no target answers.
+    `targets` lists each target. `target` and `metrics` contain totals over the targets that reply. `model`
+    describes the model of the first target that replies. While no target replies, `target` and `model` are
+    null.
     """
     members = core.targets.members
     answers = await core.targets.refresh(members)
@@ -77,7 +78,7 @@ def _model(core: GatewayCore, info: ServedTarget) -> dict[str, Any]:
 
 
 def _total(found: Sequence[tuple[ServedTarget, TargetStats]]) -> dict[str, Any]:
-    """Return the load of one target or of several. The draft is that of the first one."""
+    """Return the combined load of the targets. The draft's data are those of the first target."""
     first, first_stats = found[0]
     all_stats = [stats for _, stats in found]
     lengths = [one.accept_length for one in all_stats]
@@ -107,10 +108,10 @@ def _total(found: Sequence[tuple[ServedTarget, TargetStats]]) -> dict[str, Any]:
 
 
 def _samples(exposition: str) -> dict[str, float]:
-    """Return name → value for the samples of a Prometheus text, without buckets and creation times.
+    """Return the value of each sample in a Prometheus text, by name, without buckets and creation times.
 
-    A sample with labels has the name ``name{label="value"}``. Samples that differ only in their target become
-    one.
+    A sample with labels has the name ``name{label="value"}``. Samples that differ only in the labels of their
+    target are combined into one value.
     """
     samples: dict[str, list[float]] = {}
     for family in text_string_to_metric_families(exposition):

@@ -1,4 +1,7 @@
-"""Finds a stop string in generated text as soon as the string is complete. Releases no part of a match."""
+"""Finds a stop string in generated text as soon as it is complete.
+
+Text that may begin a match is held back.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +23,14 @@ class Scan:
 
 
 class StopMatcher:
-    """Finds stop strings in unreleased text. Text that may be the start of a match is not released."""
+    """Finds stop strings in unreleased text. Text that may be the beginning of a match is not released."""
 
     def __init__(self, stops: Sequence[str], include_match: bool = False) -> None:
         self._stops = tuple(stops)
         self._include_match = include_match
 
     def scan(self, buffer: str) -> Scan:
-        """Return how much of `buffer` is final, and the stop string that ends the text there, if any.
+        """Return the number of final characters in `buffer`, and the stop string that ends the text, or None.
 
         `buffer` contains all unreleased text. The match that starts first wins. If several matches start at
         the same character, the shortest match wins, because it was complete first.
@@ -39,12 +42,15 @@ class StopMatcher:
         return Scan(self.releasable(buffer))
 
     def releasable(self, buffer: str) -> int:
-        """Return the number of characters of `buffer` before the possible start of a match at its end."""
+        """Return the number of characters in `buffer` before a partial match at its end.
+
+        Without a partial match, this is the length of `buffer`.
+        """
         return len(buffer) - max((_overlap(buffer, stop) for stop in self._stops), default=0)
 
 
 def _overlap(buffer: str, stop: str) -> int:
-    """Return the length of the longest proper prefix of `stop` at the end of `buffer`."""
+    """Return the length of the longest proper prefix of `stop` with which `buffer` ends."""
     for length in range(min(len(stop) - 1, len(buffer)), 0, -1):
         if buffer.endswith(stop[:length]):
             return length

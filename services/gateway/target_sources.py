@@ -1,7 +1,8 @@
-"""Where the addresses of targets come from: the setting itself, a file, or a DNS name.
+"""Sources of the targets' addresses: the setting `target` itself, a file, or a DNS name.
 
-``HOST:PORT`` and ``unix:/path`` are addresses. ``file:///path`` names a file with one address a line, and
-``dns:///NAME:PORT`` a name whose IP addresses are the targets. File and name are read again at intervals.
+An entry such as ``HOST:PORT`` or ``unix:/path`` is itself an address. ``file:///path`` names a file with one
+address per line. ``dns:///NAME:PORT`` contains a name whose IP addresses are the targets. The gateway reads
+the file and looks up the name again at intervals.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class TargetSource:
     """One entry of the setting `target`.
 
     Attributes:
-        text: The entry.
+        text: The text of the entry.
         field: Name of the setting, for errors.
     """
 
@@ -34,11 +35,11 @@ class TargetSource:
 
     @property
     def changes(self) -> bool:
-        """Whether the addresses can change, so that they must be read again."""
+        """Whether the addresses can change. If they can, the source must be read again at intervals."""
         return self.text.startswith((FILE_SCHEME, DNS_SCHEME))
 
     def check(self) -> None:
-        """Check the entry. A file must exist. A name need not be known yet.
+        """Check the entry. A file must exist. A DNS name need not resolve yet.
 
         Raises:
             ConfigurationError: If the entry is malformed or its file cannot be used.
@@ -49,10 +50,10 @@ class TargetSource:
             check_address(self.text.removeprefix(DNS_SCHEME), self.field)
 
     async def addresses(self) -> tuple[str, ...]:
-        """Return the addresses of now, in their order in the setting or the file.
+        """Return the current addresses, in the order of the setting or of the file.
 
         Raises:
-            ConfigurationError: If the file cannot be used or the name is not known.
+            ConfigurationError: If the file cannot be used or the DNS name does not resolve.
         """
         if self.text.startswith(FILE_SCHEME):
             return await asyncio.to_thread(self._read_file)

@@ -1,11 +1,12 @@
-"""The sandbox of chat templates: bounds the time and the size of everything that a template can compute.
+"""The sandbox of chat templates: limits the time and the size of everything that a template can compute.
 
-A template comes from the model's folder and is untrusted code. Two rules keep it within bounds:
+A template comes from the model's folder and is untrusted code. The sandbox enforces two rules:
 
-1. Every step that takes more than an instant checks the clock: calls, lookups, arithmetic, filters, and each
-   turn of a loop.
-2. The size of every value that a template creates is bounded. Everything that the value contains counts, as
-   often as it is contained. A single operation on values, such as a comparison, is therefore bounded too.
+1. Every step that may take noticeable time checks the clock. Such steps are calls, lookups, arithmetic,
+   filters, and each turn of a loop.
+2. The size of every value that a template creates is limited. The size of a container includes all values in
+   the container, and a value that occurs several times counts each time. This rule also limits the time
+   of a single operation on values, such as a comparison.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from jinja2.visitor import NodeTransformer
 
 MAX_OUTPUT_CHARS = 4 * 1024 * 1024
 MAX_PARTS = 200_000
-"""Largest number of values inside one value."""
+"""Largest number of values in a container, including the values in nested containers."""
 MAX_RENDER_S = 2.0
 MAX_EXPONENT = 64
 MAX_INTEGER_BITS = 8192
@@ -33,7 +34,7 @@ MAX_FIELD_CHARS = 9_999
 MAX_PRECISION = 99
 _WIDE_FIELD = re.compile(r"\d{5,}|\*")
 # Filters and functions that can produce text or lists of any length from a number. Chat templates do not need
-# them.
+# such functions.
 UNBOUNDED_FILTERS = ("batch", "center", "format", "pprint", "slice", "wordwrap", "urlize", "xmlattr")
 UNBOUNDED_FUNCTIONS = ("lipsum",)
 UNBOUNDED_METHODS = ("expandtabs", "translate", "maketrans")
@@ -69,7 +70,7 @@ class BoundedSandbox(ImmutableSandboxedEnvironment):
         return template
 
     def tick(self) -> bool:
-        """Check the clock, and return True. Runs in each turn of a loop."""
+        """Check the clock and return True. Compiled templates call this method in each turn of a loop."""
         check_time()
         return True
 
@@ -80,7 +81,7 @@ class BoundedSandbox(ImmutableSandboxedEnvironment):
         return "".join(texts)
 
     def bounded(self, value: Any) -> Any:
-        """Return a list, tuple or dictionary that a template wrote, after a check of its size."""
+        """Check the size of a list, tuple or dictionary literal of a template, and return the value."""
         return check_size(value)
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
@@ -106,7 +107,7 @@ class BoundedSandbox(ImmutableSandboxedEnvironment):
     def call(self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         """Call a function or method."""
         check_time()
-        # Jinja wraps str.format. The method itself is in `__wrapped__`.
+        # Jinja wraps str.format. The attribute `__wrapped__` contains the original method.
         method = getattr(__obj, "__wrapped__", __obj)
         if isinstance(value := getattr(method, "__self__", None), _VALUES):
             args = _check_method(value, method.__name__, args, kwargs)
@@ -125,7 +126,7 @@ class BoundedSandbox(ImmutableSandboxedEnvironment):
 
 
 class _Bounding(NodeTransformer):
-    """Adds calls of the sandbox where Jinja's own code has none: loops, ``~``, and literals of containers."""
+    """Adds calls to the sandbox where Jinja makes no call itself: loops, ``~``, and container literals."""
 
     def visit_For(self, node: nodes.For) -> nodes.For:
         self.generic_visit(node)
@@ -153,7 +154,7 @@ class _Bounding(NodeTransformer):
 
 
 def _bounded(node: nodes.List | nodes.Tuple | nodes.Dict) -> nodes.Expr:
-    """Return the literal, wrapped in a check of its size unless it consists of constants."""
+    """Return the literal, wrapped in a check of its size. Literals of constants need no check."""
     if all(isinstance(item, nodes.Const) for item in node.items):
         return node
     return _call("bounded", [node], node.lineno)
@@ -166,14 +167,14 @@ def _call(name: str, arguments: list[nodes.Expr], line: int) -> nodes.Call:
 
 def check_time() -> None:
     """Raise SecurityError if the rendering takes too long."""
-    # Constant folding calls the sandbox while a template is compiled. No deadline is set at that time.
+    # Jinja also calls the sandbox while it compiles a template, to fold constants. No deadline is set then.
     until = deadline.get(None)
     if until is not None and time.monotonic() > until:
         raise SecurityError(f"it took longer than {MAX_RENDER_S:g} s")
 
 
 def check_size(value: Any) -> Any:
-    """Return `value`. Raise SecurityError if it is too large, with everything that it contains."""
+    """Return `value`. Raise SecurityError if its size, including all values in it, is above the limit."""
     if not isinstance(value, _CONTAINERS):
         return _check_length(value)
     parts = chars = 0
@@ -195,7 +196,7 @@ def check_size(value: Any) -> Any:
 
 
 def checked(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a filter that checks the clock before it runs and the size of its result afterwards."""
+    """Return a filter that checks the clock, runs `function`, and then checks the size of the result."""
 
     @functools.wraps(function)
     def with_checks(*args: Any, **kwargs: Any) -> Any:
@@ -217,7 +218,7 @@ def _refuse_above(size: int, most: int, what: str) -> None:
 
 
 def _check_method(value: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """Check a method's arguments before it runs. Return them, with iterators as lists."""
+    """Check a method's arguments before the method runs. Return the arguments, with iterators as lists."""
     given = (*args, *kwargs.values())
     if any(isinstance(argument, int) and argument > MAX_FIELD_CHARS for argument in given):
         raise SecurityError("a string is padded too far")
@@ -237,7 +238,11 @@ def _check_method(value: Any, name: str, args: tuple[Any, ...], kwargs: dict[str
 
 
 def _check_format(text: str, mark: str, arguments: Iterable[Any]) -> None:
-    """Check a format string. Every mark may be replaced by the longest argument, or by a padded one."""
+    """Refuse a format string whose result could be too long.
+
+    The estimate assumes that all arguments together replace every mark. If the string contains a digit, which
+    may be a width, the estimate also adds the largest padding to every mark.
+    """
     if _WIDE_FIELD.search(text):
         raise SecurityError("a format width is too large")
     longest = sum(len(str(check_size(argument))) for argument in arguments)
@@ -265,7 +270,7 @@ def _join_filter() -> Callable[..., str]:
     @functools.wraps(do_join)
     def join(eval_ctx: Any, value: Iterable[Any], d: str = "", attribute: Any = None) -> str:
         parts = check_size(list(_counted(value)))
-        # Parts that are not strings are at most as long as their text, which is bounded too.
+        # The length of a part that is not a string is at most that of its text, which is limited too.
         _refuse_above(
             _joined_length(str(d), [str(part) for part in parts]), MAX_OUTPUT_CHARS, "a string is too long"
         )

@@ -1,6 +1,6 @@
-"""Loads the tokenizer, special tokens and chat template from a model's folder.
+"""Loads a model's tokenizer, special tokens and chat template, and converts between text and token ids.
 
-Uses the `tokenizers` library only, because transformers would import torch.
+The module uses only the `tokenizers` library, because transformers would import torch.
 """
 
 from __future__ import annotations
@@ -23,20 +23,21 @@ CONFIG_FILE = "tokenizer_config.json"
 TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
 SPECIAL_TOKENS_FILE = "special_tokens_map.json"
 SHORT_TEXT = 4096
-"""Longest text, in characters, to encode on the event loop.
+"""Length in characters up to which a text is encoded on the event loop.
 
-For a text of this length, waking a worker thread would take longer than encoding.
+For a text of this length or less, waking a worker thread would take longer than encoding.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class ChatEnding:
-    """How the prompt of a chat ends, and whether the tokenizer adds special tokens to it.
+    """How the prompt of a chat ends, and whether the tokenizer adds special tokens to the prompt.
 
     Attributes:
-        add_generation_prompt: Whether to end with the header of the assistant's answer.
-        continue_final_message: Whether to end inside the last message, which the model then continues.
-        add_special_tokens: Whether to add the tokenizer's special tokens to those of the template.
+        add_generation_prompt: Whether the prompt ends with the header of the assistant's answer.
+        continue_final_message: Whether the prompt ends inside the last message, which the model then
+            continues.
+        add_special_tokens: Whether the tokenizer adds its special tokens to those that the template writes.
     """
 
     add_generation_prompt: bool = True
@@ -49,9 +50,9 @@ class TextCodec:
     """Converts between text and token ids of one model.
 
     Attributes:
-        tokenizer: The tokenizer itself, for decoding streams.
-        template: The model's chat template, or None.
-        template_source: The template's text, or an empty string.
+        tokenizer: The tokenizer, for decoding streams.
+        template: The model's chat template. None if the model has no template.
+        template_source: The template's source text. Empty if the model has no template.
         limit: Refuses texts that cannot fit in the model's context.
     """
 
@@ -65,7 +66,7 @@ class TextCodec:
 
     @classmethod
     def load(cls, path: Path) -> TextCodec:
-        """Load a model folder, or a tokenizer.json.
+        """Load the codec from a model's folder, or from a tokenizer.json.
 
         Raises:
             CheckpointError: If a file is missing or broken. The error names the file and the fix.
@@ -107,11 +108,11 @@ class TextCodec:
         self.limit.check(len(text))
         if len(text) <= SHORT_TEXT:
             return tuple(self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
-        # Only the batch functions of the library release Python's lock while they work.
+        # Only the library's batch functions release the GIL while they work.
         return tuple(self.tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids)
 
     def encode_plain(self, text: str) -> tuple[int, ...]:
-        """Return the token ids of a piece of text, without special tokens."""
+        """Return the token ids of a piece of text. Add no special tokens."""
         return self.encode(text, add_special_tokens=False)
 
     def encode_chat(
@@ -120,12 +121,12 @@ class TextCodec:
         options: Mapping[str, Any],
         ending: ChatEnding | None = None,
     ) -> tuple[int, ...]:
-        """Render a chat and return its token ids. The template itself writes the special tokens.
+        """Render a chat and return its token ids. Normally only the template writes special tokens.
 
         Args:
             messages: Messages in order, each with ``role`` and ``content``.
             options: Additional variables for the template.
-            ending: How the prompt ends. None ends with the header of the assistant's answer.
+            ending: How the prompt ends. With None, it ends with the header of the assistant's answer.
 
         Raises:
             InvalidRequestError: If the model has no chat template, or the template rejects these messages.
@@ -145,7 +146,7 @@ class TextCodec:
         return self.encode(text, add_special_tokens=ending.add_special_tokens)
 
     async def encode_aside(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
-        """Encode text without blocking the event loop. Long text is encoded on a worker thread."""
+        """Encode text without blocking the event loop. A worker thread encodes long text."""
         if len(text) <= SHORT_TEXT:
             return self.encode(text, add_special_tokens=add_special_tokens)
         return await asyncio.to_thread(self.encode, text, add_special_tokens=add_special_tokens)
@@ -158,7 +159,7 @@ class TextCodec:
     ) -> tuple[int, ...]:
         """Render and encode a chat on a worker thread, because a template may take long.
 
-        Takes the arguments of `encode_chat`.
+        The arguments are those of `encode_chat`.
 
         Raises:
             InvalidRequestError: If the model has no chat template, or the template rejects these messages.
@@ -173,7 +174,10 @@ class TextCodec:
 
 
 def _cut_after(text: str, content: str) -> str:
-    """Return the rendered chat up to the end of its last message's content, which templates may strip."""
+    """Return the rendered chat up to the end of the last message's content.
+
+    The content is found even if the template has stripped the white space around it.
+    """
     start = text.rfind(content.strip())
     if start < 0:
         raise InvalidRequestError(
@@ -198,7 +202,10 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return special tokens such as ``bos_token`` by name. A value is text or an object with ``content``."""
+    """Return the special tokens by name, such as ``bos_token``.
+
+    A token in `config` is either a text, or an object with the text as ``content``.
+    """
     tokens = {}
     for name, value in config.items():
         text = value.get("content") if isinstance(value, dict) else value
@@ -213,8 +220,8 @@ def _template_source(folder: Path, config: Mapping[str, Any]) -> str | None:
         return plain.read_text(encoding="utf-8")
     value = _read_json(wrapped).get("chat_template") or config.get("chat_template")
     if isinstance(value, list):
-        # If there are several named templates, "default" is the plain template. The others are for tools and
-        # RAG.
+        # A model can have several named templates. "default" is the plain template. The other templates are
+        # for tools and RAG.
         value = next(
             (one.get("template") for one in value if isinstance(one, dict) and one.get("name") == "default"),
             None,

@@ -1,4 +1,4 @@
-"""Adds text to the traced rounds of a request: the text of each node and of each emitted token."""
+"""Adds text to the traced rounds of a request: the text of each draft node and of each emitted token."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ BROKEN = "\N{REPLACEMENT CHARACTER}"
 
 
 class TraceTexts:
-    """Follows one traced sequence and gives its rounds their texts.
+    """Follows one traced sequence, and adds the texts to its rounds.
 
-    Call `emit` with the tokens of the prefill, and `describe` with each round, in order. The joined texts of
-    all emitted tokens equal the text of the sequence. A token that ends inside a character has no text; the
-    text belongs to the token that completes the character. A node that ends inside a character has the text
-    U+FFFD.
+    First call `emit` with the tokens of the prefill. Then call `describe` with each round, in order.
+
+    The joined texts of all emitted tokens equal the text of the sequence. A token that ends inside a
+    character has no text, because the text belongs to the token that completes the character. A node that
+    ends inside a character has the text U+FFFD.
     """
 
     def __init__(
@@ -35,7 +36,7 @@ class TraceTexts:
 
         Args:
             tokenizer: Decodes the tokens.
-            prompt_ids: The prompt. Its last tokens are the context of the first root.
+            prompt_ids: The prompt. Its last tokens are the context in which the first root is decoded.
             rules: Text options of the request.
             silent_token_ids: Tokens that end the sequence and produce no text.
         """
@@ -45,7 +46,10 @@ class TraceTexts:
         self._last = deque(prompt_ids[-CONTEXT_TOKENS:], maxlen=CONTEXT_TOKENS)
 
     def emit(self, token_ids: Sequence[int]) -> tuple[str, ...]:
-        """Append emitted tokens to the sequence and return the text that each token completes."""
+        """Append emitted tokens to the sequence.
+
+        Return, for each token, the text that the token completes.
+        """
         texts = [
             self._decoder.flush() if token in self._silent else self._decoder.push(token)
             for token in token_ids
@@ -54,20 +58,20 @@ class TraceTexts:
         return tuple(texts)
 
     def describe(self, one: RoundTrace, token_ids: Sequence[int]) -> RoundTrace:
-        """Append the tokens of a round to the sequence and return the round with its texts.
+        """Append the tokens of a round to the sequence, and return the round with its texts.
 
         Args:
             one: The round.
-            token_ids: The tokens of the round that belong to the answer. These are fewer than the emitted
-                tokens if a stop token cut the round.
+            token_ids: The tokens of the round that belong to the answer. If a stop token cuts the round, the
+                emitted tokens after it are left out.
         """
         texts = self._node_texts(one)
         nodes = [replace(node, text=text) for node, text in zip(one.nodes, texts, strict=True)]
         return replace(one, nodes=nodes, emitted_text=self.emit(token_ids))
 
     def _node_texts(self, one: RoundTrace) -> list[str]:
-        # The text of a token can depend on its neighbors: a leading space is lost at the start of a text, for
-        # example. Each path is therefore decoded behind the last tokens of the sequence.
+        # The text of a token can depend on its neighbors. For example, a leading space is lost at the start
+        # of a text. Each path is therefore decoded together with the last tokens of the sequence before it.
         context = list(self._last)[:-1]
         before = self._decode(context)
         paths: list[list[int]] = []

@@ -1,6 +1,6 @@
-"""Bounds the connections of the REST port: their number, and the time until a complete request head.
+"""Limits the connections of the REST port: their number, and the wait for each complete request head.
 
-A client needs no key to connect. Without these bounds, silent connections would use up all file descriptors.
+A client needs no key to connect. Without these limits, silent connections would use up all file descriptors.
 """
 
 from __future__ import annotations
@@ -17,19 +17,22 @@ from uvicorn.server import ServerState
 from outrider.shared.obs.logging import get_logger
 
 WANTED_FILES = 65_536
-"""Number of file descriptors to ask for. With more, ports or memory would run out first."""
+"""Number of file descriptors to request. With more, ports or memory would run out first."""
 OTHER_FILES = 256
-"""File descriptors that are kept for everything else: gRPC, the target, log files."""
+"""Number of file descriptors reserved for other uses than REST connections: gRPC, the target, log files."""
 ACCEPTED_AT_ONCE = 64
-"""Connections that asyncio accepts before it lets a protocol close any of them."""
+"""Number of connections that asyncio accepts before the gateway can close any of them."""
 MIN_CONNECTIONS = 16
 LOG_INTERVAL_S = 10.0
 _log = get_logger("outrider.gateway.connections")
 
 
 def raise_file_limit() -> int:
-    """Raise the soft limit of open files to `WANTED_FILES`, or to the hard limit if that is lower. Return
-    it."""
+    """Raise the soft limit of open files to `WANTED_FILES`, or to the hard limit if the hard limit is lower.
+
+    Returns:
+        The soft limit that is now in force, or `WANTED_FILES` if it is unlimited.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = WANTED_FILES if hard == resource.RLIM_INFINITY else min(WANTED_FILES, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -42,10 +45,11 @@ def raise_file_limit() -> int:
 
 
 def connection_cap(asked: int, open_files: int) -> int:
-    """Return the limit of connections.
+    """Return the largest number of REST connections.
 
     Args:
-        asked: Limit that the operator set. 0 selects the largest number that the limit of open files allows.
+        asked: Limit that the operator set. With 0, use the largest number that the limit of open files
+            allows.
         open_files: Limit of open files of this process.
     """
     fitting = max(MIN_CONNECTIONS, open_files - OTHER_FILES - ACCEPTED_AT_ONCE)
@@ -53,14 +57,15 @@ def connection_cap(asked: int, open_files: int) -> int:
 
 
 class ConnectionGuard:
-    """Counts connections, and closes those that wait for a request head.
+    """Counts connections, and closes those that wait too long for a request head.
 
-    At the limit, the connection that has waited longest for its head makes room for the new one. If every
-    connection has a request, the new one is closed.
+    At the connection limit, the guard closes the connection that has waited longest for its head, and accepts
+    the new connection. If every open connection has a running request, the guard closes the new connection.
 
     Attributes:
         limit: Largest number of connections.
-        head_timeout_s: Seconds from the connection, or from the end of a request, to the next complete head.
+        head_timeout_s: Longest wait for a complete request head, in seconds. The wait begins with the
+            connection or with the end of the previous request.
         closed: Number of connections that were closed because of the limit.
     """
 
@@ -69,7 +74,7 @@ class ConnectionGuard:
         self.head_timeout_s = head_timeout_s
         self.closed = 0
         self._open: set[GuardedProtocol] = set()
-        # In the order in which the connections began to wait. Values are unused.
+        # Connections that wait for a head, in the order in which they began to wait. The values are unused.
         self._waiting: dict[GuardedProtocol, None] = {}
         self._logged_at = -LOG_INTERVAL_S
         self._unlogged = 0
@@ -85,7 +90,7 @@ class ConnectionGuard:
         return GuardedProtocol(self, config, server_state, app_state, _loop)
 
     def opened(self, connection: GuardedProtocol) -> None:
-        """Count a new connection, and close one if there are too many."""
+        """Count a new connection, and close a connection if there are now too many."""
         self._open.add(connection)
         if len(self._open) > self.limit:
             victim = next(iter(self._waiting), connection)
@@ -115,7 +120,7 @@ class ConnectionGuard:
 
 
 class GuardedProtocol(H11Protocol):
-    """uvicorn's HTTP/1.1 protocol, with a time limit until each complete request head."""
+    """uvicorn's HTTP/1.1 protocol, with a time limit for each complete request head."""
 
     def __init__(self, guard: ConnectionGuard, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -123,7 +128,7 @@ class GuardedProtocol(H11Protocol):
         self._head_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Accept the connection, or close it if there are too many."""
+        """Accept the connection, or close a connection if there are too many."""
         super().connection_made(transport)
         self._guard.opened(self)
         self._follow_head()
@@ -145,7 +150,7 @@ class GuardedProtocol(H11Protocol):
         super().connection_lost(exc)
 
     def _follow_head(self) -> None:
-        """Start the timer if no request is running, else stop it. A running timer is not extended."""
+        """Start the timer if no request is running, or stop it otherwise. Do not extend a running timer."""
         waiting = self.cycle is None or self.cycle.response_complete
         self._guard.waits(self, waiting)
         if not waiting:

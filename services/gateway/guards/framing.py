@@ -1,4 +1,4 @@
-"""Finds requests of ambiguous length. A proxy might see another end of such a request than this server."""
+"""Detects requests of ambiguous length. A proxy and this server could disagree where such a request ends."""
 
 from __future__ import annotations
 

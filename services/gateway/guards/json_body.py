@@ -1,4 +1,4 @@
-"""Parses request bodies in bounded time: a large body may have many token ids, but not many other values."""
+"""Parses request bodies in bounded time, by limits on the objects, strings and numbers in a large body."""
 
 from __future__ import annotations
 
@@ -11,29 +11,32 @@ from pydantic_core import from_json
 from outrider.shared.base.errors import InvalidRequestError
 
 LARGE_BODY = 64 * 1024
-"""Bytes above which a body is checked before it is parsed, and is parsed by the faster parser."""
+"""Size in bytes above which a body is checked before it is parsed, and is parsed by the faster parser."""
 MAX_OBJECTS = 100_000
-"""Objects and lists of one large body. Python takes 100 ns and more for each."""
+"""Largest number of objects and lists in a large body. Python needs at least 100 ns for each."""
 MAX_STRINGS = 200_000
-"""Strings of one large body, names of fields included."""
+"""Largest number of strings in a large body, including the names of fields."""
 MAX_FRACTIONS = 100_000
-"""Numbers with a decimal point in one large body."""
+"""Largest number of numbers with a decimal point in a large body."""
 MAX_VALUES = 1_000_000
-"""Commas between the values of one large body. By default, no more prompt tokens than this may wait."""
+"""Largest number of commas between the values of a large body.
+
+By default, no more prompt tokens than this number may wait in the queue.
+"""
 MAX_SLOW_COMMAS = 300_000
-"""Commas of a large body up to which Python's own parser may be tried, too."""
+"""Number of commas in a large body up to which Python's parser is tried after the faster parser fails."""
 
 
 def parse_body(body: bytes) -> Any:
     """Return the parsed body.
 
-    Both parsers hold Python's lock, so a worker thread would not help other requests. Instead, this function
-    is fast: about 5 ms for 1 MiB of token ids or of text.
+    Both parsers hold the GIL while they run, so a worker thread would not help other requests. Parsing 1 MiB
+    of token ids or of text takes about 5 ms.
 
     Raises:
-        InvalidRequestError: If the body is not valid JSON, or has too many values.
+        InvalidRequestError: If the body is not valid JSON, or contains too many values.
     """
-    # The garbage collector would traverse a body of many objects again and again.
+    # While a body creates many objects, the garbage collector would traverse them again and again.
     gc.disable()
     try:
         if len(body) <= LARGE_BODY:
@@ -42,7 +45,7 @@ def parse_body(body: bytes) -> Any:
         try:
             return from_json(body, allow_inf_nan=False)
         except ValueError as error:
-            # Python's parser is slower, but accepts lone surrogates and explains errors better.
+            # Python's parser is slower, but it accepts lone surrogates and explains errors better.
             if commas <= MAX_SLOW_COMMAS:
                 return _parse_exactly(body)
             raise _malformed(f"The body is not valid JSON: {error}.") from None
@@ -51,7 +54,7 @@ def parse_body(body: bytes) -> Any:
 
 
 def _check_shape(body: bytes) -> int:
-    """Refuse a body of too many values, without building them. Return the number of commas between values."""
+    """Refuse a body with too many values before parsing it. Return the number of commas between values."""
     if b"\\" in body:
         body = body.replace(b"\\\\", b"").replace(b'\\"', b"")
     if (quotes := body.count(b'"')) > 2 * MAX_STRINGS:
@@ -67,7 +70,10 @@ def _check_shape(body: bytes) -> int:
 
 
 def _parse_exactly(body: bytes) -> Any:
-    """Return the body, parsed by Python's parser, which also accepts NaN and Infinity: these are refused."""
+    """Return the body as parsed by Python's parser.
+
+    Refuse NaN and Infinity, which this parser would accept.
+    """
     try:
         return json.loads(body, parse_constant=_refuse_constant)
     except json.JSONDecodeError as error:

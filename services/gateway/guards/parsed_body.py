@@ -19,16 +19,16 @@ def keep_parsed(scope: Scope, parsed: Any) -> None:
 
 
 class ParsedBodyRoute(APIRoute):
-    """A route that takes its body from `keep_parsed` instead of parsing it again."""
+    """A route that reads its body from `keep_parsed` and does not parse the body again."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """Return the framework's handler, with the parsed body in the request."""
+        """Return the framework's handler. The request passed to it contains the parsed body."""
         handle = super().get_route_handler()
 
         async def with_parsed_body(request: Request) -> Response:
             state = request.scope.get("state", {})
             if PARSED_BODY in state:
-                # The framework looks here for JSON that has been parsed before.
+                # The framework reuses the parsed JSON that it finds in this attribute.
                 request._json = state.pop(PARSED_BODY)
             return await handle(request)
 

@@ -1,4 +1,4 @@
-"""Refuses texts that cannot fit in the model's context before they are tokenized."""
+"""Refuses texts that cannot fit in the model's context, before these texts are tokenized."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from outrider.shared.base.errors import InvalidRequestError
 
 
 class TextLimit:
-    """The longest text that can fit in the model's context if every token is the vocabulary's longest token.
+    """Refuses texts that cannot fit in the model's context.
 
-    Tokenizing 1 MiB occupies a core for seconds, so a text that cannot fit is refused before it is tokenized.
+    The limit, in characters, is the context's length in tokens times the length of the vocabulary's longest
+    token. Longer texts are refused before tokenization, because tokenizing 1 MiB occupies a core for seconds.
 
     Attributes:
         longest_token: Length of the longest token of the vocabulary, in characters.
-        context: Returns the model's context in tokens. None disables the limit.
+        context: Returns the length of the model's context, in tokens. If it returns None, there is no limit.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -45,7 +46,7 @@ class TextLimit:
             )
 
     def check_ids(self, num_ids: int, field: str) -> None:
-        """Check the number of token ids to convert to text.
+        """Check the number of token ids in a request that converts them to text.
 
         Raises:
             InvalidRequestError: If there are more ids than the model's context has tokens.

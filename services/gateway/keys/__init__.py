@@ -1,1 +1,1 @@
-"""API keys: which keys exist, what each key may do, how much each key may use, and which routes are admin."""
+"""API keys: reads the keys, limits what and how much each key may use, and lists the admin routes."""

@@ -5,6 +5,6 @@ from __future__ import annotations
 ADMIN_PATHS = frozenset(["/flush_cache", "/metrics", "/status.json"])
 """Routes that change the server for all callers, or show data of all callers.
 
-`/abort_request` and the gRPC call `Abort` are open to all keys, but abort requests of other keys only for
-admin keys.
+The route `/abort_request` and the gRPC call `Abort` are open to all keys. They abort the requests of other
+keys only if the caller has an admin key.
 """

@@ -1,4 +1,4 @@
-"""The caller of a request: its API key's limits, what it has used, and the checks of its requests.
+"""The caller of a request: its API key's limits, its recent use, and the checks of its requests.
 
 Use callers on the event loop only.
 """
@@ -21,7 +21,7 @@ CONCURRENCY_RETRY_S = 1.0
 MAX_RETRY_S = MINUTE_S
 
 current_caller: ContextVar[Caller | None] = ContextVar("caller", default=None)
-"""The caller of the request that this task serves. None if the gateway has no keys."""
+"""The caller of the request that this task serves. None if the gateway runs without keys."""
 
 
 def allowed_model(model: str) -> str:
@@ -32,10 +32,13 @@ def allowed_model(model: str) -> str:
 
 
 class Caller:
-    """An API key in use. It outlives changes of its entry, so that a reload does not reset what was used.
+    """An API key in use.
+
+    A caller outlives changes of its entry in the keys file. A reload of the file therefore does not reset the
+    amounts that the key has used.
 
     Attributes:
-        entry: What the key may do now.
+        entry: The key's current limits and permissions.
         active: Number of sequences that wait or run.
     """
 
@@ -71,7 +74,7 @@ class Caller:
         """Count one request.
 
         Raises:
-            OverloadedError: The key has used its requests per minute.
+            OverloadedError: If the key has used up its requests per minute.
         """
         if self._requests is not None and (wait_s := self._requests.wait_s(1)):
             raise self._limited(
@@ -83,11 +86,13 @@ class Caller:
 
     @contextmanager
     def admit(self, sequences: int) -> Iterator[None]:
-        """Hold room for the sequences of a request. Call this before any work is done.
+        """Return a context that reserves room for the sequences of a request.
+
+        Enter the context before any other work on the request.
 
         Raises:
-            InvalidRequestError: The request alone exceeds the key's limit of concurrent sequences.
-            OverloadedError: Too many of the key's sequences are active, or the key has no tokens left.
+            InvalidRequestError: If the request alone exceeds the key's limit of concurrent sequences.
+            OverloadedError: If too many of the key's sequences are active, or the key has no tokens left.
         """
         most = self.entry.max_concurrent
         if most is not None and sequences > most:
@@ -113,7 +118,7 @@ class Caller:
         """Check that the key may use this many tokens now.
 
         Raises:
-            OverloadedError: The key has used its tokens per minute.
+            OverloadedError: If the key has used up its tokens per minute.
         """
         if self._tokens is not None and (wait_s := self._tokens.wait_s(amount)):
             raise self._limited(
@@ -121,16 +126,16 @@ class Caller:
             )
 
     def charge_prompt(self, tokens: int) -> None:
-        """Charge the tokens of the prompts of a request, once per prompt.
+        """Charge the prompt tokens of a request. Each prompt counts once, however many answers it gets.
 
         Raises:
-            OverloadedError: The key has too few tokens left. Nothing is charged.
+            OverloadedError: If the key has too few tokens left. No tokens are charged in this case.
         """
         self.check_tokens(tokens)
         self._charge(tokens, "prompt")
 
     def charge_output(self, tokens: int) -> None:
-        """Charge generated tokens. The key may come into debt, which delays its next requests."""
+        """Charge generated tokens. The key may fall into debt, which delays its next requests."""
         self._charge(tokens, "generation")
 
     def _charge(self, tokens: int, kind: str) -> None:
@@ -139,7 +144,7 @@ class Caller:
         self._metrics.tokens.labels(self.name, kind).inc(tokens)
 
     def priority(self, asked: int) -> int:
-        """Return the priority of a request. 0 means the allowed priority that is nearest to 0.
+        """Return the priority of a request. For 0, return the allowed priority that is nearest to 0.
 
         Raises:
             OutriderError: PERMISSION_DENIED, if the key may not set this priority.
@@ -153,7 +158,7 @@ class Caller:
     def mode(self, asked: SpeculationMode) -> SpeculationMode:
         """Return the mode of speculation of a request.
 
-        AUTO lets the server decide. For a key that may not use AUTO, it becomes the key's first mode.
+        If a key may not use AUTO, which lets the server decide, AUTO is replaced by the key's first mode.
 
         Raises:
             OutriderError: PERMISSION_DENIED, if the key may not use this mode.
@@ -172,7 +177,10 @@ class Caller:
             raise self._denied("may not use this model", "model")
 
     def salt(self, asked: str) -> str:
-        """Return the salt for the prefix cache. No request of another key can have the salt of this key."""
+        """Return the salt for the prefix cache.
+
+        No client can choose a salt that equals another key's salt.
+        """
         if self.entry.cache_salt:
             return f"key:{self.entry.cache_salt}:{asked}"
         return f"request:{asked}" if asked else ""
@@ -183,7 +191,7 @@ class Caller:
             raise self._denied(f"may not call {path}, which is for operators", None)
 
     def headers(self) -> dict[str, str]:
-        """Return OpenAI's headers on rate limits, for every reply to this key."""
+        """Return OpenAI's rate-limit headers, which every reply to this key contains."""
         headers: dict[str, str] = {}
         for kind, bucket in (("requests", self._requests), ("tokens", self._tokens)):
             if bucket is not None:

@@ -1,4 +1,4 @@
-"""One API key: its name, its digest, and what it may do, as frozen data."""
+"""One API key: its name, its digest, its limits and its permissions, as frozen data."""
 
 from __future__ import annotations
 
@@ -13,19 +13,21 @@ ANY_PRIORITY = (-(1 << 31), (1 << 31) - 1)
 
 @dataclass(frozen=True, slots=True)
 class KeyEntry:
-    """An API key. The key itself is not kept.
+    """An API key, with its limits and permissions. The entry stores a digest and not the key itself.
 
     Attributes:
         name: Name in logs, metrics and messages.
         digest: SHA-256 of the key.
         requests_per_minute: Maximum number of requests per minute. None sets no limit.
         tokens_per_minute: Maximum number of prompt and generated tokens per minute. None sets no limit.
-        max_concurrent: Maximum number of sequences that wait or run at once. None sets no limit.
+        max_concurrent: Maximum number of sequences that wait or run at the same time. None sets no limit.
         priority: Lowest and highest priority that requests may set.
-        modes: Modes of speculation that requests may use. The first replaces AUTO if AUTO is not among them.
-        models: Names of the models that requests may use. None allows all.
+        modes: Modes of speculation that requests may use. If AUTO is not among them, the first mode replaces
+            AUTO.
+        models: Names of the models that requests may use. None allows all models.
         admin: Whether the key may call the admin routes.
-        cache_salt: Requests share cached prompts only with requests of the same salt.
+        cache_salt: Salt of the prefix cache. Requests share cached prompts only with requests that have the
+            same salt.
     """
 
     name: str
@@ -41,7 +43,10 @@ class KeyEntry:
 
     @classmethod
     def unlimited(cls, name: str, key: str, *, admin: bool) -> KeyEntry:
-        """Return the entry of a key without limits, from a flag or from a file with one key per line."""
+        """Return the entry of a key that comes from a flag or from a file with one key per line.
+
+        Such a key has no limits.
+        """
         return cls(name, digest_of(key), priority=ANY_PRIORITY, admin=admin)
 
 

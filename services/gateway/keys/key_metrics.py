@@ -9,11 +9,11 @@ class KeyMetrics:
     """Counters and gauges with one series per key.
 
     Attributes:
-        requests: Requests that were accepted for checking.
-        refusals: Requests that were refused, by limit or because the key lacks a permission.
-        tokens: Prompt and generated tokens.
-        active: Sequences that wait or run.
-        file_ok: 0 if the keys file has changed and could not be read.
+        requests: Number of requests that the limit of requests per minute has admitted.
+        refusals: Number of requests that were refused by a limit or because the key lacks a permission.
+        tokens: Number of prompt tokens and of generated tokens.
+        active: Number of sequences that wait or run.
+        file_ok: 0 if the keys file has changed and could not be read, otherwise 1.
     """
 
     def __init__(self, metrics: Metrics) -> None:

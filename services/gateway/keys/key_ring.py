@@ -20,7 +20,10 @@ Stamp = tuple[int, int, int]
 
 
 class KeyRing:
-    """The callers by key. Use it on the event loop only. Without keys, nobody needs to authenticate."""
+    """The callers of all keys. If there are no keys, requests need no authentication.
+
+    Use the object on the event loop only.
+    """
 
     def __init__(
         self,
@@ -34,8 +37,8 @@ class KeyRing:
         Args:
             fixed: Keys that do not change while the gateway runs.
             file: The keys file, or None.
-            clock: Returns seconds, for limits per minute.
-            metrics: Where callers count.
+            clock: Returns the time in seconds, for the limits per minute.
+            metrics: The metrics in which callers count their requests and tokens.
 
         Raises:
             ConfigurationError: If the file is not valid, or two keys have the same name.
@@ -54,9 +57,10 @@ class KeyRing:
         return bool(self._callers)
 
     def identify(self, authorization: str | None) -> Caller | None:
-        """Return the caller with the key of an Authorization header, or None if the gateway has no keys.
+        """Return the caller that owns the key of an Authorization header. None if the gateway has no keys.
 
-        Digests are compared in constant time, with every key, so that the time does not depend on the key.
+        The digest of the header's key is compared with the digest of every known key, in constant time. The
+        response time therefore reveals nothing about the known keys.
 
         Raises:
             OutriderError: UNAUTHENTICATED, unless the header contains one of the keys.
@@ -74,7 +78,7 @@ class KeyRing:
         return matches[0]
 
     def reload_if_changed(self) -> bool:
-        """Read the keys file again if it has changed. A file that is not valid changes nothing and is logged.
+        """Read the keys file again if it has changed. If the file is invalid, keep the old keys.
 
         Returns:
             True if the keys were replaced.
@@ -110,7 +114,7 @@ class KeyRing:
 
 
 def _stamp(file: Path) -> Stamp | None:
-    """Return the version of a file, or None if the file cannot be examined."""
+    """Return the version of a file, or None if the file's metadata cannot be read."""
     try:
         found = os.stat(file)
     except OSError:

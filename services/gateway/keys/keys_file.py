@@ -76,11 +76,13 @@ class _File(BaseModel):
 
 
 def read_keys_file(path: Path) -> tuple[KeyEntry, ...]:
-    """Return the entries of a keys file. A name that ends with ``.json`` means JSON, any other name TOML.
+    """Return the entries of a keys file.
+
+    A file whose name ends with ``.json`` contains JSON. Any other file contains TOML.
 
     Raises:
-        ConfigurationError: The file cannot be read, other users could change it or read keys in it, or its
-            content is not valid. The message names the line or the field.
+        ConfigurationError: If the file cannot be read, if other users could change it or read its keys, or if
+            its content is invalid. The message names the line or the field.
     """
     try:
         with path.open("rb") as file:
@@ -132,7 +134,7 @@ def _parse(path: Path, content: bytes) -> Any:
     except json.JSONDecodeError as error:
         raise _bad(path, f"is not valid JSON: {error.msg} (line {error.lineno})") from None
     except ValueError as error:
-        # tomllib's messages can quote the file. They end with the line and the column in parentheses.
+        # tomllib's messages can quote the file. They end with the line and the column, in parentheses.
         place = str(error).rpartition("(")[2].rstrip(")")
         raise _bad(path, f"is not valid TOML ({place})") from None
 

@@ -1,4 +1,4 @@
-"""Limits per minute as token buckets: a full bucket holds one minute's amount and refills continuously."""
+"""Limits per minute, as token buckets: a full bucket holds the amount of one minute and refills steadily."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ ROUNDING = 1e-6
 
 
 class MinuteBucket:
-    """The amount that may still be used, which grows by `limit` per minute up to `limit`.
+    """The amount that may still be used. It grows by `limit` per minute, and never above `limit`.
 
-    The level may fall below zero, because the number of generated tokens is known only afterwards. Such a
-    debt delays later requests, so the limit holds on average.
+    The amount may fall below zero, because the number of generated tokens is known only after their
+    generation. Such a debt delays later requests, so the limit holds on average.
     """
 
     def __init__(self, limit: int, clock: Callable[[], float]) -> None:
@@ -30,7 +30,7 @@ class MinuteBucket:
         return self._level
 
     def resize(self, limit: int) -> None:
-        """Change the limit. What has been used stays used."""
+        """Change the limit. The amount that has been used stays the same."""
         used = self.limit - self.level
         self.limit = limit
         self._level = limit - used
@@ -42,8 +42,8 @@ class MinuteBucket:
     def wait_s(self, amount: float) -> float:
         """Return the seconds until `amount` is available, or 0.
 
-        An amount above the limit needs a full bucket. Otherwise a long prompt could never run.
+        If `amount` exceeds the limit, a full bucket suffices. Otherwise a long prompt could never run.
         """
         missing = min(amount, float(self.limit)) - self.level
-        # Rounding errors must not refuse what arrives exactly when it may.
+        # A rounding error must not refuse a request that arrives exactly when the amount is available.
         return missing * MINUTE_S / self.limit if missing > ROUNDING else 0.0

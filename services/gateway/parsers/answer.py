@@ -1,4 +1,4 @@
-"""Parses the chunks of one answer, and collects its text, its reasoning and its tool calls."""
+"""Parses the chunks of one answer, and collects the answer's text, reasoning and tool calls."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from outrider.services.gateway.parsers.pieces import (
 
 @dataclass(slots=True)
 class CalledTool:
-    """One complete tool call. `arguments` is JSON text, as the model wrote it."""
+    """One complete tool call. `arguments` is the JSON text that the model wrote."""
 
     id: str
     name: str
@@ -25,12 +25,12 @@ class CalledTool:
 
 @dataclass(slots=True)
 class Answer:
-    """The parts of an answer that have been read.
+    """The parts of an answer that have been read so far.
 
     Attributes:
-        texts: Pieces of the text.
-        reasonings: Pieces of the reasoning.
-        tool_calls: Tool calls in order.
+        texts: Pieces of the text, in order.
+        reasonings: Pieces of the reasoning, in order.
+        tool_calls: Tool calls, in order.
         reasoning_tokens: Number of tokens of the reasoning.
     """
 
@@ -63,10 +63,10 @@ class Answer:
 
 
 class AnswerReader:
-    """Parses one answer piece by piece. Without a parser, everything is text.
+    """Parses one answer piece by piece. Without a parser, the whole answer is text.
 
     Attributes:
-        answer: What has been read so far.
+        answer: The parts of the answer that have been read so far.
     """
 
     def __init__(self, parser: OutputParser | None) -> None:
@@ -74,7 +74,7 @@ class AnswerReader:
         self.answer = Answer()
 
     def push(self, text: str, num_tokens: int) -> list[Piece]:
-        """Return the pieces that are final once a chunk of `text` and `num_tokens` tokens has been added."""
+        """Add a chunk of `text`, which has `num_tokens` tokens, and return the pieces that are now final."""
         if self._parser is None:
             pieces: list[Piece] = [Text(text)] if text else []
         else:

@@ -1,4 +1,4 @@
-"""Parses tool calls of DeepSeek V3, R1 and V3.1, which stand between special tokens of the model."""
+"""Parses tool calls of DeepSeek V3, R1 and V3.1. These models mark tool calls with special tokens."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ FENCE = "```json\n"
 
 
 class DeepSeekV3Parser:
-    """Parses calls of both formats.
+    """Parses both formats of tool calls.
 
-    V3 and R1 write ``function``, a separator, the name, and the arguments in a fenced block. V3.1 writes the
-    name, a separator and the arguments.
+    DeepSeek V3 and R1 write the word ``function``, a separator, the name of the tool, and the arguments in a
+    fenced block. V3.1 writes the name, a separator and the arguments.
     """
 
     in_reasoning = False
@@ -25,8 +25,8 @@ class DeepSeekV3Parser:
         self._calls = CallWriter(options)
         self._writer = TextWriter()
         self._buffer = ""
-        # "text", "list" (between calls), "kind" (before the separator), "name" (after the separator of V3),
-        # "value" (before the arguments), "arguments" or "tail" (after the arguments).
+        # One of "text", "list" (between calls), "kind" (before the separator), "name" (after the separator of
+        # V3), "value" (before the arguments), "arguments", or "tail" (after the arguments).
         self._state = "text"
         self._value = JsonValue()
 
@@ -47,7 +47,7 @@ class DeepSeekV3Parser:
         return pieces
 
     def _step(self, pieces: list[Piece]) -> bool:
-        """Read the buffer up to the next change of state. Return False if more text is needed."""
+        """Read the buffer up to the next change of state. Return False if the state needs more text."""
         match self._state:
             case "text":
                 return self._seek({CALLS_BEGIN: "list"}, pieces)
@@ -67,7 +67,7 @@ class DeepSeekV3Parser:
                 return self._arguments(pieces)
 
     def _seek(self, states: dict[str, str], pieces: list[Piece] | None) -> bool:
-        """Read up to a marker. The text before it is passed on to `pieces`, or dropped."""
+        """Read up to a marker. Append the text before it to `pieces`. If `pieces` is None, drop the text."""
         split = split_at_marker(self._buffer, tuple(states))
         if pieces is not None:
             self._add_text(split.before, pieces)

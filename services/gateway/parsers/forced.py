@@ -1,4 +1,4 @@
-"""Grammars of forced tool calls, in Lark: what each parser's format of calls allows for some tools."""
+"""Builds the Lark grammar of an answer that must consist of tool calls, in the format of each parser."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class CallFormat:
     """How a model writes tool calls.
 
     Attributes:
-        parser: A key of `TOOL_PARSERS`.
-        special: The special tokens of the model's tokenizer, with their ids.
+        parser: Name of the parser that reads the calls, which is a key of `TOOL_PARSERS`.
+        special: Maps each special token of the model's tokenizer to its id.
         template: The text of the model's chat template.
         parallel: Whether an answer may contain several calls.
     """
@@ -45,7 +45,10 @@ class CallFormat:
     parallel: bool = True
 
     def literal(self, text: str) -> str:
-        """Return the Lark expression of a text, in which special tokens are tokens."""
+        """Return the Lark expression of a text.
+
+        Special tokens in the text become tokens in the expression.
+        """
         names = [re.escape(name) for name in sorted(self.special, key=len, reverse=True) if name in text]
         parts = re.split(f"({'|'.join(names)})", text) if names else [text]
         return " ".join(
@@ -55,18 +58,18 @@ class CallFormat:
         )
 
     def repeated(self, separator: str = "") -> str:
-        """Return the Lark expression of one call, or of several if the answer may contain several."""
+        """Return the Lark expression of one call. If `parallel` is set, further calls may follow."""
         more = f"({self.literal(separator)} call)*" if separator else "call*"
         return f"call {more}" if self.parallel else "call"
 
 
 def calls_constraint(tools: Sequence[Tool], form: CallFormat, answer: Constraint | None = None) -> Constraint:
-    """Return the constraint of an answer that consists of tool calls.
+    """Return the constraint of an answer that may, or must, consist of tool calls.
 
     Args:
-        tools: The tools that the answer may call, as chat templates get them.
-        form: How the model writes calls.
-        answer: The form of an answer without calls, a JSON schema. None if the answer must call a tool.
+        tools: The tools that the answer may call, in the form that chat templates expect.
+        form: How the model writes tool calls.
+        answer: A JSON schema for an answer without tool calls. With None, the answer must call a tool.
     """
     lines = _FORMATS[form.parser](tools, form)
     lines[0] = f"start: {lines[0]}" if answer is None else f"start: calls | answer\ncalls: {lines[0]}"
@@ -123,7 +126,7 @@ def _harmony(tools: Sequence[Tool], form: CallFormat) -> list[str]:
 
 
 def _final(form: CallFormat) -> str:
-    """Return the Lark expression of everything before an answer in the harmony format."""
+    """Return the Lark expression of the text that precedes the final answer in the harmony format."""
     return f'reasoning* {form.literal(CHANNEL)} "final" {form.literal(MESSAGE)} '
 
 
@@ -144,7 +147,7 @@ _FORMATS: dict[str, Callable[[Sequence[Tool], CallFormat], list[str]]] = {
 
 
 def _objects(tools: Sequence[Tool], key: str) -> list[str]:
-    """Return the rule ``object``: a name and arguments under `key`, in JSON."""
+    """Return the rule ``object``: a JSON object with the tool's name, and with its arguments under `key`."""
     made = []
     for tool in tools:
         head = f'{{"name": {json.dumps(tool["function"]["name"])}, "{key}": '
@@ -165,7 +168,7 @@ def _name(tool: Tool, end: str = "") -> str:
 
 
 def _schema(tool: Tool) -> dict[str, Any]:
-    """Return the schema of the arguments. A tool without parameters takes none."""
+    """Return the JSON schema of the tool's arguments. A tool without `parameters` takes no arguments."""
     nothing = {"type": "object", "properties": {}, "additionalProperties": False}
     return {"type": "object"} | dict(tool["function"].get("parameters") or nothing)
 
@@ -175,7 +178,7 @@ def _json(schema: Mapping[str, Any]) -> str:
 
 
 def _keywords(schema: Mapping[str, Any]) -> str:
-    """Return the Lark expression of keyword arguments: required ones first, then any of the others."""
+    """Return the Lark expression of keyword arguments: the required ones, followed by any optional ones."""
     shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
     values = {
         name: f"{json.dumps(f'{name}=')} {_json({**value, **shared} if isinstance(value, dict) else {})}"

@@ -1,4 +1,4 @@
-"""Parses the harmony format of gpt-oss: messages with a channel, and with a recipient for tool calls."""
+"""Parses gpt-oss's harmony format: messages with a channel, and with a recipient if they are tool calls."""
 
 from __future__ import annotations
 
@@ -12,21 +12,22 @@ ENDS = ("<|end|>", "<|call|>", "<|return|>")
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _RECIPIENT = re.compile(r"\bto=([\w.\-]+)")
 FUNCTIONS = "functions."
-# A longer text without a message is an answer without the format.
+# If no message begins within this many characters, the answer does not use the format.
 MAX_HEADER_CHARS = 1024
 
 
 class HarmonyParser:
-    """Parses a sequence of messages. The prompt ends with the role, so the text begins with a header.
+    """Parses the messages of one answer.
 
-    The channel ``analysis`` is reasoning. A message to ``functions.NAME`` is a tool call. All other messages
-    are text.
+    The prompt ends with the role of the first message, so the text begins with the rest of a message's
+    header. Messages in the channel ``analysis`` are reasoning. A message to ``functions.NAME`` is a tool
+    call. All other messages are text.
     """
 
     def __init__(self, options: ToolOptions) -> None:
         self._calls = CallWriter(options)
         self._buffer = ""
-        # "header", "body" or "between" (after the end of a message).
+        # One of "header", "body", or "between" (after the end of a message).
         self._state = "header"
         self._kind: type[Text] | type[Reasoning] | None = None
 
@@ -53,7 +54,7 @@ class HarmonyParser:
         return pieces
 
     def _step(self, pieces: list[Piece]) -> bool:
-        """Read the buffer up to the next change of state. Return False if more text is needed."""
+        """Read the buffer up to the next change of state. Return False if the state needs more text."""
         if self._state == "body":
             split = split_at_marker(self._buffer, (*ENDS, START))
             self._add(split.before, pieces)
@@ -86,7 +87,7 @@ class HarmonyParser:
             self._kind = None
             pieces += self._calls.start(recipient[1][len(FUNCTIONS) :])
         else:
-            # Calls of the built-in tools are part of the reasoning.
+            # Calls of the model's built-in tools are shown as reasoning.
             private = recipient is not None or (channel is not None and channel[1] == "analysis")
             self._kind = Reasoning if private else Text
 

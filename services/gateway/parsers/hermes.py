@@ -10,7 +10,7 @@ OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
 
 class HermesParser:
-    """Parses calls in tags. A tag without a readable call is passed on as text."""
+    """Parses calls in tags. A tag that no valid call follows is passed on as text."""
 
     in_reasoning = False
 
@@ -41,12 +41,12 @@ class HermesParser:
         return pieces
 
     def _step(self, pieces: list[Piece]) -> bool:
-        """Read the buffer up to the next change of state. Return False if more text is needed."""
+        """Read the buffer up to the next change of state. Return False if the state needs more text."""
         if self._call is not None:
             return self._step_call(self._call, pieces)
         split = split_at_marker(self._buffer, (OPEN, CLOSE) if self._closing else (OPEN,))
         self._buffer = split.rest
-        # Text between the object and its closing tag is dropped.
+        # Drop the text between the object and its closing tag.
         if not self._closing:
             self._add_text(split.before, pieces)
         if split.marker is None:

@@ -1,6 +1,6 @@
 """Reads a JSON object such as ``{"name": "f", "arguments": {…}}`` character by character.
 
-The arguments are passed on exactly as the model wrote them. The reader does not wait for the end of the
+The reader passes on the arguments exactly as the model wrote them, and without waiting for the end of the
 object.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 
 ARGUMENT_KEYS = ("arguments", "parameters")
-# An object without a name within this many characters is not a call.
+# If an object has no name within this many characters, it is not a tool call.
 MAX_UNDECIDED_CHARS = 64 * 1024
 
 
@@ -23,7 +23,7 @@ class JsonValue:
         self.done = False
 
     def take(self, text: str) -> tuple[str, str]:
-        """Add text up to the end of the value. Return that text, and the text after the value."""
+        """Add text up to the end of the value. Return the added text, and the text after the value."""
         for at, char in enumerate(text):
             self.push(char)
             if self.done:
@@ -50,12 +50,12 @@ class JsonValue:
 
 
 class JsonCall:
-    """Reads one call. The name and the arguments may come in any order.
+    """Reads one call. In the object, the name and the arguments may be in any order.
 
     Attributes:
-        name: The function's name, once it is known.
+        name: The function's name, or None until the name has been read.
         done: Whether the object is complete.
-        failed: Whether the text is not a call.
+        failed: Whether the text has turned out not to be a call.
     """
 
     def __init__(self) -> None:
@@ -65,7 +65,7 @@ class JsonCall:
         self.failed = False
         self._expect = "object"
         self._key = ""
-        # Lists of characters, because appending to a long string takes time in proportion to its length.
+        # Lists of characters, because appending to a long string takes time in proportion to the string.
         self._text: list[str] = []
         self._value: JsonValue | None = None
         self._early: list[str] = []
@@ -73,14 +73,15 @@ class JsonCall:
 
     @property
     def raw(self) -> str:
-        """All text read so far, up to the point where the name became known."""
+        """All text that was read until the name became known."""
         return "".join(self._raw)
 
     def push(self, text: str) -> tuple[str, str]:
-        """Add text, up to the point where the name becomes known, the object ends, or reading fails.
+        """Add text until the name becomes known, the object ends, or reading fails.
 
         Returns:
-            The arguments that are new and known to belong to `name`, and the text that was not read.
+            Two texts: the new part of the arguments, which is empty until the name is known, and the part of
+            `text` that was not read.
         """
         new: list[str] = []
         for at, char in enumerate(text):
@@ -135,7 +136,7 @@ class JsonCall:
             if not self._text and char in '{["':
                 self._value = JsonValue()
             elif char in ",}":
-                # A number or a word, such as null, has ended.
+                # The value was a number or a word such as null, and has now ended.
                 self._end_value(new)
                 self.done = char == "}"
                 self._expect = "key"
@@ -151,7 +152,7 @@ class JsonCall:
                 self._early.append(char)
             else:
                 new.append(char)
-            # The text is passed on at once. Only its first character is needed here.
+            # The character has been passed on already. Later, only the first character of `_text` is needed.
             self._text = ["{"]
         if self._value.done:
             self._end_value(new)

@@ -1,4 +1,4 @@
-"""Parses tool calls of Llama 3: one or several objects ``{"name": …, "parameters": {…}}``."""
+"""Parses tool calls of Llama 3: one or more objects such as ``{"name": …, "parameters": {…}}``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ SEPARATORS = ";, \n\t\r"
 class Llama3JsonParser:
     """Parses objects at the start of the answer, or after the python tag.
 
-    An object whose name is not a tool of the request is text, because an answer may consist of JSON.
+    An object whose name is not a tool of the request is treated as text, because an answer may consist of
+    JSON.
     """
 
     in_reasoning = False
@@ -23,9 +24,9 @@ class Llama3JsonParser:
         self._calls = CallWriter(options)
         self._writer = TextWriter()
         self._buffer = ""
-        # What may follow: "call" (an object, or else text), "text".
+        # "call" if an object (or text) may follow, or "text" if only text may follow.
         self._state = "call"
-        # Text that belongs to the answer if no call follows.
+        # Text before a possible call. If no call follows, this text belongs to the answer.
         self._lead = ""
         self._call: JsonCall | None = None
         self._begun = False
@@ -49,7 +50,7 @@ class Llama3JsonParser:
         return pieces
 
     def _step(self, pieces: list[Piece]) -> bool:
-        """Read the buffer up to the next change of state. Return False if more text is needed."""
+        """Read the buffer up to the next change of state. Return False if the state needs more text."""
         if self._call is not None:
             return self._step_call(self._call, pieces)
         if self._state == "text":
@@ -94,7 +95,7 @@ class Llama3JsonParser:
         return True
 
     def _to_text(self, text: str, pieces: list[Piece]) -> None:
-        """Pass on the text before the buffer, and read the rest as text."""
+        """Pass on `text`, which precedes the buffer, and read all later text as text."""
         self._add_text(self._lead + text, pieces)
         self._state, self._lead = "text", ""
 

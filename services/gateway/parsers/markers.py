@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Result of a search.
+    """Result of a search for markers.
 
     Attributes:
-        before: Text that is certainly no part of a marker.
-        marker: The marker that follows `before`, or None if no marker is complete.
-        rest: The text after the marker. If there is no marker, text that may become a marker.
+        before: Text that is certainly not a part of a marker.
+        marker: The marker that follows `before`. None if the searched text contains no complete marker.
+        rest: The text after the marker. Without a marker, the text after `before`, which may become a marker.
     """
 
     before: str
@@ -22,7 +22,7 @@ class Split:
 
 
 def split_at_marker(buffer: str, markers: Sequence[str]) -> Split:
-    """Split `buffer` at the first marker. No marker may be the start of another one."""
+    """Split `buffer` at the first marker. No marker may be a prefix of another marker."""
     found = [(at, marker) for marker in markers if (at := buffer.find(marker)) >= 0]
     if found:
         at, marker = min(found)
@@ -32,7 +32,7 @@ def split_at_marker(buffer: str, markers: Sequence[str]) -> Split:
 
 
 def _overlap(buffer: str, marker: str) -> int:
-    """Return the length of the longest proper prefix of `marker` at the end of `buffer`."""
+    """Return the length of the longest proper prefix of `marker` with which `buffer` ends."""
     for length in range(min(len(marker) - 1, len(buffer)), 0, -1):
         if buffer.endswith(marker[:length]):
             return length
@@ -40,14 +40,14 @@ def _overlap(buffer: str, marker: str) -> int:
 
 
 class TextWriter:
-    """Holds back white space at the end of text. White space around tool calls is not part of the text."""
+    """Holds back white space at the end of text, because white space around tool calls is dropped."""
 
     def __init__(self) -> None:
         self._space = ""
         self._after_call = False
 
     def add(self, text: str) -> str:
-        """Return the text that is final once `text` has been added."""
+        """Add `text`, and return the text that is now final."""
         whole = self._space + text
         if self._after_call:
             whole = whole.lstrip()
@@ -57,7 +57,7 @@ class TextWriter:
         return final
 
     def call(self) -> None:
-        """Note that a tool call follows: drop the white space before and after the call."""
+        """Note that a tool call follows. Drop the white space before the call and after it."""
         self._space = ""
         self._after_call = True
 

@@ -1,4 +1,4 @@
-"""Parses tool calls of Mistral: ``[TOOL_CALLS]``, then a JSON list of calls or ``name[ARGS]{…}``."""
+"""Parses Mistral's tool calls: ``[TOOL_CALLS]``, followed by a JSON list of calls or by ``name[ARGS]{…}``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MAX_HEAD_CHARS = 512
 
 
 class MistralParser:
-    """Parses the calls after the marker. The text before the marker is the text of the answer."""
+    """Parses the calls after the marker. The text before the marker is the answer's text."""
 
     in_reasoning = False
 
@@ -24,8 +24,8 @@ class MistralParser:
         self._calls = CallWriter(options)
         self._writer = TextWriter()
         self._buffer = ""
-        # "text", "head" (after the marker), "item" (in a list, before a call), "object" (in a call of a
-        # list), "arguments" (after a name) or "after" (after a call of a list).
+        # One of "text", "head" (after the marker), "item" (in a list, before a call), "object" (inside a call
+        # of a list), "arguments" (after a name), or "after" (after a call of a list).
         self._state = "text"
         self._call = JsonCall()
         self._value = JsonValue()
@@ -50,7 +50,7 @@ class MistralParser:
         return pieces
 
     def _step(self, pieces: list[Piece]) -> bool:
-        """Read the buffer up to the next change of state. Return False if more text is needed."""
+        """Read the buffer up to the next change of state. Return False if the state needs more text."""
         match self._state:
             case "text":
                 split = split_at_marker(self._buffer, (MARKER,))

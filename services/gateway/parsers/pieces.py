@@ -1,4 +1,4 @@
-"""Defines the typed pieces of an answer, and the interface of all parsers."""
+"""Defines the typed pieces into which an answer is parsed, and the interface of all parsers."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class ToolCallStart:
     """The start of a tool call.
 
     Attributes:
-        index: Number of the call in its answer, from 0.
-        id: Id of the call, which the client sends back with the result.
+        index: Number of the call within its answer, counted from 0.
+        id: Id of the call. The client sends this id back together with the call's result.
         name: Name of the function.
     """
 
@@ -41,7 +41,7 @@ class ToolCallStart:
 
 @dataclass(frozen=True, slots=True)
 class ToolCallArguments:
-    """A piece of the arguments of the tool call `index`: JSON text, as the model wrote it."""
+    """A piece of the arguments of tool call `index`. The arguments are JSON text, as the model wrote them."""
 
     index: int
     text: str
@@ -51,7 +51,7 @@ Piece = Text | Reasoning | ToolCallStart | ToolCallArguments
 
 
 class OutputParser(Protocol):
-    """Splits the text of one sequence. The pieces do not depend on how the text is split into pushes."""
+    """Splits the text of one sequence into pieces. The pieces do not depend on the chunks of the text."""
 
     @property
     def in_reasoning(self) -> bool:
@@ -59,7 +59,7 @@ class OutputParser(Protocol):
         ...
 
     def push(self, text: str) -> list[Piece]:
-        """Return the pieces that are final once `text` has been added."""
+        """Add `text`, and return the pieces that are now final."""
         ...
 
     def finish(self) -> list[Piece]:
@@ -69,12 +69,13 @@ class OutputParser(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ToolOptions:
-    """What a request allows its answer to call.
+    """The tools that the answer to a request may call, and how calls are reported.
 
     Attributes:
         names: Names of the request's tools.
-        parallel: Whether an answer may contain several calls. Otherwise, later calls are dropped.
-        id_chars: Length of a call's id without prefix, for models that require one. None makes OpenAI's ids.
+        parallel: Whether an answer may contain several calls. If not, all calls after the first are dropped.
+        id_chars: Length of a call's id, for models that require ids of a fixed length without a prefix. With
+            None, ids have OpenAI's form.
     """
 
     names: frozenset[str] = frozenset()
@@ -114,5 +115,5 @@ class CallWriter:
         return [ToolCallArguments(self.count - 1, text)]
 
     def end(self) -> list[Piece]:
-        """End the call. A call without arguments has an empty object."""
+        """End the call. If the model wrote no arguments, add an empty object."""
         return [] if self._has_arguments else self.arguments("{}")

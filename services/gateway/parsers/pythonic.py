@@ -1,4 +1,4 @@
-"""Parses tool calls of Llama 3.2 and Llama 4 in Python's syntax: ``[f(city="Paris"), g(x=1)]``."""
+"""Parses tool calls of Llama 3.2 and Llama 4 in Python syntax: ``[f(city="Paris"), g(x=1)]``."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _JSON_WORDS = {"true": True, "false": False, "null": None}
 OPENERS = ("<|python_tag|>", "<|python_start|>")
 CLOSER = "<|python_end|>"
 MAX_NAME_CHARS = 256
-# A longer call is not parsed: Python's parser takes memory in proportion to the text.
+# A longer call is not parsed, because the memory that Python's parser needs grows with the text.
 MAX_CALL_CHARS = 64 * 1024
 
 
 class PythonicParser:
-    """Parses a list of calls at the start of the answer. Other answers are text.
+    """Parses a list of calls at the start of the answer. An answer without such a list is text.
 
-    The arguments of a call are passed on as one piece of JSON when the call is complete.
+    Once a call is complete, its arguments are passed on as one piece of JSON.
     """
 
     in_reasoning = False
@@ -33,9 +33,9 @@ class PythonicParser:
         self._calls = CallWriter(options)
         self._writer = TextWriter()
         self._buffer = ""
-        # "start", "call" (after a bracket or a comma), "next" (after a call) or "text".
+        # One of "start", "call" (after a bracket or a comma), "next" (after a call), or "text".
         self._state = "start"
-        # Text of the current list that no call has used.
+        # Text of the current list that is not part of a parsed call.
         self._lead = ""
         self._scanned = 0
         self._depth = 0
@@ -58,7 +58,7 @@ class PythonicParser:
         return pieces
 
     def _step(self, pieces: list[Piece]) -> bool:
-        """Read the buffer up to the next change of state. Return False if more text is needed."""
+        """Read the buffer up to the next change of state. Return False if the state needs more text."""
         match self._state:
             case "start":
                 return self._start(pieces)
@@ -125,7 +125,10 @@ class PythonicParser:
         return True
 
     def _end_of_call(self, start: int) -> int | None:
-        """Return the offset after the call's closing parenthesis, or None. Read each character once."""
+        """Return the offset after the call's closing parenthesis, or None.
+
+        Examine each character only once.
+        """
         at = max(self._scanned, start)
         while at < len(self._buffer):
             char = self._buffer[at]
@@ -149,7 +152,7 @@ class PythonicParser:
         return None
 
     def _to_text(self, pieces: list[Piece]) -> None:
-        """Read the rest as text, including the part of the list that is no call."""
+        """Treat all remaining text as text, including the part of the list that is not a call."""
         self._add_text(self._lead, pieces)
         self._state, self._lead = "text", ""
 
@@ -159,14 +162,14 @@ class PythonicParser:
 
 
 def _literal(node: ast.expr) -> Any:
-    # Models also write JSON's words instead of Python's.
+    # Models also write JSON's words (such as true) instead of Python's.
     if isinstance(node, ast.Name) and node.id in _JSON_WORDS:
         return _JSON_WORDS[node.id]
     return ast.literal_eval(node)
 
 
 def _arguments(text: str) -> str | None:
-    """Return the keyword arguments of ``(a=1, …)`` as a JSON object, or None if a value is no literal."""
+    """Return the keyword arguments of ``(a=1, …)`` as a JSON object. None if a value is not a literal."""
     try:
         call = ast.parse(f"f{text}", mode="eval").body
         if not isinstance(call, ast.Call) or call.args:

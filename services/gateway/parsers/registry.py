@@ -1,4 +1,4 @@
-"""Names all parsers, chooses the parsers for a model, and creates the parser of each answer."""
+"""Lists all parsers, selects the parsers for a model, and creates the parser of each answer."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ TOOL_PARSERS: dict[str, Callable[[ToolOptions], OutputParser]] = {
     "pythonic": PythonicParser,
 }
 REASONING_TAGS = {"think": THINK, "think-open": THINK, MISTRAL: BRACKETS}
-"""Tags of each reasoning parser. With ``think-open``, every answer begins with reasoning, without a tag."""
+"""The tags of each reasoning parser. With ``think-open``, every answer begins inside the reasoning, without a
+tag."""
 
 _WITH_SPECIAL_TOKENS = frozenset(["deepseek-v3", "llama3-json", MISTRAL, "pythonic"])
 HARMONY_ANSWER = "<|channel|>final<|message|>"
@@ -33,12 +34,12 @@ HARMONY_ANSWER = "<|channel|>final<|message|>"
 TOOL_NAMES = (AUTO, NONE, *TOOL_PARSERS)
 REASONING_NAMES = (AUTO, NONE, HARMONY, *REASONING_TAGS)
 
-# Text of a chat template, and the parser of the models with such templates. The first match wins.
+# Pairs of a text in a chat template and the parser for models with such a template. The first match wins.
 _TOOLS_OF_TEMPLATE = (
     ("<|channel|>", HARMONY),
     ("<｜tool▁calls▁begin｜>", "deepseek-v3"),
     ("[TOOL_CALLS]", MISTRAL),
-    # Qwen3-Coder and GLM write calls as XML, which no parser here reads.
+    # Qwen3-Coder and GLM write calls as XML, which none of these parsers can read.
     ("<function=", NONE),
     ("<arg_key>", NONE),
     ("<tool_call>", "hermes"),
@@ -51,11 +52,11 @@ _REASONING_OF_TEMPLATE = (("<|channel|>", HARMONY), ("</think>", "think"), ("[/T
 
 @dataclass(frozen=True, slots=True)
 class ParserNames:
-    """The parsers of a model.
+    """The names of a model's parsers.
 
     Attributes:
-        tools: A key of `TOOL_PARSERS`, or ``none``.
-        reasoning: A key of `REASONING_TAGS`, ``harmony`` or ``none``.
+        tools: Parser of tool calls: a key of `TOOL_PARSERS`, or ``none``.
+        reasoning: Parser of the reasoning: a key of `REASONING_TAGS`, ``harmony`` or ``none``.
     """
 
     tools: str = NONE
@@ -63,8 +64,8 @@ class ParserNames:
 
     @classmethod
     def choose(cls, tools: str, reasoning: str, template: str) -> ParserNames:
-        """Return the parsers that the settings name. ``auto`` chooses them by the text of the chat
-        template."""
+        """Return the parsers that the settings name. For ``auto``, choose a parser by the chat template's
+        text."""
         if tools == AUTO:
             tools = next((name for text, name in _TOOLS_OF_TEMPLATE if text in template), NONE)
         if reasoning == AUTO:
@@ -72,18 +73,22 @@ class ParserNames:
         return cls(tools, reasoning)
 
     def needs_special_tokens(self, with_tools: bool) -> bool:
-        """Return whether the parsers need the text of special tokens, which answers otherwise omit."""
+        """Return whether the parsers need the text of special tokens, which answers normally omit."""
         if HARMONY in (self.tools, self.reasoning) or self.reasoning == MISTRAL:
             return True
         return with_tools and self.tools in _WITH_SPECIAL_TOKENS
 
     def markers(self, split_reasoning: bool, *, calls: bool) -> tuple[str, str]:
-        """Return where the form of an answer begins: `begins_after` and `opening` of a constraint.
+        """Return where the constrained part of an answer begins.
 
         Args:
-            split_reasoning: Whether the answer has a part for the reasoning, which has no form.
-            calls: Whether the form includes tool calls. In the harmony format, such a form includes the
-                reasoning too.
+            split_reasoning: Whether the reply contains the reasoning apart from the text. The reasoning is
+                not constrained.
+            calls: Whether the constraint covers tool calls. In the harmony format, such a constraint covers
+                the reasoning too.
+
+        Returns:
+            The values of `begins_after` and `opening` for the `Constraint`.
         """
         if HARMONY in (self.tools, self.reasoning):
             return "" if calls else HARMONY_ANSWER, ""
@@ -95,12 +100,12 @@ class ParserNames:
     def create(
         self, options: ToolOptions | None, split_reasoning: bool, prompt_end: str
     ) -> OutputParser | None:
-        """Return the parser of one answer, or None if everything is text.
+        """Return the parser of one answer, or None if the whole answer is text.
 
         Args:
-            options: What the answer may call. None if the request has no tools.
-            split_reasoning: Whether to split off the reasoning.
-            prompt_end: The last characters of the prompt. They may open the reasoning.
+            options: The tools that the answer may call. None if the request has no tools.
+            split_reasoning: Whether the reply contains the reasoning apart from the text.
+            prompt_end: The last characters of the prompt, which may contain the opening tag of the reasoning.
         """
         if HARMONY in (self.tools, self.reasoning):
             return HarmonyParser(options or ToolOptions())

@@ -10,17 +10,18 @@ BRACKETS = ("[THINK]", "[/THINK]")
 
 
 class ThinkParser:
-    """Splits off the reasoning at the start of the text. Another parser reads the rest.
+    """Splits off the reasoning at the start of the text. Another parser reads the text after the reasoning.
 
-    White space around the reasoning, and line breaks between the reasoning and the answer, are dropped.
+    The white space around the reasoning, and the line breaks before the answer, are dropped.
     """
 
     def __init__(self, tags: tuple[str, str], inside: bool, answer: OutputParser) -> None:
         """Create a parser.
 
         Args:
-            tags: The opening and the closing tag.
-            inside: Whether the prompt ends with the opening tag, so that the text begins with reasoning.
+            tags: The opening tag and the closing tag of the reasoning.
+            inside: Whether the prompt ends with the opening tag. In this case, the text begins with
+                reasoning.
             answer: Parses the text after the reasoning.
         """
         self._open, self._close = tags
@@ -64,7 +65,7 @@ class ThinkParser:
         return [*pieces, *self._answer.finish()]
 
     def _decide(self) -> bool:
-        """Leave the state `start` if the buffer shows whether the text begins with reasoning."""
+        """Leave the state `start` once the buffer shows whether the text begins with reasoning."""
         start = self._buffer.lstrip()
         if start.startswith(self._open):
             self._state, self._buffer = "reasoning", start[len(self._open) :]

@@ -1,4 +1,4 @@
-"""Loads the static files of the playground. Their headers forbid browsers to contact other hosts."""
+"""Loads the static files of the playground, with headers that stop browsers from contacting other hosts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TYPES = {
     ".svg": "image/svg+xml",
 }
 PAGES = {"/": "index.html", "/status": "status.html"}
-"""Paths of the two pages. Every other file has the path /playground/NAME."""
+"""Files of the two pages, by path. Every other file has the path /playground/NAME."""
 
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
@@ -29,7 +29,7 @@ HEADERS = {
 
 @dataclass(frozen=True, slots=True)
 class StaticFile:
-    """One file: its content, its media type, and the ETag by which browsers know an unchanged file."""
+    """One file: its content, its media type, and the ETag that lets browsers reuse an unchanged file."""
 
     content: bytes
     media_type: str
@@ -37,7 +37,7 @@ class StaticFile:
 
 
 def load_files() -> Mapping[str, StaticFile]:
-    """Return path → file for every static file of this folder. No other file can be requested."""
+    """Return every static file of this folder, by path. Clients cannot request any other file."""
     paths = {
         f"/playground/{file.name}": file
         for file in sorted(FOLDER.iterdir())

@@ -1,1 +1,4 @@
-"""The REST routes, one module per family. They only translate requests and replies for the core."""
+"""The REST routes, one module per family.
+
+Routes only convert requests and replies.
+"""

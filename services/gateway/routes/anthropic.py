@@ -170,7 +170,7 @@ class _Message:
 
 
 def _block_of(piece: Piece) -> tuple[str, dict[str, Any]]:
-    """Return the type of the block that contains a piece, and the block's content before any piece."""
+    """Return the type of the content block for a piece, and the block's content before its first piece."""
     match piece:
         case Text():
             return "text", {"type": "text", "text": "", "citations": None}
@@ -195,7 +195,7 @@ def _delta_of(piece: Piece) -> dict[str, Any] | None:
 
 
 def _usage(usage: Usage) -> dict[str, Any]:
-    """Return Anthropic's `usage`, which counts cached tokens apart from the other tokens of the prompt."""
+    """Return Anthropic's `usage`. Cached prompt tokens are counted apart from other prompt tokens."""
     return {
         "input_tokens": usage.prompt_tokens - usage.cached_tokens,
         "cache_read_input_tokens": usage.cached_tokens,

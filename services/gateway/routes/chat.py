@@ -1,4 +1,4 @@
-"""``POST /v1/chat/completions``: answers a chat, as one reply or as a stream of chunks."""
+"""``POST /v1/chat/completions``: answers a chat with one reply or with a stream of chunks."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ router = APIRouter(route_class=ParsedBodyRoute)
 
 @router.post("/v1/chat/completions", responses=ERROR_RESPONSES)
 async def create_chat_completion(body: ChatRequest, request: Request) -> Response:
-    """Answer a chat with one reply or a stream of chunks."""
+    """Answer a chat with one reply or with a stream of chunks."""
     core = core_of(request).of_model(body.model)
     model = core.builder.check_model(body.model, core.client.info)
     parameters = body.parameters()
@@ -87,7 +87,7 @@ async def create_chat_completion(body: ChatRequest, request: Request) -> Respons
 
 
 def read_answer(reader: AnswerReader, completion: Completion) -> Answer:
-    """Return the parts of a finished sequence: text, reasoning and tool calls."""
+    """Return the parts of a finished sequence: its text, reasoning and tool calls."""
     for chunk in completion.chunks:
         reader.push(chunk.text, len(chunk.token_ids))
     reader.finish()

@@ -1,4 +1,4 @@
-"""``POST /v1/completions``: continues one prompt or a batch, as one reply or as a stream of chunks."""
+"""``POST /v1/completions``: continues one prompt or a batch, with one reply or with a stream of chunks."""
 
 from __future__ import annotations
 
@@ -45,7 +45,10 @@ router = APIRouter(route_class=ParsedBodyRoute)
 
 @router.post("/v1/completions", responses=ERROR_RESPONSES)
 async def create_completion(body: CompletionRequest, request: Request) -> Response:
-    """Complete one prompt or a batch, with one reply or a stream of chunks. Choices are ordered by prompt."""
+    """Continue one prompt or a batch, with one reply or with a stream of chunks.
+
+    Choices are ordered by prompt.
+    """
     core = core_of(request).of_model(body.model)
     model = core.builder.check_model(body.model, core.client.info)
     parameters = body.parameters()
@@ -93,12 +96,13 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
 def best_choices(completions: Sequence[Completion], generated: int, wanted: int) -> list[int]:
     """Return the indices of the best answers to each prompt, best first.
 
-    The best answers have the highest mean logprob per token. If all answers are wanted, their order is kept.
+    The best answers have the highest mean logprob per token. If the client wants all answers, the answers
+    keep their order.
 
     Args:
         completions: The answers, grouped by prompt.
-        generated: Number of answers per prompt.
-        wanted: Number of answers per prompt to return.
+        generated: Number of generated answers per prompt.
+        wanted: Number of answers per prompt that the client wants.
     """
     if generated == wanted:
         return list(range(len(completions)))
@@ -139,7 +143,8 @@ async def encode_batch(
 def _echo(core: GatewayCore, prompt: str | list[int]) -> str:
     if isinstance(prompt, str):
         return prompt
-    # Ids are checked against the vocabulary later. The tokenizer accepts unsigned 32-bit integers only.
+    # The vocabulary is checked later. Check the range here, as the tokenizer accepts unsigned 32-bit ids
+    # only.
     return core.codec.decode([token for token in prompt if 0 <= token < 1 << 32]) if core.codec else ""
 
 

@@ -1,4 +1,4 @@
-"""Helpers shared by the routes: access to the core, the client's deadline, common fields of replies."""
+"""Helpers that the routes share: access to the core, the client's deadline, and common fields of replies."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from outrider.shared.obs.logging import get_logger
 
 DEADLINE_HEADER = "X-Request-Deadline-Ms"
 IGNORED_HEADER = "X-Outrider-Ignored"
-# More names would make the header longer than some clients accept.
+# Listing more names would make the header longer than some clients accept.
 MAX_IGNORED_NAMES = 32
 _log = get_logger("outrider.gateway.http")
 
@@ -40,7 +40,7 @@ def core_of(request: Request) -> GatewayCore:
 
 
 def timeout_of(request: Request) -> float | None:
-    """Return the client's deadline in seconds, or None if the request has no deadline header.
+    """Return the client's time limit in seconds, or None if the request has no deadline header.
 
     Raises:
         InvalidRequestError: If the header is not a positive number of milliseconds.
@@ -56,7 +56,10 @@ def timeout_of(request: Request) -> float | None:
 
 
 def ignored_header(body: OpenModel) -> dict[str, str]:
-    """Return a header that lists the fields without effect, and log the list. Empty if there are none.
+    """Return a header that lists the request fields without effect. Also log a warning with this list.
+
+    Returns:
+        The header, by name. Empty if every field has an effect.
 
     Raises:
         InvalidRequestError: If ignoring a field would change the text or leave out data of the reply.
@@ -83,9 +86,10 @@ class ReplyHead:
     def new(
         cls, prefix: str, kind: str, model: str, rid: str | None, info: ServedTarget | None = None
     ) -> ReplyHead:
-        """Create the head of a reply that begins now. `rid` is the id that the client sent, if any.
+        """Create the head of a reply that begins now.
 
-        With `info`, the head contains OpenAI's `system_fingerprint`: the version of the weights.
+        If the client sent an id, `rid` is this id, and the head uses it. With `info`, the head contains
+        OpenAI's `system_fingerprint`, whose value is the version of the weights.
         """
         fingerprint = None if info is None else info.weight_version
         return cls(rid or f"{prefix}-{uuid.uuid4().hex}", kind, int(time.time()), model, fingerprint)

@@ -1,4 +1,4 @@
-"""Logprobs of replies and stream chunks, in the formats of the routes."""
+"""Builds the logprobs fields of replies and stream chunks, in the format of each route."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from outrider.shared.base.logit_rules import LogprobParams, TokenLogprob
 
 
 def chunk_logprobs(core: GatewayCore, job: Job) -> Callable[[int, Chunk], dict[str, Any] | None] | None:
-    """Return a function for the `logprobs` of a chat chunk. None if the client wants no logprobs."""
+    """Return a function that builds the `logprobs` of a chat chunk. None if the client wants no logprobs."""
     wanted = job.parameters.logprobs
     if wanted.wanted.top is None:
         return None
@@ -32,7 +32,7 @@ def chunk_logprobs(core: GatewayCore, job: Job) -> Callable[[int, Chunk], dict[s
 
 
 def chat_reply_logprobs(core: GatewayCore, job: Job, one: Completion) -> dict[str, Any] | None:
-    """Return the `logprobs` of a chat choice. None if the client wants none."""
+    """Return the `logprobs` of a chat choice. None if the client wants no logprobs."""
     wanted = job.parameters.logprobs
     if wanted.wanted.top is None:
         return None
@@ -40,7 +40,7 @@ def chat_reply_logprobs(core: GatewayCore, job: Job, one: Completion) -> dict[st
 
 
 def prompt_logprobs_field(core: GatewayCore, job: Job, one: Completion) -> dict[str, Any]:
-    """Return vLLM's field `prompt_logprobs`. Empty if the client does not want it."""
+    """Return vLLM's field `prompt_logprobs`. Empty if the client did not ask for this field."""
     top = job.parameters.logprobs.prompt_list
     if top is None:
         return {}
@@ -49,7 +49,10 @@ def prompt_logprobs_field(core: GatewayCore, job: Job, one: Completion) -> dict[
 
 
 def completion_reply_logprobs(core: GatewayCore, job: Job, one: Completion) -> dict[str, Any] | None:
-    """Return the `logprobs` of a completion and of its echoed prompt. None if the client wants none."""
+    """Return the `logprobs` of a completion and of its echoed prompt.
+
+    None if the client wants no logprobs.
+    """
     wanted = job.parameters.logprobs
     if wanted.wanted.top is None:
         return None
@@ -66,10 +69,13 @@ def completion_reply_logprobs(core: GatewayCore, job: Job, one: Completion) -> d
 def completion_chunk_logprobs(
     core: GatewayCore, job: Job
 ) -> Callable[[int, Chunk], dict[str, Any] | None] | None:
-    """Return a function for the `logprobs` of a completion chunk. None if the client wants no logprobs.
+    """Return a function that builds the `logprobs` of a completion chunk.
 
-    The logprobs of an echoed prompt are sent in separate chunks. The function keeps the text offset and the
-    position in the prompt of each sequence.
+    The logprobs of an echoed prompt are sent in separate chunks. For each sequence, the function keeps track
+    of the text offset and of the position in the prompt.
+
+    Returns:
+        The function, or None if the client wants no logprobs.
     """
     wanted = job.parameters.logprobs
     if wanted.wanted.top is None:
@@ -105,7 +111,7 @@ def native_meta(
     chunks: Sequence[Chunk],
     with_text: bool,
 ) -> dict[str, Any]:
-    """Return the logprobs of `meta_info`. Empty if the client wants none."""
+    """Return the fields of `meta_info` that contain logprobs. Empty if the client wants no logprobs."""
     if wanted.top is None:
         return {}
     bytes_of = core.token_bytes if with_text else None

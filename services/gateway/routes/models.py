@@ -1,4 +1,4 @@
-"""``GET /v1/models`` (names that requests may use), ``POST /tokenize`` and ``POST /detokenize``."""
+"""``GET /v1/models`` (lists the names that requests may use), ``POST /tokenize`` and ``POST /detokenize``."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ async def retrieve_model(model: str, request: Request) -> Response:
 @router.post("/v1/tokenize", responses=ERROR_RESPONSES)
 @router.post("/tokenize", responses=ERROR_RESPONSES)
 async def tokenize(body: TokenizeRequest, request: Request) -> Response:
-    """Return the token ids of texts or of a chat. The reply to a list of texts contains lists."""
+    """Return the token ids of texts or of a chat. For a list of texts, the reply contains lists of ids."""
     core = core_of(request).of_model(body.model)
     core.builder.check_model(body.model, core.client.info)
     headers = ignored_header(body)
@@ -93,13 +93,16 @@ async def _encode_chat(core: GatewayCore, body: TokenizeRequest) -> tuple[int, .
 @router.post("/v1/detokenize", responses=ERROR_RESPONSES)
 @router.post("/detokenize", responses=ERROR_RESPONSES)
 async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
-    """Return the text of token ids, under vLLM's name `prompt` and SGLang's name `text`."""
+    """Return the text of token ids.
+
+    The reply has the text twice, as vLLM's `prompt` and as SGLang's `text`.
+    """
     core = core_of(request).of_model(body.model)
     info = core.client.info
     core.builder.check_model(body.model, info)
     headers = ignored_header(body)
     codec = core.need_codec("tokens")
-    # Validation has ensured that the parts have one type. Token ids may be a million.
+    # Validation has ensured that all entries have one type. Checking a million token ids again would be slow.
     many = bool(body.tokens) and isinstance(body.tokens[0], list)
     batch = cast("list[list[int]]", body.tokens if many else [body.tokens])
     for tokens in batch:

@@ -1,4 +1,4 @@
-"""``POST /generate`` in SGLang's format, and the model and server information that SGLang clients read."""
+"""``POST /generate`` in SGLang's format, and the routes for the model and server data of SGLang clients."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ router = APIRouter(route_class=ParsedBodyRoute)
 async def generate(body: NativeRequest, request: Request) -> Response:
     """Continue text or token ids.
 
-    The reply to a batch, or to `n` above 1, is a list. As in SGLang, every event of a stream repeats all text
-    that has been generated so far.
+    The reply to a batch, or to a request with `n` above 1, is a list. As in SGLang, every event of a stream
+    repeats all text that has been generated so far.
     """
     core = core_of(request).of_model(body.model)
     core.builder.check_model(body.model, core.client.info)
@@ -116,9 +116,10 @@ def _rids(rid: str | list[str] | None, as_list: bool, choices: Sequence[int]) ->
     """Return the name of every sequence.
 
     Args:
-        rid: The client's name of the request, or of each prompt. With None, a name is generated.
-        as_list: Whether the reply is a list. The names are then numbered.
-        choices: Number of sequences of each prompt.
+        rid: The client's name of the request, or a list with one name for each prompt. With None, generate a
+            name.
+        as_list: Whether the reply is a list. If it is, the names of its sequences are numbered.
+        choices: Number of sequences for each prompt.
     """
     if isinstance(rid, list):
         return tuple(
@@ -153,8 +154,8 @@ def _reply(
 def _meta(core: GatewayCore, end: Finished, rid: str, seed: int) -> dict[str, Any]:
     """Return SGLang's `meta_info`.
 
-    SGLang defines the accept length as completion tokens per verify pass. The token that the prefill emits is
-    therefore included.
+    SGLang defines the accept length as completion tokens per verify pass. The completion tokens include the
+    token that the prefill emits.
     """
     usage = end.usage
     return {
@@ -220,7 +221,7 @@ async def model_info(request: Request) -> Response:
 @router.get("/server_info", responses=ERROR_RESPONSES)
 @router.get("/get_server_info", responses=ERROR_RESPONSES)
 async def server_info(request: Request) -> Response:
-    """Describe the speculation settings, with SGLang's names, and the current load."""
+    """Return the speculation settings, under SGLang's names, and the current load."""
     core = core_of(request)
     found = [one for one in await core.targets.refresh(core.targets.members) if one is not None]
     if not found:

@@ -1,4 +1,4 @@
-"""Streams the chunks of chat and text completions. Each route provides the format of its choices."""
+"""Streams the chunks of chat and text completions. Each route defines how a choice is written."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ EMPTY = Text("")
 
 
 LogprobsOf = Callable[[int, Chunk], dict[str, Any] | None]
-"""Returns the `logprobs` object for (index, chunk), or None if the chunk has none."""
+"""Returns the `logprobs` object for the arguments (index, chunk), or None if the chunk has no logprobs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,14 +29,15 @@ class StreamShape:
 
     Attributes:
         choice: Returns the choice of a chunk.
-        opening: Returns the choice of the opening chunk of the sequence with this index. Returns None if the
-            sequence has no opening chunk.
-        include_usage: Whether to end with a usage chunk and to send ``usage: null`` in all other chunks.
-        with_ids: Whether to include token ids.
+        opening: Takes the index of a sequence, and returns the choice of its opening chunk. Returns None if
+            the sequence has no opening chunk.
+        include_usage: Whether the stream ends with a usage chunk. All other chunks then contain
+            ``usage: null``.
+        with_ids: Whether chunks include token ids.
         continuous_usage: Whether every chunk contains the usage so far. Requires `include_usage`.
-        reader: Returns the reader of one answer. Called when its sequence has started.
-        logprobs: Returns the `logprobs` object of a chunk of the sequence with this index. None if the client
-            wants no logprobs.
+        reader: Returns a new reader for one answer. Called once per sequence, when the sequence has started.
+        logprobs: Takes the index of a sequence and a chunk, and returns the chunk's `logprobs` object. The
+            attribute is None if the client wants no logprobs.
     """
 
     choice: ChoiceOf
@@ -58,7 +59,7 @@ class UsageSoFar:
         self._completion = 0
 
     def started(self, index: int, prompt_tokens: int) -> None:
-        """Count the prompt of a sequence. A prompt shared by several choices counts once."""
+        """Count the prompt of a sequence. A prompt that several choices share counts once."""
         self._prompts[index // self._choices_per_prompt] = prompt_tokens
 
     def add(self, completion_tokens: int) -> None:
@@ -66,7 +67,7 @@ class UsageSoFar:
         self._completion += completion_tokens
 
     def fields(self) -> dict[str, Any]:
-        """Return the `usage` field of the next chunk, or no field if the client did not ask for usage."""
+        """Return the `usage` field of the next chunk. Empty if the client did not ask for usage."""
         if not self._shape.include_usage:
             return {}
         if not self._shape.continuous_usage:
@@ -77,7 +78,7 @@ class UsageSoFar:
 async def stream_chunks(
     core: GatewayCore, job: Job, head: ReplyHead, shape: StreamShape
 ) -> AsyncGenerator[dict[str, Any], None]:
-    """Yield the chunks of a reply: opening, text and finish of each choice, then usage if requested."""
+    """Yield the chunks of a reply: opening, text and finish of each choice, and the usage if requested."""
     n = job.parameters.n or 1
     usage = UsageSoFar(shape, n)
     seeds: dict[int, int] = {}
@@ -98,7 +99,7 @@ async def stream_chunks(
                     extras = _chunk_extras(one.index, chunk, shape)
                     if not pieces and not any(extras):
                         continue
-                    # Token ids, logprobs and the trace are in the first chunk of several.
+                    # If a chunk of tokens becomes several pieces, the first contains ids, logprobs and trace.
                     for piece in pieces or [EMPTY]:
                         choice = shape.choice(one.index, piece, None) | extras[0]
                         yield head.object_of(choices=[choice], **usage.fields(), **extras[1])
@@ -123,7 +124,7 @@ async def stream_chunks(
 
 
 def _chunk_extras(index: int, chunk: Chunk, shape: StreamShape) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the additional fields of a chunk's choice, and of the chunk."""
+    """Return two groups of additional fields: those of a chunk's choice, and those of the chunk itself."""
     fields: dict[str, Any] = {}
     if shape.with_ids and chunk.token_ids:
         fields["token_ids"] = list(chunk.token_ids)

@@ -16,7 +16,7 @@ router = APIRouter()
 
 @router.get("/health")
 async def health() -> Response:
-    """Report that the process is alive. Does not wait for anything."""
+    """Report that the process is alive, without waiting for any other service."""
     return JsonResponse({"status": "ok"})
 
 
@@ -30,7 +30,7 @@ async def ready(request: Request) -> Response:
 @router.get("/ping")
 @router.post("/ping")
 async def ping() -> Response:
-    """Report that the process is alive, as vLLM does for SageMaker."""
+    """Report that the process is alive. SageMaker calls this route, as it does with vLLM."""
     return JsonResponse({})
 
 
@@ -42,7 +42,7 @@ async def show_version() -> Response:
 
 @router.get("/metrics", response_class=Response)
 async def metrics(request: Request) -> Response:
-    """Return the gateway's metrics and then the target's, as Prometheus text."""
+    """Return the metrics of the gateway, followed by those of the target, as Prometheus text."""
     return Response(await core_of(request).render_metrics(), media_type=CONTENT_TYPE)
 
 

@@ -11,8 +11,10 @@ from outrider.services.gateway.playground.pages import HEADERS, StaticFile
 
 
 def playground_router(files: Mapping[str, StaticFile]) -> APIRouter:
-    """Return the routes of all static files. Their paths are fixed, so a client's path never reaches the
-    disk."""
+    """Return the routes of all static files.
+
+    The paths of the files are fixed, so a path that a client sends is never used to read a file.
+    """
     router = APIRouter(include_in_schema=False)
     for path, file in files.items():
         router.add_api_route(path, _sender(file), methods=["GET", "HEAD"], response_class=Response)

@@ -13,10 +13,10 @@ Event = dict[str, Any]
 
 @dataclass(slots=True)
 class ItemWriter:
-    """Turns pieces into items. A new item begins when the type of the pieces changes.
+    """Converts pieces to output items. When the type of the pieces changes, a new item begins.
 
     Attributes:
-        items: Items in order. The last one is open until `finish` or the next item.
+        items: Items in order. The last item stays open until the next item begins or `finish` is called.
     """
 
     items: list[dict[str, Any]] = field(default_factory=list)
@@ -40,7 +40,8 @@ class ItemWriter:
         """Close the open item and return its events.
 
         Args:
-            status: ``completed``, or ``incomplete`` if the answer was cut off inside the item.
+            status: Status of the item: ``completed``, or ``incomplete`` if the answer was cut off in the
+                item.
         """
         if not self._open:
             return []
@@ -66,7 +67,7 @@ class ItemWriter:
         return self.items[-1]
 
     def _part(self, kind: str) -> list[Event]:
-        """Return the events that open an item of this type, unless it is open already."""
+        """Return the events that open an item of type `kind`. Empty if such an item is open already."""
         if self._open and self._item["type"] == kind:
             return []
         events = self.finish()

@@ -37,7 +37,7 @@ router = APIRouter(route_class=ParsedBodyRoute)
 
 @router.post("/v1/responses", responses=ERROR_RESPONSES)
 async def create_response(body: ResponsesRequest, request: Request) -> Response:
-    """Answer with one response or a stream of events. Nothing is stored."""
+    """Answer with one response or with a stream of events. The server does not store the response."""
     core = core_of(request).of_model(body.model)
     model = core.builder.check_model(body.model, core.client.info)
     parameters = body.parameters()
@@ -93,7 +93,7 @@ class _Response:
         return response
 
     async def events(self) -> AsyncGenerator[dict[str, Any], None]:
-        """Yield the events of the response. The last one contains the finished response."""
+        """Yield the events of the response. The last event contains the finished response."""
         numbers = itertools.count()
         writer = ItemWriter()
         seed = 0

@@ -50,7 +50,7 @@ async def abort_request(body: AbortRequest, request: Request) -> Response:
 @router.get("/flush_cache", responses=ERROR_RESPONSES)
 @router.post("/flush_cache", responses=ERROR_RESPONSES)
 async def flush_cache(request: Request) -> Response:
-    """Empty the prefix cache of every target that is ready. Running requests go on."""
+    """Empty the prefix cache of every target that is ready. Running requests continue."""
     core = core_of(request)
     core.check_ready()
     clients = [one.client for one in core.targets.members if one.client.ready]

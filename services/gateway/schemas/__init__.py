@@ -1,1 +1,1 @@
-"""The JSON of requests as pydantic models: field names and types. `parameters` checks the ranges."""
+"""Request bodies as pydantic models: field names and types. The module `parameters` checks the ranges."""

@@ -23,7 +23,7 @@ from outrider.shared.base.errors import InvalidRequestError
 
 
 class Block(OpenModel):
-    """A content block. Text, tool calls, tool results and thinking are supported."""
+    """A content block: text, a tool call, a tool result, or thinking. Other types are refused."""
 
     type: str
     text: str | None = None
@@ -38,7 +38,7 @@ class Block(OpenModel):
     data: Any = None
     citations: Any = None
     caller: Any = None
-    # Clients mark blocks for Anthropic's prompt cache, which has no counterpart in the request here.
+    # Clients mark blocks for Anthropic's prompt cache. This server has no use for these marks.
     cache_control: Any = None
 
 
@@ -49,7 +49,7 @@ class AnthropicMessage(OpenModel):
     content: str | list[Block]
 
     def messages(self, field: str) -> list[Message]:
-        """Return the message as chat messages: first the results of tools, then the text.
+        """Return the message as chat messages: first the tool results, then the text.
 
         Raises:
             InvalidRequestError: If a block is not supported, or a field of a block is missing.
@@ -95,7 +95,7 @@ class AnthropicMessage(OpenModel):
 
 
 class AnthropicTool(OpenModel):
-    """One entry of `tools`. Only the client's own tools are supported."""
+    """One entry of `tools`. Only tools that the client itself executes are supported."""
 
     type: str | None = None
     name: str = Field(min_length=1)
@@ -116,7 +116,7 @@ class Thinking(OpenModel):
     """The `thinking` object. It reaches the chat template as `enable_thinking`."""
 
     type: str
-    # A hint that no chat template takes. A warning for every request would not help.
+    # No chat template uses this limit of thinking tokens. A warning for every request would not help clients.
     budget_tokens: Any = None
     display: Any = None
 
@@ -124,7 +124,7 @@ class Thinking(OpenModel):
 class OutputConfig(OpenModel):
     """The `output_config` object.
 
-    `effort` reaches the chat template as `reasoning_effort`. `format` demands a form of the answer.
+    `effort` reaches the chat template as `reasoning_effort`. `format` restricts the form of the answer.
     """
 
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
@@ -166,7 +166,7 @@ class CountTokensRequest(NeutralOnly):
         """Return the tools that the answer may call, in the form that chat templates expect.
 
         Raises:
-            InvalidRequestError: If a tool is one of Anthropic's own.
+            InvalidRequestError: If a tool is one that Anthropic's servers would execute.
         """
         tools = []
         for number, tool in enumerate(self.tools or []):
@@ -184,7 +184,7 @@ class CountTokensRequest(NeutralOnly):
         return [] if self.tool_choice is not None and self.tool_choice.type == "none" else shown
 
     def forced_tools(self) -> list[dict[str, Any]]:
-        """Return the tools of which the answer must call one. Empty if no call is forced."""
+        """Return the tools from which the answer must call one. Empty if the answer need not call a tool."""
         choice = self.tool_choice
         if choice is None or choice.type in ("auto", "none"):
             return []
@@ -253,7 +253,10 @@ class MessagesRequest(CountTokensRequest):
 
 
 def tool_input(arguments: str) -> dict[str, Any]:
-    """Return the arguments of a call as an object. Text that is no object is under ``INVALID_JSON``."""
+    """Return the arguments of a call as an object.
+
+    If the text is not a JSON object, return an object with the text under the key ``INVALID_JSON``.
+    """
     try:
         value = json.loads(arguments)
     except (ValueError, RecursionError):

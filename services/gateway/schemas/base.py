@@ -1,4 +1,4 @@
-"""Base models of request bodies: one refuses unknown fields, the other collects them."""
+"""Base models of request bodies: `StrictModel` refuses unknown fields, and `OpenModel` collects them."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ MAX_NAME_CHARS = 64
 
 
 class StrictModel(BoundedModel):
-    """Base model that rejects unknown fields, NaN, and values of another type (such as "1" for 1)."""
+    """Base model that rejects unknown fields, NaN, and values of a wrong type (such as "1" for 1)."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
 
 
 class OpenModel(StrictModel):
-    """Base model that accepts unknown fields. `ignored_fields` checks and lists them.
+    """Base model that accepts unknown fields. The method `ignored_fields` checks and lists these fields.
 
-    The types of declared fields are as strict as in `StrictModel`.
+    Declared fields are checked as strictly as in `StrictModel`.
     """
 
     model_config = ConfigDict(extra="allow")
 
     def ignored_fields(self, prefix: str = "") -> list[str]:
-        """Return the names of the fields that have no effect, including those of nested objects.
+        """Return the names of the fields that have no effect, including the fields of nested objects.
 
-        Fields with a neutral value, such as null or false, are left out.
+        Fields whose values ask for nothing, such as null or false, are left out.
 
         Args:
-            prefix: Prefix of the names, such as ``messages.0.``.
+            prefix: Text to put before the names, such as ``messages.0.``.
 
         Returns:
-            Names of printable ASCII characters, shortened to `MAX_NAME_CHARS`.
+            Names in printable ASCII characters, shortened to `MAX_NAME_CHARS` characters.
 
         Raises:
             InvalidRequestError: If ignoring a field would change the text or leave out data of the reply.
@@ -61,7 +61,7 @@ class OpenModel(StrictModel):
 
 
 class NeutralOnly(OpenModel):
-    """A model with unsupported fields. `NEUTRAL` lists the neutral values that each such field accepts."""
+    """A model with unsupported fields. `NEUTRAL` maps each such field to the values that it still accepts."""
 
     NEUTRAL: ClassVar[dict[str, tuple[Any, ...]]] = {}
 
@@ -69,7 +69,7 @@ class NeutralOnly(OpenModel):
         """Raise InvalidRequestError for the first unsupported field whose value would change the answer.
 
         Args:
-            prefix: Prefix of the field's name in the error.
+            prefix: Text to put before the field's name in the error.
         """
         for name, neutral in self.NEUTRAL.items():
             if not is_neutral(getattr(self, name), neutral):

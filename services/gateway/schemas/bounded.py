@@ -1,4 +1,4 @@
-"""Bounds the work for malformed bodies: checks of lists stop at the first error, and sizes have caps."""
+"""Bounds the work for malformed bodies: the check of a list stops at its first error, and lists have caps."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from pydantic import BaseModel, GetCoreSchemaHandler, model_validator
 from pydantic_core import CoreSchema
 
 MAX_FIELDS = 256
-"""Fields of one JSON object that a model parses."""
+"""Largest number of fields in one JSON object that a model parses."""
 MAX_ITEMS = 4096
-"""Largest number of items of a list. Lists of token ids are exempt, because the size of the body bounds
-them."""
+"""Largest number of items of a list. There is no such limit for lists of token ids, because the limit of the
+body's size bounds these lists."""
 
 
 def _bound_lists(schema: Any) -> None:
-    """Make every list of `schema` stop at its first error, and cap its length. Changes `schema` in place."""
+    """Make every list in `schema` stop at its first error, and cap its length. Change `schema` in place."""
     if isinstance(schema, dict):
         if schema.get("type") == "list":
             schema["fail_fast"] = True
@@ -29,10 +29,10 @@ def _bound_lists(schema: Any) -> None:
 
 
 class BoundedModel(BaseModel):
-    """A model whose validation is cheap for every body.
+    """A model that any body can be validated against at low cost.
 
-    pydantic reports one error for each invalid item by default. A body of 1 MiB would cause hundreds of
-    thousands of errors, which take seconds and gigabytes on the event loop.
+    By default, pydantic reports one error for each invalid item. A body of 1 MiB could cause hundreds of
+    thousands of errors, which would take seconds of the event loop's time and gigabytes of memory.
     """
 
     @classmethod

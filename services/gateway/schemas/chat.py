@@ -86,9 +86,10 @@ class ChatRequest(OpenAIRequest):
         return RequestedLogprobs(wanted, bool(self.return_tokens_as_token_ids), prompt_list=listed)
 
     def token_limit(self) -> int | None:
-        """Return the client's limit of new tokens, or None.
+        """Return the client's limit of new tokens, or None if the client sets no limit.
 
-        The client may set `max_tokens` or `max_completion_tokens`.
+        The client may set `max_tokens`, `max_completion_tokens`, or both.
+
         Raises:
             InvalidRequestError: If the two fields have different values.
         """
@@ -110,14 +111,14 @@ class ChatRequest(OpenAIRequest):
         return tools if may_call(self.tool_choice) else []
 
     def forced_tools(self) -> list[dict[str, Any]]:
-        """Return the tools of which the answer must call one. Empty if no call is forced."""
+        """Return the tools from which the answer must call one. Empty if the answer need not call a tool."""
         return forced_tools(self.tool_choice, self.template_tools())
 
     def ending(self) -> ChatEnding:
         """Return how the prompt ends.
 
         Raises:
-            InvalidRequestError: If the prompt would continue the last message and also begin another.
+            InvalidRequestError: If the prompt would both continue the last message and begin a new message.
         """
         if self.continue_final_message and self.add_generation_prompt is not False:
             raise InvalidRequestError(
@@ -134,7 +135,7 @@ class ChatRequest(OpenAIRequest):
         """Check the messages and return them in the form that chat templates expect.
 
         Raises:
-            InvalidRequestError: If there are too many messages, or a part of one is not supported.
+            InvalidRequestError: If there are too many messages, or a part of a message is not supported.
         """
         if len(self.messages) > max_messages:
             raise InvalidRequestError(
@@ -144,7 +145,7 @@ class ChatRequest(OpenAIRequest):
         return [message.for_template(f"messages.{number}") for number, message in enumerate(self.messages)]
 
     def template_options(self) -> dict[str, Any]:
-        """Return the template variables that the client set.
+        """Return the variables of the chat template that the client set.
 
         Raises:
             InvalidRequestError: If a key is not allowed, or a value is not a scalar.

@@ -12,14 +12,15 @@ from outrider.services.gateway.schemas.tools import check_json
 from outrider.shared.base.errors import InvalidRequestError
 
 TEXT_PARTS = ("text", "input_text", "output_text")
-# vLLM joins text parts in the same way.
+# Placed between the text parts of one message. vLLM uses the same separator.
 PART_SEPARATOR = "\n"
 
 
 class Arguments(dict[str, Any]):
-    """The arguments of a tool call, for chat templates.
+    """The arguments of a tool call, in a form that all chat templates can use.
 
-    Some templates print arguments as JSON, others append them to text. This dictionary supports both.
+    Some templates print the arguments as JSON, and other templates append them to text. This dictionary
+    supports both uses.
     """
 
     def __str__(self) -> str:
@@ -33,7 +34,7 @@ class Arguments(dict[str, Any]):
 
 
 class TextPart(OpenModel):
-    """A part of a message's content. Only text is supported.
+    """A part of a message's content. Only text parts are supported.
 
     Parts of other types are parsed too, so that the error can name their type.
     """
@@ -43,7 +44,7 @@ class TextPart(OpenModel):
 
 
 class CalledFunction(OpenModel):
-    """The function of a tool call. `arguments` is JSON text, or an object."""
+    """The function of a tool call. `arguments` is either JSON text or an object."""
 
     name: str
     arguments: str | dict[str, Any] | None = None
@@ -81,7 +82,10 @@ class ToolCall(OpenModel):
 
 
 class Message(NeutralOnly):
-    """One message. Clients may send replies back unchanged, so empty fields of replies are accepted."""
+    """One message.
+
+    A client may send a reply back unchanged, so fields that are empty in replies are accepted.
+    """
 
     NEUTRAL: ClassVar[dict[str, tuple[Any, ...]]] = {"function_call": (), "audio": ()}
 
@@ -106,8 +110,8 @@ class Message(NeutralOnly):
         self.refuse_unsupported(f"{field}.")
         text = self._text(field)
         check_prompt_text(text, f"{field}.content")
-        # Templates do not define the developer role, which is OpenAI's newer name of the system role, or the
-        # function role, which is the older name of the tool role.
+        # Chat templates define neither the developer role (OpenAI's newer name of the system role) nor the
+        # function role (the older name of the tool role).
         role = {"developer": "system", "function": "tool"}.get(self.role, self.role)
         message: dict[str, Any] = {"role": role, "content": text}
         for name in ("name", "tool_call_id"):
@@ -119,7 +123,7 @@ class Message(NeutralOnly):
         return message
 
     def _add_answer(self, message: dict[str, Any], field: str) -> None:
-        """Add the reasoning and the tool calls of an earlier answer."""
+        """Add the reasoning and the tool calls of an earlier answer to `message`."""
         if reasoning := self.reasoning_content or self.reasoning:
             check_prompt_text(reasoning, f"{field}.reasoning_content")
             message["reasoning_content"] = reasoning
@@ -129,7 +133,7 @@ class Message(NeutralOnly):
                 for number, call in enumerate(self.tool_calls)
             ]
             if reasoning and not message["content"]:
-                # The name of the field in the template of gpt-oss, which refuses it beside content.
+                # gpt-oss's template reads the reasoning from this field, and refuses it beside content.
                 message["thinking"] = reasoning
 
     def _text(self, field: str) -> str:

@@ -17,9 +17,9 @@ from outrider.shared.base.generation import SpeculationMode
 
 
 class SpeculationOptions(StrictModel):
-    """The `speculation` object of a request. `max_nodes` includes the root.
+    """The `speculation` object of a request. The number `max_nodes` includes the root of the draft tree.
 
-    A request without this object is treated as if the object were empty, so its mode is ``auto``.
+    A request without this object is treated like a request with an empty object: its mode is ``auto``.
     """
 
     mode: Literal["auto", "on", "off"] = "auto"
@@ -38,7 +38,7 @@ class SpeculationOptions(StrictModel):
 class StreamOptions(OpenModel):
     """The `stream_options` object.
 
-    `include_obfuscation`, OpenAI's padding against traffic analysis, has no effect here.
+    `include_obfuscation` has no effect here. In OpenAI's API, it adds padding against traffic analysis.
     """
 
     include_usage: bool | None = None
@@ -49,9 +49,9 @@ class StreamOptions(OpenModel):
 
 
 def _one_or_many(value: object) -> object:
-    """Accept one string or a list. Raise one clear error for any other value.
+    """Accept one string or a list, and return a list. Raise a single clear error for any other value.
 
-    pydantic itself would list one error for each type of the union.
+    pydantic itself would report one error for each type of the union.
     """
     if value is None:
         return None
@@ -69,7 +69,10 @@ StopStrings = Annotated[list[str], BeforeValidator(_one_or_many, json_schema_inp
 TokenIds = Annotated[list[int], BeforeValidator(_one_id_or_many, json_schema_input_type=int | list[int])]
 
 Neutral = Any
-"""Type of an unsupported parameter. Only its neutral values are accepted. The error names the parameter."""
+"""Type of an unsupported parameter.
+
+Only values that ask for nothing are accepted. Errors name the parameter.
+"""
 
 
 ZERO = (0, 0.0)
@@ -81,9 +84,9 @@ PROMPT_LOGPROBS = Field(
 
 
 class OpenAIRequest(NeutralOnly, SamplingFields, OpenAIForms):
-    """Fields of the chat and text completions routes. None means that a field is absent."""
+    """Fields that the chat and text completions routes share. None marks an absent field."""
 
-    # Fields that OpenAI defines, and that cannot change the answer of this server.
+    # Fields that OpenAI defines, and that cannot change the answers of this server.
     NO_EFFECT: ClassVar[frozenset[str]] = frozenset(
         [
             "user",

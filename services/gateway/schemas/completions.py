@@ -1,4 +1,4 @@
-"""Request body of ``POST /v1/completions``: prompts as text or token ids, single or in a batch."""
+"""Request body of ``POST /v1/completions``: one prompt or a batch, as text or as token ids."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Prompt = str | list[str] | list[int] | list[list[int]]
 
 
 class CompletionRequest(OpenAIRequest):
-    """The request body. `prompt` is text, token ids, or a batch of either."""
+    """The request body. `prompt` is a text, a list of token ids, or a batch of texts or of such lists."""
 
     NEUTRAL: ClassVar[dict[str, tuple[Any, ...]]] = {
         **OpenAIRequest.NEUTRAL,
@@ -35,10 +35,12 @@ class CompletionRequest(OpenAIRequest):
     suffix: Neutral = None
 
     def parameters(self) -> Parameters:
-        """Return the sampling, stopping and speculation parameters. `n` includes answers to choose from.
+        """Return the sampling, stopping and speculation parameters.
+
+        If `best_of` is set, `n` is the number of answers from which the best ones are chosen.
 
         Raises:
-            InvalidRequestError: See `OpenAIRequest.parameters`. Also if best_of is invalid.
+            InvalidRequestError: If `best_of` is invalid, or for the reasons of `OpenAIRequest.parameters`.
         """
         may_be_empty = bool(self.echo) or self.prompt_logprobs is not None
         parameters = replace(super().parameters(), may_be_empty=may_be_empty)
@@ -53,7 +55,7 @@ class CompletionRequest(OpenAIRequest):
         return replace(parameters, n=self.best_of)
 
     def wanted_logprobs(self) -> RequestedLogprobs:
-        """Return the logprobs that the client wants, or that best_of needs.
+        """Return the logprobs that the client wants or that the server needs for `best_of`.
 
         Raises:
             InvalidRequestError: If logprobs or prompt_logprobs is out of range.
@@ -72,10 +74,10 @@ class CompletionRequest(OpenAIRequest):
 
 
 def as_batch(prompt: Prompt) -> list[str | list[int]]:
-    """Return one entry per prompt: its text or its token ids."""
+    """Return a list with one entry per prompt: its text, or its token ids."""
     if isinstance(prompt, str):
         return [prompt]
-    # The types of the parts are equal, as validation has ensured. Token ids may be millions.
+    # Validation has ensured that all entries have one type. Checking millions of ids again would be slow.
     if prompt and isinstance(prompt[0], int):
         return [prompt]
     return cast("list[str | list[int]]", list(prompt))

@@ -1,4 +1,4 @@
-"""Request fields that demand a form of the answer, with the names of OpenAI, vLLM and SGLang."""
+"""Request fields that restrict the form of the answer, under the names of OpenAI, vLLM and SGLang."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ANY_OBJECT = '{"type": "object"}'
 
 
 class JsonSchemaFormat(OpenModel):
-    """OpenAI's `json_schema` object. Every schema is enforced exactly, with or without `strict`."""
+    """OpenAI's `json_schema` object. Every schema is enforced exactly, whether or not `strict` is set."""
 
     name: str | None = None
     description: Any = None
@@ -32,7 +32,7 @@ class ResponseFormat(OpenModel):
     json_schema: JsonSchemaFormat | None = None
 
     def constraint(self, field: str) -> Constraint | None:
-        """Return the constraint. None for text."""
+        """Return the constraint, or None if the format is plain text."""
         if self.type == "json_schema" and (self.json_schema is None or self.json_schema.schema_ is None):
             raise _missing(f"{field}.json_schema.schema")
         if self.type != "json_schema" or self.json_schema is None:
@@ -50,7 +50,7 @@ class TextFormat(OpenModel):
     strict: bool | None = None
 
     def constraint(self, field: str) -> Constraint | None:
-        """Return the constraint. None for text."""
+        """Return the constraint, or None if the format is plain text."""
         if self.type == "json_schema" and self.schema_ is None:
             raise _missing(f"{field}.schema")
         return of_type(self.type, self.schema_, f"{field}.schema" if self.type == "json_schema" else field)
@@ -67,7 +67,7 @@ class StructuredOutputs(OpenModel):
 
 
 class SglangForms(BaseModel):
-    """SGLang's fields for the form of the answer."""
+    """SGLang's fields that restrict the form of the answer."""
 
     json_schema: str | JsonSchema | None = Field(
         default=None, description="A JSON schema that the answer has to match, as JSON or as text."
@@ -78,13 +78,13 @@ class SglangForms(BaseModel):
     ebnf: str | None = Field(default=None, description="A grammar in EBNF that the answer has to follow.")
 
     def constraint(self, prefix: str = "") -> Constraint | None:
-        """Return what the fields demand.
+        """Return the constraint that the fields demand, or None if no field is set.
 
         Args:
-            prefix: Prefix of the names in errors.
+            prefix: Text to put before field names in errors.
 
         Raises:
-            InvalidRequestError: Two fields are set, or one is malformed. The error names a field.
+            InvalidRequestError: If two fields are set, or a field is malformed. The error names a field.
         """
         return only_one(
             _schema(self.json_schema, f"{prefix}json_schema"),
@@ -94,7 +94,7 @@ class SglangForms(BaseModel):
 
 
 class OpenAIForms(SglangForms):
-    """The fields of all three for the form of the answer."""
+    """The fields of OpenAI, vLLM and SGLang that restrict the form of the answer."""
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -108,7 +108,7 @@ class OpenAIForms(SglangForms):
     guided_grammar: str | None = Field(default=None, description="Older name of structured_outputs.grammar.")
 
     def constraint(self, prefix: str = "") -> Constraint | None:
-        """Return what the fields demand; see `SglangForms.constraint`."""
+        """Return the constraint that the fields demand, or None if no field is set."""
         form = self.response_format
         given, name = self.structured_outputs or StructuredOutputs(), f"{prefix}structured_outputs."
         return only_one(
@@ -127,10 +127,10 @@ class OpenAIForms(SglangForms):
 
 
 def only_one(*found: Constraint | None) -> Constraint | None:
-    """Return the only constraint.
+    """Return the only constraint among the arguments, or None if all arguments are None.
 
     Raises:
-        InvalidRequestError: There are several. The error names the second.
+        InvalidRequestError: If there are several constraints. The error names the field of the second one.
     """
     given = [one for one in found if one is not None]
     if len(given) > 1:

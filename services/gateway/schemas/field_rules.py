@@ -1,4 +1,4 @@
-"""Rules for request fields that the models do not declare: which are refused, and which values are neutral.
+"""Rules for request fields that the models do not declare: refused fields, and values that ask for nothing.
 
 A field that is neither declared nor listed here is ignored with a warning.
 """
@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from typing import Any
 
 ALWAYS_NEUTRAL: tuple[Any, ...] = (None, False, [], {}, "")
-"""Values that mean "not used" in every optional field. Such values pass without a warning."""
+"""Values that mean "not used" in every optional field. They cause no warning."""
 
 REFUSED: Mapping[str, tuple[Any, ...]] = {
-    # Other prompts than the one that would be computed.
+    # Fields that would make the prompt different from the one that this server computes.
     "chat_template": (),
     "documents": (),
     "input_embeds": (),
@@ -30,7 +30,7 @@ REFUSED: Mapping[str, tuple[Any, ...]] = {
     "lora_id": (),
     "session_params": (),
     "task": (),
-    # Other choices among the tokens.
+    # Fields that would change which tokens are chosen.
     "best_of": (1,),
     "use_beam_search": (),
     "suffix": (),
@@ -49,7 +49,7 @@ REFUSED: Mapping[str, tuple[Any, ...]] = {
     "repetition_detection": (),
     "thinking_token_budget": (-1,),
     "max_thinking_tokens": (),
-    # Constrained output.
+    # Fields that would constrain the output.
     "response_format": ({"type": "text"},),
     "structured_outputs": (),
     "guided_json": (),
@@ -62,7 +62,7 @@ REFUSED: Mapping[str, tuple[Any, ...]] = {
     "structural_tag": (),
     "functions": (),
     "function_call": ("none", "auto"),
-    # Data that the reply would lack.
+    # Fields that ask for data which the reply would lack.
     "logprobs": (),
     "top_logprobs": (0,),
     "prompt_logprobs": (),
@@ -76,9 +76,10 @@ REFUSED: Mapping[str, tuple[Any, ...]] = {
     "return_indexer_topk": (),
     "return_entropy": (),
 }
-"""Fields that are refused, because ignoring them would change the text or leave out data of the reply.
+"""Maps each refused field to the values that it still accepts, in addition to `ALWAYS_NEUTRAL`.
 
-For each field, the values that pass because they ask for nothing, in addition to `ALWAYS_NEUTRAL`.
+A field is refused if ignoring it would change the text or leave out data of the reply. The accepted values
+ask for nothing.
 """
 
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
@@ -92,9 +93,9 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "stream_interval": (1,),
     "stream_reasoning": (True,),
 }
-"""Values of ignored fields that cause no warning, in addition to `ALWAYS_NEUTRAL`."""
+"""Maps ignored fields to values that cause no warning, in addition to `ALWAYS_NEUTRAL`."""
 
 
 def is_neutral(value: object, neutral: tuple[Any, ...]) -> bool:
-    """Return whether `value` asks for nothing: it is one of `neutral` or of `ALWAYS_NEUTRAL`."""
+    """Return whether `value` asks for nothing, because it is in `neutral` or in `ALWAYS_NEUTRAL`."""
     return any(type(value) is type(one) and value == one for one in (*ALWAYS_NEUTRAL, *neutral))

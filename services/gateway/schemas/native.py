@@ -1,4 +1,4 @@
-"""Request bodies of ``POST /generate`` in SGLang's format, ``/tokenize`` and ``/detokenize``."""
+"""Request bodies of ``POST /generate`` (in SGLang's format), ``/tokenize`` and ``/detokenize``."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class NativeSamplingParams(NeutralOnly, SamplingFields, SglangForms):
     stop_token_ids: TokenIds | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
-    # True keeps the stop string in the text.
+    # If true, the text includes the stop string.
     no_stop_trim: bool | None = None
 
     min_new_tokens: int | None = None
@@ -64,7 +64,7 @@ PER_PROMPT = ("sampling_params", "return_logprob", "logprob_start_len", "top_log
 
 
 class NativeRequest(NeutralOnly):
-    """The request body. It contains either `text` or `input_ids`, as a single prompt or as a batch."""
+    """The request body. It contains either `text` or `input_ids`: one prompt, or a batch of prompts."""
 
     NEUTRAL: ClassVar[dict[str, tuple[Any, ...]]] = {
         "token_ids_logprob": (),
@@ -110,7 +110,7 @@ class NativeRequest(NeutralOnly):
     custom_logit_processor: Neutral = None
 
     def source(self) -> str | list[str] | list[int] | list[list[int]]:
-        """Return the prompt or prompts.
+        """Return the prompt, or the batch of prompts.
 
         Raises:
             InvalidRequestError: If both fields or neither are set.
@@ -121,7 +121,7 @@ class NativeRequest(NeutralOnly):
 
     @property
     def is_batch(self) -> bool:
-        """True if the prompts are a batch, which is answered with a list."""
+        """True if the request contains a batch of prompts. The reply to a batch is a list."""
         source = self.source()
         return isinstance(source, list) and not (source and isinstance(source[0], int))
 
@@ -129,7 +129,8 @@ class NativeRequest(NeutralOnly):
         """Return the parameters of each prompt. Empty if all prompts have the same parameters.
 
         Raises:
-            InvalidRequestError: If a list has another length than the prompts, or as in `parameters`.
+            InvalidRequestError: If the length of a list differs from the number of prompts, or for the
+                reasons of `parameters`.
         """
         for name in (*PER_PROMPT, "rid"):
             value = getattr(self, name)
@@ -145,7 +146,7 @@ class NativeRequest(NeutralOnly):
         """Return the sampling, stopping and speculation parameters.
 
         Args:
-            number: Number of the prompt, if a field is a list.
+            number: Index of the prompt. It selects the entry of each field that is a list.
 
         Raises:
             InvalidRequestError: If an unsupported field is set, or the two names of the seed have different
@@ -182,7 +183,7 @@ class NativeRequest(NeutralOnly):
         )
 
     def _of(self, name: str, number: int) -> Any:
-        """Return the value of a field for one prompt. None if its list is too short."""
+        """Return the value of a field for one prompt. None if the field is a list that is too short."""
         value = getattr(self, name)
         if not isinstance(value, list):
             return value
@@ -199,13 +200,13 @@ class NativeRequest(NeutralOnly):
             return NO_REQUESTED_LOGPROBS
         given = self._of("logprob_start_len", number)
         start = -1 if given is None else given
-        # As in SGLang, the token at the start itself has no logprob.
+        # As in SGLang, the token at the start position itself has no logprob.
         wanted = LogprobParams(top, None if start < 0 else top, 0 if start < 0 else start + 1)
         return RequestedLogprobs(wanted)
 
 
 class TokenizeRequest(OpenModel):
-    """Request body of ``/tokenize``: texts, or the messages of a chat."""
+    """Request body of ``/tokenize``: one or more texts, or the messages of a chat."""
 
     prompt: str | list[str] | None = None
     messages: list[Message] | None = None

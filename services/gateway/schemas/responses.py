@@ -41,14 +41,14 @@ class ReasoningOptions(OpenModel):
 
 
 class TextOptions(OpenModel):
-    """The `text` object. `format` demands a form of the answer."""
+    """The `text` object. `format` restricts the form of the answer."""
 
     format: TextFormat | None = None
     verbosity: Any = None
 
 
 class InputItem(OpenModel):
-    """One item of `input`: a message, an earlier tool call, its output, or earlier reasoning."""
+    """One item of `input`: a message, an earlier tool call, a tool call's output, or earlier reasoning."""
 
     type: str | None = None
     role: str | None = None
@@ -64,7 +64,7 @@ class InputItem(OpenModel):
     encrypted_content: Any = None
 
     def message(self, field: str) -> Message:
-        """Return the item as a message. Tool calls and reasoning are messages without text.
+        """Return the item as a message. Tool calls and reasoning become messages without text.
 
         Raises:
             InvalidRequestError: If the item's type is not supported, or a field is missing.
@@ -132,7 +132,7 @@ class ResponsesRequest(OpenAIRequest):
     n: int | None = Field(None, ge=1, le=1)
 
     def constraint(self, prefix: str = "") -> Constraint | None:
-        """Return what `text.format`, or one of the fields of other APIs, demands."""
+        """Return the constraint that `text.format` or a field of another API demands, or None."""
         given = self.text.format if self.text is not None else None
         asked = None if given is None else given.constraint("text.format")
         return only_one(super().constraint(prefix), asked)
@@ -171,7 +171,7 @@ class ResponsesRequest(OpenAIRequest):
         """Return the tools that the answer may call, in the form that chat templates expect.
 
         Raises:
-            InvalidRequestError: If a tool is no function or is invalid.
+            InvalidRequestError: If a tool is not a function or is invalid.
         """
         tools = []
         for number, tool in enumerate(self.tools or []):
@@ -189,7 +189,7 @@ class ResponsesRequest(OpenAIRequest):
         return shown if may_call(self.tool_choice) else []
 
     def forced_tools(self) -> list[dict[str, Any]]:
-        """Return the tools of which the answer must call one. Empty if no call is forced."""
+        """Return the tools from which the answer must call one. Empty if the answer need not call a tool."""
         return forced_tools(self.tool_choice, self.template_tools())
 
     def template_options(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Request fields for penalties, biases and forbidden tokens, which several routes share."""
+"""Request fields for penalties, biases and forbidden tokens. Several routes share these fields."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from outrider.services.gateway.requested_rules import RequestedRules
 
 
 class SamplingFields(BaseModel):
-    """Fields that change the logits before a token is sampled. None means that a field is absent."""
+    """Fields that change the logits before a token is sampled. None marks an absent field."""
 
     presence_penalty: float | None = Field(
         default=None, description="Subtracted from the logits of tokens that the answer contains; -2 to 2."
@@ -28,7 +28,7 @@ class SamplingFields(BaseModel):
     bad_words: list[str] | None = Field(default=None, description="Texts that the answer must not contain.")
 
     def rules(self, min_tokens: int | None) -> RequestedRules:
-        """Return the rules. `min_tokens` is separate, because its name depends on the API."""
+        """Return the rules. `min_tokens` is an argument, because the field's name depends on the API."""
         return RequestedRules(
             presence_penalty=self.presence_penalty,
             frequency_penalty=self.frequency_penalty,

@@ -1,4 +1,4 @@
-"""The chat template's variables that clients may set: the field `chat_template_kwargs`."""
+"""The chat template's variables that clients may set in the field `chat_template_kwargs`."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 from outrider.services.gateway.parameters import check_prompt_text
 from outrider.shared.base.errors import InvalidRequestError
 
-# Any other variable could insert text outside the client's messages.
+# Other variables could insert text outside the client's messages.
 TEMPLATE_OPTIONS = ("enable_thinking", "thinking", "reasoning_effort")
 MAX_VALUE_CHARS = 64
 
 
 def template_options(given: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the variables that a client set.
+    """Check and return the variables of the chat template that a client set.
 
     Raises:
         InvalidRequestError: If a key is not allowed, or a value is not a scalar.

@@ -1,4 +1,4 @@
-"""The tools of a chat request, and which of them the answer may call."""
+"""The tools of a chat request, and the choice of the tools that the answer may call."""
 
 from __future__ import annotations
 
@@ -40,7 +40,10 @@ class NamedFunction(OpenModel):
 
 
 class NamedTool(OpenModel):
-    """The `tool_choice` that names a function. Chats nest the name, and responses do not."""
+    """A `tool_choice` that names a function.
+
+    The chat route expects the name inside `function`, and the responses route expects it in `name`.
+    """
 
     type: str
     name: str | None = None
@@ -54,7 +57,8 @@ def template_tools(tools: Sequence[Tool], field: str = "tools") -> list[dict[str
     """Return the tools in the form that chat templates expect.
 
     Raises:
-        InvalidRequestError: If there are too many tools, or a tool is nested too deeply or is not valid text.
+        InvalidRequestError: If there are too many tools, or if a tool is nested too deeply or is not valid
+            text.
     """
     if len(tools) > MAX_TOOLS:
         raise InvalidRequestError(
@@ -83,15 +87,15 @@ def may_call(choice: ToolChoice | None) -> bool:
 def forced_tools(
     choice: ToolChoice | None, tools: Sequence[dict[str, Any]], field: str = "tool_choice"
 ) -> list[dict[str, Any]]:
-    """Return the tools of which the answer must call one. Empty if no call is forced.
+    """Return the tools from which the answer must call one. Empty if the answer need not call a tool.
 
     Args:
-        choice: The client's choice.
+        choice: The client's `tool_choice`.
         tools: All tools of the request, from `template_tools`.
-        field: Name of the choice, for errors.
+        field: Name of the `tool_choice` field, for errors.
 
     Raises:
-        InvalidRequestError: The choice names no tool of the request.
+        InvalidRequestError: If the choice names a tool that the request does not contain.
     """
     if choice in (None, "none", "auto"):
         return []
@@ -113,7 +117,7 @@ def forced_tools(
 
 
 def check_json(value: object, field: str) -> None:
-    """Reject JSON that is nested too deeply, or contains lone surrogates."""
+    """Reject a JSON value that is nested too deeply or contains lone surrogates."""
     level: list[Any] = [value]
     for _ in range(MAX_JSON_DEPTH):
         level = [

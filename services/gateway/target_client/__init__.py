@@ -1,1 +1,1 @@
-"""The gateway's client of the target: the persistent session, and the stream of each sequence on it."""
+"""The gateway's client of the targets: persistent sessions, the choice of a target, and sequence streams."""

@@ -1,6 +1,6 @@
-"""The gateway's connection to the target: one channel, one health watch and one stream for all requests.
+"""The gateway's connection to one target: one channel, one health watch and one stream for all requests.
 
-The stream is the gRPC call `Session`. A lost connection is restored automatically.
+The stream is the gRPC call `Session`. If the connection is lost, the client reconnects automatically.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ TARGET_SERVICE = "outrider.target.v1.Target"
 RECONNECT_S = (0.1, 0.2, 0.4, 0.8, 1.0)
 RPC_TIMEOUT_S = 5.0
 STATS_TIMEOUT_S = 1.0
-# Memory that an unread event's envelope takes, in addition to the bytes of the event's message.
+# Memory that the Python objects of an unread event take, in addition to the bytes of the event's message.
 CHUNK_OVERHEAD_BYTES = 256
 _log = get_logger("outrider.gateway.target")
 
 
 class Readiness:
-    """A flag. Tasks can wait until the flag is set, or until the flag is cleared."""
+    """A flag on which tasks can wait until the flag is set or until it is cleared."""
 
     def __init__(self) -> None:
         self._changed = {True: asyncio.Event(), False: asyncio.Event()}
@@ -50,7 +50,7 @@ class Readiness:
         return self._changed[True].is_set()
 
     def set(self, ready: bool) -> None:
-        """Set or clear the flag and wake the tasks that wait for this value."""
+        """Set or clear the flag, and wake the tasks that wait for the new value."""
         self._changed[not ready].clear()
         self._changed[ready].set()
 
@@ -60,19 +60,21 @@ class Readiness:
 
 
 class TargetClient:
-    """Maintains a session with one target, and reconnects a lost session. Use it on one event loop only.
+    """Maintains a session with one target, and reconnects if the session is lost.
+
+    Use the object on one event loop only.
 
     Args:
         address: The target's address.
         limits: Limits on unread events.
-        probe_timeout_s: Time after which the answer to a health check is overdue.
+        probe_timeout_s: Seconds after which the reply to a health check is overdue.
         on_change: Called after every change of `ready` or `known_info`.
-        abandons: Called when the answer to a health check is overdue. Returns whether to end the session, so
-            that its sequences can go on at another target.
+        abandons: Called when the reply to a health check is overdue. Returns True to end the session, so that
+            another target can continue the sequences.
 
     Attributes:
         address: The target's address.
-        connections: Number of sessions so far, including the current one.
+        connections: Number of sessions so far, including the current session.
     """
 
     def __init__(
@@ -88,7 +90,7 @@ class TargetClient:
         self._on_change = on_change
         self._abandons = abandons
         self._closed = False
-        # The last logged reason why the target cannot be used.
+        # The reason, as last logged, why the target cannot be used.
         self._refusal = ""
         self._probe_timeout_s = probe_timeout_s
         self._limits = limits
@@ -97,7 +99,7 @@ class TargetClient:
         self._streams: dict[str, TargetStream] = {}
         self._outgoing: asyncio.Queue[target_pb2.SessionRequest] | None = None
         self._serving = asyncio.Event()
-        # False while the target owes an answer to a health check.
+        # False while the reply to a health check is overdue.
         self._answers = True
         self._info: ServedTarget | None = None
         self.readiness = Readiness()
@@ -118,12 +120,12 @@ class TargetClient:
 
     @property
     def ready(self) -> bool:
-        """Whether the target is connected and serving, so that sequences can be submitted."""
+        """Whether the target is connected and serving. Only then can sequences be submitted."""
         return bool(self.readiness)
 
     @property
     def info(self) -> ServedTarget:
-        """The target's information as of the last connection or refresh.
+        """The target's information, as of the last connection or the last refresh.
 
         Raises:
             UnavailableError: If the target has never been connected.
@@ -152,12 +154,12 @@ class TargetClient:
         return stream
 
     def cancel(self, request_id: str) -> None:
-        """Stop a sequence. Its stream ends with the finish reason CANCELLED. Unknown ids have no effect."""
+        """Stop a sequence, whose stream then ends with the reason CANCELLED. An unknown id has no effect."""
         if (stream := self._streams.get(request_id)) is not None:
             stream.cancel()
 
     def send(self, message: target_pb2.SessionRequest) -> None:
-        """Queue a message of the session. Without a session, the message is dropped."""
+        """Queue a message for the session. If there is no session, drop the message."""
         if self._outgoing is not None:
             self._outgoing.put_nowait(message)
 
@@ -166,10 +168,10 @@ class TargetClient:
         self._streams.pop(request_id, None)
 
     async def refresh_info(self) -> ServedTarget:
-        """Request the target's information again, because a draft may have connected to the target later.
+        """Request the target's information again, because a draft may have connected to the target meanwhile.
 
         Raises:
-            OutriderError: If the target does not answer within a second.
+            OutriderError: If the target does not reply within a second.
         """
         if self._channel is None or not self.ready:
             raise self._unavailable()
@@ -187,7 +189,7 @@ class TargetClient:
         """Request the target's statistics.
 
         Raises:
-            OutriderError: If the target does not answer within a second.
+            OutriderError: If the target does not reply within a second.
         """
         if self._channel is None or not self.ready:
             raise self._unavailable()
@@ -203,7 +205,7 @@ class TargetClient:
         """Empty the target's prefix cache, and return the number of pages removed.
 
         Raises:
-            OutriderError: If the target does not answer within five seconds.
+            OutriderError: If the target does not reply within five seconds.
         """
         if self._channel is None or not self.ready:
             raise self._unavailable()
@@ -231,10 +233,11 @@ class TargetClient:
                     group.create_task(self._hold_session())
                     group.create_task(self._probe())
             except* Exception as failure:
-                # A session that was established restarts the back-off.
+                # If a session was established, restart the back-off with the shortest wait.
                 attempt = 0 if self._outgoing is not None else attempt
                 self._disconnected(failure.exceptions[0])
-            # A task group that fails while it is cancelled reports only the failure, so the flag is needed.
+            # The flag is needed, because a task group that fails during its cancellation reports the failure
+            # and not the cancellation.
             if self._closed:
                 return
             await asyncio.sleep(RECONNECT_S[min(attempt, len(RECONNECT_S) - 1)])

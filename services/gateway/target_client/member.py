@@ -9,14 +9,14 @@ from outrider.services.gateway.target_client.client import TargetClient
 
 @dataclass(eq=False, slots=True)
 class Member:
-    """A target.
+    """A target of the pool, with the gateway's own data about it.
 
     Attributes:
-        client: The connection.
+        client: The connection to the target.
         listed: Whether the target's address is still in the settings. Other targets get no new sequences.
-        load: Work of the gateway's sequences on this target, in tokens.
-        placed: Number of sequences that the target has got so far.
-        running: Number of the gateway's sequences on this target.
+        load: Work that the gateway's sequences still need on this target, in tokens.
+        placed: Number of sequences that the gateway has placed on this target so far.
+        running: Number of the gateway's sequences that run on this target.
     """
 
     client: TargetClient
@@ -38,6 +38,6 @@ class Member:
 
     @property
     def model_key(self) -> tuple[str, str]:
-        """Identifies the model and its data type. Targets with equal keys compute the same tokens."""
+        """Identifies the model and its data type. Targets with equal keys generate the same tokens."""
         info = self.client.known_info
         return ("", "") if info is None else (info.fingerprint or info.model_id, info.dtype)

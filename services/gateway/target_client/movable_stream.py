@@ -1,7 +1,7 @@
-"""One sequence on the pool of targets: goes on at another target if its target is lost.
+"""One sequence on the pool of targets. If its target is lost, the sequence moves to another target.
 
-The other target gets the prompt and the emitted tokens (`resume_ids`), prefills both, and goes on from there.
-Seeds and noise depend on positions only, so the tokens are those of an undisturbed run.
+The new target receives the prompt and the tokens emitted so far (`resume_ids`). It prefills both and
+continues from there. Seeds and noise depend only on token positions, so the move does not change the tokens.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from outrider.shared.base.generation import FinishReason, SpeculationReport
 from outrider.shared.obs.logging import get_logger
 
 TARGET_LOST = "target_lost"
-# A request that loses this many targets in a row, without a token, may itself be the cause.
+# If a request loses more than this many targets in a row without a new token, it may itself be the cause.
 MAX_FRUITLESS_LOSSES = 2
-# The new tokens of a sequence count as the larger number at most, and as the smaller one while it runs. How
-# long an answer becomes is not known.
+# The final length of an answer is unknown. In the estimate of a target's work, a sequence's new tokens count
+# as the larger number at most. While the sequence runs, they count as the smaller number at least.
 MOST_NEW_TOKENS, LEAST_NEW_TOKENS = 1024, 64
 _log = get_logger("outrider.gateway.target")
 
@@ -36,15 +36,16 @@ class Placement(Protocol):
         """Return a ready target for a request, or None.
 
         Args:
-            request: The request, with the tokens that it has got so far.
-            model_key: The target must serve this model. None accepts the model that `choose` prefers.
-            left: Targets that the request has left, with their number of connections at that time. They are
-                not chosen before they have connected again.
+            request: The request, including the tokens that have been emitted for it so far.
+            model_key: Key of the model that the target must serve (`Member.model_key`). None allows the model
+                that `choose` prefers.
+            left: Targets that the request has left, with their number of connections at that time. Such a
+                target is chosen again only after it has reconnected.
         """
         ...
 
     def patience_s(self) -> float:
-        """Return how long a sequence without a target waits for one, in seconds."""
+        """Return how long a sequence without a target waits for a new target, in seconds."""
         ...
 
     async def changed(self) -> None:
@@ -85,7 +86,7 @@ class MovableStream:
         self._cancelled = False
         self._keep_tokens: int | None = None
         self._closed = False
-        # Number of the next round of a trace, and what to add to the numbers of the current target.
+        # Number of the next round in the trace, and the offset that is added to the current target's numbers.
         self._next_round = self._first_round = 0
         self._stop_ids: frozenset[int] = frozenset()
         self._prompt_load = self._new_load = 0
@@ -94,10 +95,11 @@ class MovableStream:
         self._enter(member, request)
 
     async def next(self) -> TargetDelta | TargetFinish:
-        """Wait for the next event. If the target is lost, move to another one first.
+        """Wait for the next event. If the target is lost, first move to another target.
 
         Raises:
-            OutriderError: If a target rejected the sequence, or it was lost and no other target could go on.
+            OutriderError: If a target rejected the sequence, or if it was lost and no other target could
+                continue the sequence.
         """
         while True:
             if self._stream is None:
@@ -124,14 +126,14 @@ class MovableStream:
             self._stream.cancel(keep_tokens)
 
     def close(self) -> None:
-        """Release the stream. Cancel the sequence if it still runs. May be called more than once."""
+        """Release the stream. Cancel the sequence if it still runs. Repeated calls have no effect."""
         if self._closed:
             return
         self._closed = True
         self._placement.forget(self.request_id, self._leave())
 
     def _count(self, delta: TargetDelta) -> TargetDelta:
-        """Note what has arrived, and number the rounds of a trace through all targets."""
+        """Record the tokens of a delta, and number the rounds of its trace consecutively over all targets."""
         self._prompt_scored += len(delta.prompt_logprobs)
         if delta.token_ids:
             self._emitted += delta.token_ids
@@ -145,10 +147,10 @@ class MovableStream:
         return delta
 
     async def _move(self, error: OutriderError) -> None:
-        """Go on at another target. Return without one if the sequence is cancelled.
+        """Continue at another target. If the sequence is cancelled while it waits, return without a target.
 
         Raises:
-            OutriderError: `error`, if there is no other target in time.
+            OutriderError: The given `error`, if no other target becomes available in time.
         """
         lost = self._leave()
         assert lost is not None
@@ -198,7 +200,7 @@ class MovableStream:
         self._owe(len(request.prompt_ids) + len(request.resume_ids), min(left, MOST_NEW_TOKENS))
 
     def _leave(self) -> Member | None:
-        """Release the current target and return it. Return None between two targets."""
+        """Release the current target and return it. Return None if there is no current target."""
         member = self._member
         if self._stream is not None and member is not None:
             self._stream.close()
@@ -208,13 +210,13 @@ class MovableStream:
         return member
 
     def _owe(self, prompt: int, new: int) -> None:
-        """Set the tokens that the current target still owes this sequence."""
+        """Set the numbers of prompt tokens and new tokens that the current target has yet to process."""
         assert self._member is not None
         self._member.load += prompt + new - self._prompt_load - self._new_load
         self._prompt_load, self._new_load = prompt, new
 
     def _rest(self) -> GenerationRequest:
-        """Return the request for what is missing."""
+        """Return the request for the tokens and logprobs that have not arrived yet."""
         request, wanted = self._request, self._request.logprobs
         if wanted.prompt_top is not None and self._prompt_scored:
             start = max(1, wanted.prompt_start) + self._prompt_scored
@@ -223,7 +225,7 @@ class MovableStream:
         return replace(request, logprobs=wanted, resume_ids=tuple(self._emitted))
 
     def _ended_alone(self) -> TargetFinish | None:
-        """Return the end of a sequence that needs no other target: it is complete or cancelled."""
+        """Return the end of a sequence that is complete or cancelled. Return None for any other sequence."""
         if self._cancelled:
             reason = FinishReason.CANCELLED if self._keep_tokens is None else FinishReason.STOP
             return self._end(reason, None)

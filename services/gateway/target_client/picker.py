@@ -1,4 +1,4 @@
-"""Chooses the target of a request: the one that has cached its prefix, or the one with the least work."""
+"""Chooses the target of a request: a target that has cached the prompt's prefix, or the least loaded one."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Protocol, TypeVar
 
-# Prefixes are compared in steps of this many tokens, up to the maximum.
+# Prefixes are compared in blocks of this many tokens, up to the maximum number of blocks.
 BLOCK_TOKENS = 64
 MAX_BLOCKS = 128
 MAX_PREFIXES = 1 << 16
-# A target that has a prefix is passed over if its work exceeds this multiple of the mean, plus the tokens
-# that its cache saves.
+# A target that has cached a prefix is passed over if its work exceeds a limit. The limit is this multiple of
+# the mean work of all targets, plus the number of tokens that the cache saves.
 MAX_LOAD = 1.25
 
 
@@ -33,19 +33,20 @@ Choice = TypeVar("Choice", bound=Candidate)
 
 
 class Picker:
-    """Remembers which target got which prefix. Each gateway has its own memory."""
+    """Remembers which target received which prefix. Each gateway process has its own memory."""
 
     def __init__(self) -> None:
-        # Hash of a prefix → address of the target that got it last. The oldest entries come first.
+        # Hash of a prefix → address of the target that last received the prefix. The oldest entries are
+        # first.
         self._last: OrderedDict[int, str] = OrderedDict()
 
     def pick(self, candidates: Sequence[Choice], prompt_ids: Sequence[int], group: str = "") -> Choice:
-        """Return the target for a prompt, and remember it.
+        """Choose the target for a prompt, and remember the choice.
 
         Args:
-            candidates: At least one target.
-            prompt_ids: The tokens that the target will read.
-            group: Prompts of different groups share no cache.
+            candidates: The targets to choose from, at least one.
+            prompt_ids: The tokens that the target will prefill.
+            group: Name of the prompt's group. Prompts of different groups share no cache.
         """
         if len(candidates) == 1:
             return candidates[0]
@@ -59,7 +60,10 @@ class Picker:
         return chosen
 
     def _affine(self, candidates: Sequence[Choice], hashes: Sequence[int]) -> Choice | None:
-        """Return the target that got the longest prefix of the prompt and is not too busy, if any."""
+        """Return the target that last received the longest prefix of the prompt, among targets not too busy.
+
+        Return None if no such target has received a prefix of the prompt.
+        """
         by_address = {one.address: one for one in candidates}
         mean = sum(one.load for one in candidates) / len(candidates)
         for blocks in range(len(hashes), 0, -1):
@@ -70,7 +74,7 @@ class Picker:
 
 
 def _prefix_hashes(tokens: tuple[int, ...], group: str) -> list[int]:
-    """Return one hash for each prefix of whole blocks, the shortest first."""
+    """Return one hash for each prefix that consists of whole blocks, the shortest prefix first."""
     hashes, value = [], hash(group)
     for end in range(BLOCK_TOKENS, len(tokens) + 1, BLOCK_TOKENS):
         value = hash((value, tokens[end - BLOCK_TOKENS : end]))

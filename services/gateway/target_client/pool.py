@@ -1,6 +1,7 @@
 """The targets of a gateway: follows their addresses and their health, and places sequences on them.
 
-Targets with equal fingerprints serve one model. Other targets are other models, under their own names.
+Targets with equal fingerprints serve the same model. Targets with different fingerprints serve different
+models, each under its own name.
 """
 
 from __future__ import annotations
@@ -33,9 +34,10 @@ class PoolLimits:
 
     Attributes:
         reader: Limits on the unread events of a sequence.
-        probe_timeout_s: Time after which the answer to a health check is overdue.
-        refresh_s: Interval at which files and names are read again.
-        wait_s: How long a sequence whose target was lost waits for another one, if there are several.
+        probe_timeout_s: Seconds after which the reply to a health check is overdue.
+        refresh_s: Interval, in seconds, at which files and DNS names are read again.
+        wait_s: Seconds that a sequence waits for another target after its target was lost. In a pool that can
+            have only one target, the sequence does not wait.
     """
 
     reader: ReaderLimits
@@ -46,7 +48,7 @@ class PoolLimits:
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """The targets that serve a name, and what all of them support."""
+    """The targets that serve one model name, and the limits that all of them support."""
 
     key: tuple[str, str]
     members: tuple[Member, ...]
@@ -54,15 +56,15 @@ class _Group:
 
 
 class TargetPool:
-    """All targets. Use it on one event loop only.
+    """All targets of a gateway. Use the object on one event loop only.
 
     Args:
-        sources: Where the addresses come from.
+        sources: The sources of the targets' addresses.
         limits: Limits and times.
-        on_moved: Called with the reason whenever a sequence has moved to another target.
+        on_moved: Called with the reason after a sequence has moved to another target.
 
     Attributes:
-        readiness: Set while at least one target is ready.
+        readiness: Flag that is set while at least one target is ready.
     """
 
     def __init__(
@@ -112,24 +114,27 @@ class TargetPool:
 
     @property
     def model_ids(self) -> tuple[str, ...]:
-        """Names of the models of the targets that have ever connected. The default model comes first."""
+        """Names of the models whose targets have ever connected. The default model's name comes first."""
         known = (one.client.known_info for one in self.members)
         return tuple(dict.fromkeys(info.model_id for info in known if info is not None))
 
     def is_ready(self, model_id: str | None) -> bool:
-        """Return whether a target that serves this model is ready. None stands for the default model."""
+        """Return whether a target that serves this model is ready. None selects the default model."""
         group = self._group(model_id)
         return group is not None and any(one.client.ready for one in group.members)
 
     def info(self, model_id: str | None) -> ServedTarget:
-        """Return what all targets of a model support, as of their last connection or refresh.
+        """Return the information that holds for all targets of a model.
+
+        The information dates from the last connection or refresh of each target.
 
         Raises:
-            UnavailableError: If none of them has ever been connected.
+            UnavailableError: If no target of the model has ever been connected.
         """
         group = self._group(model_id)
         if group is None:
-            # Replies of requests that still run on targets which are not listed any more need it.
+            # Requests may still run on targets that are no longer listed. Their replies need this
+            # information.
             if model_id in self._last_info:
                 return self._last_info[model_id]
             raise self.unavailable(model_id)
@@ -149,13 +154,13 @@ class TargetPool:
         return stream
 
     def cancel(self, request_id: str) -> None:
-        """Stop a sequence. Its stream ends with the finish reason CANCELLED. Unknown ids have no effect."""
+        """Stop a sequence, whose stream then ends with the reason CANCELLED. An unknown id has no effect."""
         if (stream := self._streams.get(request_id)) is not None:
             stream.cancel()
             self._announce()
 
     async def refresh(self, members: Sequence[Member]) -> list[tuple[ServedTarget, TargetStats] | None]:
-        """Ask targets for their information and statistics. The entry of a target without answer is None."""
+        """Request targets' information and statistics. The entry of a target that does not reply is None."""
 
         async def ask(member: Member) -> tuple[ServedTarget, TargetStats] | None:
             try:
@@ -167,7 +172,7 @@ class TargetPool:
         return await asyncio.gather(*(ask(one) for one in members))
 
     async def stats(self, members: Sequence[Member]) -> list[TargetStats | None]:
-        """Ask targets for their statistics. The entry of a target without an answer is None."""
+        """Request statistics from targets. The entry of a target that does not reply is None."""
 
         async def ask(member: Member) -> TargetStats | None:
             try:
@@ -182,7 +187,7 @@ class TargetPool:
     def choose(
         self, request: GenerationRequest, model_key: tuple[str, str] | None, left: dict[Member, int]
     ) -> Member | None:
-        """Return a ready target for a request, or None. See `Placement.choose`."""
+        """Return a ready target for a request, or None. The arguments are those of `Placement.choose`."""
         found = [
             one
             for one in self._members.values()
@@ -198,7 +203,7 @@ class TargetPool:
         return self._picker.pick(found, request.prompt_ids, f"{model_key} {request.cache_salt}")
 
     def patience_s(self) -> float:
-        """Return how long a sequence without a target waits for one."""
+        """Return how long a sequence without a target waits for a new target, in seconds."""
         others = len(self._members) > 1 or any(one.changes for one in self._sources)
         return self._limits.wait_s if others else 0.0
 
@@ -212,7 +217,7 @@ class TargetPool:
         self._dismiss_idle()
 
     def forget(self, request_id: str, member: Member | None) -> None:
-        """Forget a sequence that has ended, and the last sequence's target if it is no longer listed."""
+        """Forget a sequence that has ended. If its target is unlisted and now idle, close the connection."""
         self._streams.pop(request_id, None)
         if member is not None and not member.listed:
             self._dismiss_idle()
@@ -233,13 +238,16 @@ class TargetPool:
             await asyncio.sleep(self._limits.refresh_s)
 
     def _complain(self, source: TargetSource, message: str) -> None:
-        """Log why the addresses of a source are not renewed, once for each reason."""
+        """Log why the addresses of a source cannot be renewed. Log the same reason only once in a row."""
         if self._complaints.get(source) != message:
             self._complaints[source] = message
             _log.warning("target addresses kept", source=source.text, error=message)
 
     async def _adopt(self, found: dict[TargetSource, tuple[str, ...]]) -> None:
-        """Connect to new addresses, and leave those that are not listed any more."""
+        """Connect to new addresses.
+
+        Stop placing sequences on targets whose addresses are no longer listed.
+        """
         if found == self._found:
             return
         self._found = found
@@ -277,7 +285,7 @@ class TargetPool:
         )
 
     def _dismiss_idle(self) -> None:
-        """Close the connections of targets that are not listed any more and have no sequences."""
+        """Close the connections of targets that are no longer listed and have no sequences."""
         for address, member in list(self._members.items()):
             if not member.listed and not member.running:
                 del self._members[address]
@@ -300,10 +308,10 @@ class TargetPool:
         return self._groups[model_id]
 
     def _find_group(self, model_id: str | None) -> _Group | None:
-        """Return the targets that serve a name, or None.
+        """Return the targets that serve a model name, or None.
 
-        If targets with the same name have different weights, as during an update, the weights of the first
-        listed target that is ready are served.
+        Targets with the same name can have different weights, for example during an update. In this case,
+        return the targets that have the weights of the first listed target that is ready.
         """
         known = [(one, info) for one in self.members if (info := one.client.known_info) is not None]
         if not known:
@@ -317,7 +325,7 @@ class TargetPool:
         return _Group(first.model_key, tuple(one for one, _ in group), _common([info for _, info in group]))
 
     def unavailable(self, model_id: str | None = None) -> UnavailableError:
-        """Return the error of a request for a model that no target can serve now."""
+        """Return the error for a request whose model no target can serve now."""
         addresses = [one.address for one in self.members]
         if len(addresses) == 1:
             what = f"The target service at {addresses[0]} is not ready."
@@ -329,7 +337,7 @@ class TargetPool:
 
 
 class ModelTargets:
-    """The targets of one model. `model_id` is None for the default model: that of the first listed target."""
+    """The targets of one model. With `model_id` None, this is the model of the first listed target."""
 
     def __init__(self, pool: TargetPool, model_id: str | None = None) -> None:
         self._pool = pool
@@ -342,10 +350,10 @@ class ModelTargets:
 
     @property
     def info(self) -> ServedTarget:
-        """What all of these targets support, as of their last connection or refresh.
+        """The information that holds for all of these targets, as of their last connection or refresh.
 
         Raises:
-            UnavailableError: If none of them has ever been connected.
+            UnavailableError: If none of these targets has ever been connected.
         """
         return self._pool.info(self._model_id)
 
@@ -359,7 +367,7 @@ class ModelTargets:
 
 
 def _common(infos: Sequence[ServedTarget]) -> ServedTarget:
-    """Return the information of the first target, with limits that all targets keep."""
+    """Return the information of the first target, but with limits that all targets satisfy."""
     if len(infos) == 1:
         return infos[0]
     names = ("max_model_len", "max_steps", "max_topk", "max_nodes")

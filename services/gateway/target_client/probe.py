@@ -1,4 +1,4 @@
-"""Probes the target's health at intervals, because the connections of a hung process stay open."""
+"""Checks the target's health at intervals, because the connections of a process that hangs stay open."""
 
 from __future__ import annotations
 
@@ -18,15 +18,16 @@ _log = get_logger("outrider.gateway.target")
 async def probe_target(
     channel: grpc.aio.Channel, service: str, answers: Callable[[bool], None], timeout_s: float
 ) -> None:
-    """Probe until cancelled.
+    """Send health checks until cancelled.
 
-    Running sequences are not aborted, because a target that was only suspended continues them later.
+    An overdue reply does not abort running sequences, because a target that was only suspended continues them
+    later.
 
     Args:
         channel: Channel to the target.
         service: Full name of the target's gRPC service.
-        answers: Called with False when an answer is overdue, and with True when answers arrive again.
-        timeout_s: Time after which an answer is overdue.
+        answers: Called with False when a reply is overdue, and with True when replies arrive again.
+        timeout_s: Seconds after which a reply is overdue.
     """
     stub = health_pb2_grpc.HealthStub(channel)
     overdue = False
@@ -35,7 +36,7 @@ async def probe_target(
         try:
             await stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=timeout_s)
         except grpc.aio.AioRpcError as error:
-            # Other errors end the session, whose own handling follows.
+            # Any other error also ends the session, and the session's own error handling follows.
             failed = error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
         else:
             failed = False

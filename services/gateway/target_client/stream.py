@@ -1,4 +1,4 @@
-"""One sequence on the target session: delivers events in order, and pauses the sequence for slow readers."""
+"""One sequence in a target's session: delivers events in order, and pauses the sequence for slow readers."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class ReaderLimits:
     """Limits on the unread events of a stream.
 
     Attributes:
-        max_unread_bytes: Size of unread events above which the sequence is paused. Below a quarter of
-            this size, the sequence is resumed.
-        timeout_s: A paused sequence is aborted after this many seconds without a read.
+        max_unread_bytes: Size of the unread events above which the sequence is paused. When the size falls
+            below a quarter of this limit, the sequence is resumed.
+        timeout_s: Seconds without a read after which a paused sequence is aborted.
     """
 
     max_unread_bytes: int
@@ -57,7 +57,7 @@ class TargetStream:
         """Wait for the next event.
 
         Raises:
-            OutriderError: If the target rejected or lost the sequence, or the connection was lost.
+            OutriderError: If the target rejected or lost the sequence, or if the connection was lost.
         """
         while not self._events:
             self._arrived.clear()
@@ -86,7 +86,7 @@ class TargetStream:
             self._session.send(target_pb2.SessionRequest(cancel=cancel))
 
     def close(self) -> None:
-        """Release the stream. Cancel the sequence if it still runs. May be called more than once."""
+        """Release the stream. Cancel the sequence if it still runs. Repeated calls have no effect."""
         self.cancel()
         self._ended = True
         self._session.forget(self.request_id)
@@ -98,8 +98,8 @@ class TargetStream:
         """Add an event that the session has received for this sequence.
 
         Args:
-            event: The event. Anything but a `TargetDelta` ends the stream.
-            cost: Memory that the event takes until it is read, in bytes.
+            event: The event. Any event other than a `TargetDelta` ends the stream.
+            cost: Memory that the event takes until the event is read, in bytes.
         """
         if self._ended:
             return
@@ -115,12 +115,12 @@ class TargetStream:
     def _abort_slow_reader(self) -> None:
         give_up_at = self._last_read + self._limits.timeout_s
         if give_up_at > self._loop.time():
-            # The client reads slowly, but has read an event within the time limit.
+            # The client reads slowly, but it has read an event within the time limit.
             self._abort_timer = self._loop.call_at(give_up_at, self._abort_slow_reader)
             return
         self._abort_timer = None
         message = f"The client did not read its stream for {self._limits.timeout_s:g} s, so it was aborted."
         self.cancel()
-        # Drop the buffered events, because the client will not read these events in time either.
+        # Drop the buffered events, because the client would not read them in time either.
         self._events.clear()
         self.deliver(OutriderError(message, code=ErrorCode.CANCELLED, reason="slow_reader"), 0)
