@@ -128,7 +128,7 @@ class StreamExchange(Exchange):
         self._staging = BlobStaging()
         self._arrived: deque[draft_pb2.RoundTrees] = deque()
         # The round whose exchange `hand_over` and `carry` complete, and the time until which to wait for the
-        # trees. If enqueuing failed, the state of this round was never enqueued.
+        # trees. None if no round is enqueued ahead, or if enqueuing failed.
         self._enqueued: _Round | None = None
         self._until = 0.0
         # The times when the last state was sent and when the last trees were written, and the measured
