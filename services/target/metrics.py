@@ -116,7 +116,7 @@ class TargetMetrics:
             "auto_estimated_speedup", "Estimated speed of auto's best choice, relative to plain decoding."
         )
         self._looks_lost = gauge(
-            "auto_looks_lost_seconds", "Time lost by rounds that measured shapes other than the best estimate."
+            "auto_looks_lost_seconds", "Time lost by rounds that measured other shapes than the best."
         )
         self._shapes_seen: set[str] = set()
         self._graphs_left = gauge(

@@ -227,7 +227,7 @@ class PrefixTree(PageStore):
         assert all(node.pins == pins.get(node, 0) for node in (*nodes, *self._outside))
         assert pins.keys() <= {*nodes, *self._outside}, "a lease reads a page that is not stored"
         for node in nodes:
-            assert node.pins or node.promised_by is None, "a promised page must have a sequence that computes it"
+            assert node.pins or node.promised_by is None, "a promised page must be in use"
             assert all(child.parent is node and child.pins <= node.pins for child in node.children.values())
         assert all(node.pins and node.parent is None for node in self._outside)
         assert all(root.children for root in self._roots.values()), "an empty tree is left"
