@@ -1,4 +1,7 @@
-"""Cases that compare two speeds: `odd` (one request differs from its batch) and `auto` (auto against off).
+"""Cases that compare two speeds.
+
+- `odd`: a batch beside one different request, against the same batch beside one more request of its kind.
+- `auto`: speculation `auto`, against `off`.
 
 Each pair of runs measures both speeds, and the order of the two runs alternates from pair to pair. The ratio
 is the median over the pairs.

@@ -4,14 +4,15 @@ A slot holds the state of one decoding sequence, and never moves while the seque
 list of *entries*. Each entry names a slot and an upper bound of the number of nodes of the slot's tree. The
 round computes the nodes of all entries as packed rows, one entry behind the other.
 
-An entry takes part in the round if the entry has rows, its slot has a token, and the slot has not reached its
-limit. All other entries are idle, and nothing is stored or accepted for idle entries.
+An entry takes part in the round if three conditions hold: the entry has rows, its slot has a token from the
+last round (the root of the next tree), and the slot has not reached its limit. Otherwise the entry is idle,
+and nothing is stored or accepted for it.
 
 A round uses four ops:
 
 1. `gather_group` copies the state of the slots that draft with one tree shape.
 2. `pack_trees` places the drafted trees in the packed rows.
-3. `place_entries` adds the roots of all other entries and locates every row.
+3. `place_entries` adds the roots of the entries without a drafted tree, and locates every row.
 4. `accept_entries` walks the trees after the verify pass, and updates the slots.
 """
 

@@ -33,8 +33,8 @@ class KernelAttention(StoredAttention):
     """`AttentionBackend` on `kernels.kv_store` and `kernels.tree_attention`. Never waits for the device.
 
     Attributes:
-        chunks: Computes the attention of long prompt chunks by a library that is faster than `tree_attention`
-            (see `library`). None if no library is used.
+        chunks: Computes the attention of long prompt chunks with a library that is faster for them than
+            `tree_attention` (see `shared/attn/library.py`). None if no library is used.
     """
 
     def __init__(self) -> None:

@@ -245,7 +245,7 @@ class GraphCache:
 
         Before the capture, `record` runs eagerly `WARM_UP_RUNS` times, unless `run_eagerly` has run the work
         often enough. Call this method while the static inputs contain idle rows (lengths 0, slots -1).
-        Otherwise, the eager runs would write data that is read later.
+        With other rows, the eager runs would overwrite data, such as K/V, that later passes read.
 
         Some functions cannot be captured, for example because they query the device. Without an observer, the
         cache logs such a failure, and runs the function eagerly from then on. With an observer, it raises the

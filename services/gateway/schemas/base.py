@@ -41,7 +41,8 @@ class OpenModel(StrictModel):
             Names in printable ASCII characters, shortened to `MAX_NAME_CHARS` characters.
 
         Raises:
-            InvalidRequestError: If ignoring a field would change the text or leave out data of the reply.
+            InvalidRequestError: If ignoring a field would change the generated text, or if the reply would
+                lack data that the client requested.
         """
         names: list[str] = []
         for name, value in (self.model_extra or {}).items():
