@@ -26,7 +26,6 @@ class LiveAnswer:
         token_ids: Tokens of the answer.
         rounds: The traced rounds, in order. Empty if no trace was requested.
         first_s, last_s: Times of the first and of the last event with tokens, from `time.perf_counter`.
-        first_tokens: Number of tokens in the first event.
     """
 
     prompt_len: int
@@ -34,7 +33,6 @@ class LiveAnswer:
     rounds: list[dict[str, Any]] = field(default_factory=list)
     first_s: float = 0.0
     last_s: float = 0.0
-    first_tokens: int = 0
 
     @property
     def round_ms(self) -> float | None:
@@ -150,7 +148,7 @@ def _take(event: dict[str, Any], answer: LiveAnswer) -> None:
     if ids := choice.get("token_ids"):
         answer.last_s = time.perf_counter()
         if not answer.token_ids:
-            answer.first_s, answer.first_tokens = answer.last_s, len(ids)
+            answer.first_s = answer.last_s
         answer.token_ids += ids
     answer.rounds += (event.get("speculation") or {}).get("trace") or []
 

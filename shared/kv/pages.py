@@ -5,7 +5,7 @@ states:
 
     page state   owner            becomes free by
     free         PageAllocator    -
-    held         one PageLease    PageLease.release(), PageLease.shrink(), or leaving the lease's `with` block
+    held         one PageLease    PageLease.release(), or leaving the lease's `with` block
     stored       a PageStore      eviction, or the end of the last lease that reads a removed page
 
 The first `PageLease.shared` pages of a lease are stored pages, which other leases may read too. No other
@@ -222,18 +222,6 @@ class PageLease:
         self.pages.extend(pages)
         self.version += 1
         return True
-
-    def shrink(self, num_pages: int) -> None:
-        """Keep the first `num_pages` pages and free all later pages. Shared pages are always kept.
-
-        A lease that has no more than `num_pages` pages does not change.
-        """
-        num_pages = max(num_pages, self.shared)
-        kept, dropped = self.pages[:num_pages], self.pages[num_pages:]
-        if dropped:
-            self.pages = kept
-            self.version += 1
-            self._allocator.give_back(dropped)
 
     def release(self) -> None:
         """Free the lease's own pages and end the lease. Further calls have no effect."""

@@ -41,6 +41,17 @@ def test_the_profile_has_the_best_shape(stack: Stack, tmp_path: Path) -> None:
         assert profile == {}
 
 
+def test_without_a_url_a_server_of_the_pair_is_started(stack: Stack, tmp_path: Path) -> None:
+    """`--exhaustive` measures every shape, so the answers are as short as possible."""
+    output = tmp_path / "profile.toml"
+    command = [sys.executable, "-m", "outrider.services.cli", "tune", "--device", "cpu", "--batches", "1"]
+    sizes = ["--num-prompts", "1", "--tokens", "8", "--exhaustive", "--output", str(output)]
+    done = subprocess.run([*command, *sizes], capture_output=True, text=True, timeout=SEARCH_S)
+    assert done.returncode == 0, done.stderr
+    assert "tree 10/4/16" in done.stdout or "chain 8" in done.stdout
+    assert output.read_text().startswith("# Written by `outrider tune`.")
+
+
 def test_a_wrong_list_of_batches_names_the_flag(stack: Stack, tmp_path: Path) -> None:
     done = tune(stack, tmp_path / "profile.toml", "--batches", "0")
     assert done.returncode == 2

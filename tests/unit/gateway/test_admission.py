@@ -49,7 +49,7 @@ def test_a_key_leaves_room_in_the_queue_for_others() -> None:
     assert (admission.waiting, admission.waiting_tokens) == (0, 0)
     assert admission._waiting_of == admission._tokens_of == {}
     with ExitStack() as slots:
-        # Without keys, there is nobody to leave room for.
+        # Without keys, one party may fill the whole queue.
         for _ in range(8):
             slots.enter_context(admission.admit(1))
 

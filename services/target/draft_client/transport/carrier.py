@@ -42,11 +42,6 @@ class Carrier(Protocol):
     rows_follow_open: bool
     rounds: Exchange | None
 
-    @property
-    def rows_behind(self) -> bool:
-        """True if a message that is sent now may overtake rows that were passed to `send_rows`."""
-        ...
-
     def hello(self, hello: draft_pb2.Hello) -> draft_pb2.HelloAck:
         """Connect and perform the handshake.
 

@@ -122,13 +122,7 @@ class GrpcCarrier(Carrier):
         self._on_pong: Callable[[draft_pb2.Pong], None] = _unheard
         # Released once for each chunk that is sent on the bulk stream.
         self._owed = threading.Semaphore(0)
-        self._bulk_sent = self._bulk_answered = 0
         self._bulk_reader = threading.Thread(target=self._read_bulk, name="draft-bulk", daemon=True)
-
-    @property
-    def rows_behind(self) -> bool:
-        """True if the draft has not acknowledged all rows on the bulk stream yet."""
-        return self._bulk_sent != self._bulk_answered
 
     def hello(self, hello: draft_pb2.Hello) -> draft_pb2.HelloAck:
         with lost():
@@ -198,7 +192,6 @@ class GrpcCarrier(Carrier):
                 self._stream.send(request.SerializeToString())
             else:
                 self._bulk.send(request.rows.SerializeToString())
-                self._bulk_sent += 1
                 self._owed.release()
 
     def ping(self, message: draft_pb2.SessionRequest) -> None:
@@ -291,8 +284,6 @@ class GrpcCarrier(Carrier):
                     self._bulk.look()
                 elif self._bulk.receive() is None:
                     break
-                else:
-                    self._bulk_answered += 1
         self.close()
         self._bulk.drain()
 

@@ -71,11 +71,6 @@ class IpcCarrier(Carrier):
         self._sockets: list[FrameSocket] = []
         self._rows: RowsOutbox | None = None
 
-    @property
-    def rows_behind(self) -> bool:
-        """True if rows wait for a mailbox slot, or for the device work that computes the rows."""
-        return self._rows is not None and self._rows.waiting
-
     def hello(self, hello: draft_pb2.Hello) -> draft_pb2.HelloAck:
         with _lost():
             self._session = self._connect()

@@ -61,7 +61,7 @@ async def test_each_answer_replaces_the_last(tmp_path: Path, monkeypatch: pytest
         assert metrics.text() == "", "it does not wait for the answer"
         await until(metrics, "text 1")
         await until(metrics, "text 2")
-        # While the draft does not answer, the last answer stays, and nobody waits or asks again.
+        # While the draft does not answer, the last answer is kept. There is no wait and no further request.
         draft.may_answer.clear()
         await until(metrics, f"text {draft.asked}")
         asked = draft.asked
