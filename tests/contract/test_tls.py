@@ -17,8 +17,10 @@ from gateway_thread import GatewayThread, free_port
 from support.throwaway_ca import Certificate, ThrowawayCa
 from test_process import TIMEOUT_S, process, wait_ready
 from tokenizers import Tokenizer
+from typer.testing import CliRunner
 
 from outrider.gateway.v1 import gateway_pb2, gateway_pb2_grpc
+from outrider.services.cli.commands import app
 from outrider.services.gateway.settings import GatewaySettings
 from outrider.services.stack.liveness import service_probes
 from outrider.services.stack.options import StackOptions
@@ -149,6 +151,24 @@ def test_up_checks_a_gateway_that_needs_certificates_with_its_own(
     with pytest.raises(ConfigurationError, match="does not accept") as caught:
         check_gateway_flags(StackOptions(gateway_settings={**files, "tls_ca": stranger.cert}))
     assert caught.value.field == "tls_ca"
+
+
+def test_a_health_check_in_the_container_uses_the_certificate_of_the_gateway(
+    make_gateway: Callable[..., GatewayThread],
+    ca: ThrowawayCa,
+    front: Certificate,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gateway = make_gateway(tls_cert=front.cert, tls_key=front.key, tls_ca=ca.cert)
+    command = ["health", "--own-tls", "--url", f"http://127.0.0.1:{gateway.server.port}"]
+    assert CliRunner().invoke(app, command).exit_code == 1  # without the variables, over HTTP
+    for name, file in (("CERT", front.cert), ("KEY", front.key), ("CA", ca.cert)):
+        monkeypatch.setenv(f"OUTRIDER_GATEWAY_TLS_{name}", str(file))
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 0, result.output
+    assert "/ready 200" in result.output
+    monkeypatch.setenv("OUTRIDER_GATEWAY_TLS_CERT", "")
+    assert CliRunner().invoke(app, command).exit_code == 1
 
 
 def test_a_renewed_certificate_is_used_without_a_restart(
