@@ -107,6 +107,18 @@ def test_a_request_that_would_wait_too_long_is_refused() -> None:
         pass
 
 
+def test_sequences_in_free_slots_do_not_wait() -> None:
+    """After a busy queue, its speed says nothing about sequences that find a slot at once."""
+    clock = Clock()
+    admission = Admission(100, 10**6, clock, max_wait_s=1.0, slots=lambda: 16)
+    _drained(admission, clock, 0.5)
+    with ExitStack() as slots:
+        for _ in range(16 + 3):  # the last three of them wait for slots
+            slots.enter_context(admission.admit(1))
+        with pytest.raises(OverloadedError, match=r"about 1\.5 s"):
+            admission.admit(1)
+
+
 def test_a_deadline_that_the_queue_cannot_meet_is_refused_at_once() -> None:
     clock = Clock()
     admission = Admission(100, 10**6, clock)
