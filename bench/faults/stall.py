@@ -2,6 +2,10 @@
 
 The bodies are malformed lists, texts of the largest size that the gateway accepts, and large calls of the
 routes for tokens. A gateway that read such a body on its event loop would stop all streams meanwhile.
+
+Other programs on the machine also cause pauses. The command therefore also measures how long the gateway's
+threads run for each body, beyond the time that they run for the streams. The body cannot stop the streams for
+longer than that.
 """
 
 from __future__ import annotations
@@ -17,10 +21,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from outrider.bench.faults.processes import cpu_seconds
 from outrider.bench.faults.questions import CHAT, COMPLETIONS, GENERATE
 from outrider.bench.measure.clock import percentile
 from outrider.bench.report.record import Result, Row, finish
@@ -130,42 +136,56 @@ def run_stall(options: StallOptions) -> int:
         with running_stack(
             options.stack, lambda name, line: log.append(f"{name} | {line}"), lambda line: None
         ) as stack:
-            return _measure(options, stack.url)
+            gateway = stack.supervisor.child("gateway").process_id
+            assert gateway is not None
+            return _measure(options, stack.url, gateway)
     except Exception:
         print(*log, sep="\n", file=sys.stderr)
         raise
 
 
-def _measure(options: StallOptions, url: str) -> int:
+def _measure(options: StallOptions, url: str, gateway: int) -> int:
     rows, statuses = [], {}
     with _streams(url, options.streams) as arrivals:
+        began, ran = time.perf_counter(), cpu_seconds(gateway)
         quiet = _window(arrivals, lambda: time.sleep(options.quiet_s))
+        share = (cpu_seconds(gateway) - ran) / (time.perf_counter() - began)
         rows += [
             Row("pause without a body, p99", percentile(quiet, 99), "s"),
             Row("pause without a body, longest", max(quiet), "s"),
         ]
         longest: list[tuple[float, str]] = []
+        busiest: list[tuple[float, str]] = []
         for name, body in expensive_bodies().items():
             answers: list[tuple[int, float]] = []
             pauses: list[float] = []
+            began, ran = time.perf_counter(), cpu_seconds(gateway)
             for _ in range(options.repeats):
-                pauses += _window(
-                    arrivals, lambda body=body, answers=answers: answers.append(_send(url, body))
-                )
+                pauses += _window(arrivals, partial(_answer, url, body, answers))
             statuses[name] = sorted({status for status, _ in answers})
+            more_s = cpu_seconds(gateway) - ran - share * (time.perf_counter() - began)
+            cpu_s = max(0.0, more_s / options.repeats)
             worst = max(pauses)
             longest.append((worst, name))
-            more = {"status": statuses[name], "answer_s": round(max(seconds for _, seconds in answers), 4)}
+            busiest.append((cpu_s, name))
+            more = {
+                "status": statuses[name],
+                "answer_s": round(max(seconds for _, seconds in answers), 4),
+                "gateway_cpu_s": round(cpu_s, 4),
+            }
             rows.append(Row(f"pause beside: {name}", worst, "s", more={**more, **_goal(worst)}))
     worst, name = max(longest)
     rows.append(Row("longest pause beside a body", worst, "s", more={"body": name, **_goal(worst)}))
+    worst, name = max(busiest)
+    row = Row("longest run of the gateway for a body", worst, "s", more={"body": name, **_goal(worst)})
+    rows.append(row)
     settings = {
         "device": options.stack.device,
         "streams": options.streams,
         "repeats": options.repeats,
         "transport": options.stack.transport.value,
     }
-    finish(Result("stall", settings, rows), options.output, shown=("status", "answer_s", "goal", "met"))
+    finish(Result("stall", settings, rows), options.output, shown=("status", "gateway_cpu_s", "goal", "met"))
     return int(any(status >= 500 for found in statuses.values() for status in found))
 
 
@@ -237,6 +257,10 @@ def _follow(url: str, number: int, times: list[float], stop: threading.Event) ->
             times.append(time.perf_counter())
     finally:
         connection.close()
+
+
+def _answer(url: str, body: Body, answers: list[tuple[int, float]]) -> None:
+    answers.append(_send(url, body))
 
 
 def _send(url: str, body: Body) -> tuple[int, float]:

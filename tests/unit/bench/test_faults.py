@@ -6,6 +6,8 @@ import asyncio
 import json
 import math
 import os
+import threading
+import time
 from collections.abc import AsyncGenerator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +18,7 @@ from support.fake_openai import FakeServer
 
 from outrider.bench.faults import leftovers, move, overload, soak, stall
 from outrider.bench.faults.answers import Asker, AskFailedError, Outcome, Part, check
-from outrider.bench.faults.processes import Usage, survivors, usage_of
+from outrider.bench.faults.processes import Usage, cpu_seconds, survivors, usage_of
 from outrider.bench.faults.questions import CHAT, COMPLETIONS, GENERATE, Question, soak_questions
 from outrider.bench.load.open_loop import Experience, LoadRequest, ask
 from outrider.bench.load.rest import RestLoad
@@ -147,6 +149,19 @@ def test_only_processes_that_ran_all_the_time_are_compared() -> None:
     other = Usage((1, 2), 5.0, 3, 1)
     again = Usage((1, 3), 5.0, 3, 1)
     assert survivors({"a": own, "b": other, "c": other}, {"a": own, "b": again}) == {"a": (own, own)}
+
+
+def test_the_time_of_all_threads_counts() -> None:
+    before = cpu_seconds(os.getpid())
+    worker = threading.Thread(target=lambda: sum(number * number for number in range(500_000)))
+    worker.start()
+    worker.join()
+    running = threading.Event()
+    threading.Thread(target=running.wait).start()
+    assert cpu_seconds(os.getpid()) >= before
+    own = time.process_time()
+    assert 0 < cpu_seconds(os.getpid()) <= own + 1.0
+    running.set()
 
 
 def test_failures_are_excused_only_while_a_service_is_down() -> None:
