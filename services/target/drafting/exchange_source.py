@@ -94,7 +94,7 @@ class ExchangeSource(DraftSource):
 
     @property
     def path(self) -> DraftPath:
-        return DraftPath.EXCHANGE if self._slots.are_open() else DraftPath.HOST
+        return DraftPath.DEVICE if self._slots.are_open() else DraftPath.HOST
 
     def recording(self, batch_size: int, shape: DraftShape) -> Callable[[], None]:
         """Return a function that announces the size to the draft, which records its part."""
