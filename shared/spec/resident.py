@@ -33,6 +33,8 @@ from typing import Protocol
 
 import torch
 
+from outrider.kernels.packed_round import GroupRows
+
 HEADER_BYTES = 256
 ALIGNMENT = 256
 
@@ -189,6 +191,19 @@ class RoundState:
     def columns(self) -> int:
         """R, the largest number of tokens that a round may choose per row."""
         return self.tokens.shape[1]
+
+    @property
+    def rows(self) -> GroupRows:
+        """This state without `packed`, as the rows of a group."""
+        return GroupRows(
+            self.committed_lens,
+            self.counts,
+            self.tokens,
+            self.features,
+            self.temperature,
+            self.seeds,
+            self.choices,
+        )
 
     @property
     def extent(self) -> PackedExtent:

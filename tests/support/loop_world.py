@@ -119,8 +119,8 @@ class LoopWorld:
     def launched(self) -> None:
         self.log.append("launched")
 
-    def carry(self) -> None:
-        self.log.append("carry")
+    def receive_trees(self) -> None:
+        self.log.append("receive trees")
 
     def take_wait(self) -> ProposalWait | None:
         return self.wait

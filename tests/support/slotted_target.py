@@ -63,7 +63,7 @@ class Target:
         self.tried.append(tried)
         return True
 
-    def take(
+    def receive_state(
         self, message: draft_pb2.RoundsNext, blob: torch.Tensor, expected: torch.Tensor, limit_s: float
     ) -> None:
         expected.fill_(message.number)
@@ -71,7 +71,7 @@ class Target:
             blob.copy_(self.state)
             blob[:4].view(torch.int32).fill_(message.number)
 
-    def give(self, message: draft_pb2.RoundsNext, blob: torch.Tensor) -> None:
+    def send_trees(self, message: draft_pb2.RoundsNext, blob: torch.Tensor) -> None:
         self.given.append(blob.clone())
 
     def mend(self) -> bool:

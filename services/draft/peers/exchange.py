@@ -32,7 +32,7 @@ class Exchange(Protocol):
         """
         ...
 
-    def take(
+    def receive_state(
         self, message: draft_pb2.RoundsNext, blob: torch.Tensor, expected: torch.Tensor, limit_s: float
     ) -> None:
         """Receive a round's state into ``blob [n] uint8``, in stream order.
@@ -47,7 +47,7 @@ class Exchange(Protocol):
         """
         ...
 
-    def give(self, message: draft_pb2.RoundsNext, blob: torch.Tensor) -> None:
+    def send_trees(self, message: draft_pb2.RoundsNext, blob: torch.Tensor) -> None:
         """Send the trees of a round, ``blob [n] uint8``, in stream order."""
         ...
 

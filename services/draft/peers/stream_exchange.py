@@ -137,7 +137,7 @@ class StreamExchange(Exchange):
         self._ahead = tried and self._relayed and self._may_go_ahead
         return self._ahead
 
-    def take(
+    def receive_state(
         self, message: draft_pb2.RoundsNext, blob: torch.Tensor, expected: torch.Tensor, limit_s: float
     ) -> None:
         """Copy the state that has arrived, or make the stream wait for it."""
@@ -157,7 +157,7 @@ class StreamExchange(Exchange):
         self._staging.load(self._state, message.number, blob, LEAST_STATE_BYTES)
         expected.fill_(message.number)
 
-    def give(self, message: draft_pb2.RoundsNext, blob: torch.Tensor) -> None:
+    def send_trees(self, message: draft_pb2.RoundsNext, blob: torch.Tensor) -> None:
         if self._relayed and self._relay is not None:
             self._relay.give(message.number, blob)
             waiting = _Waiting(message.rounds, message.number, blob.nbytes, BlobEnvelopes.of(message))

@@ -263,7 +263,7 @@ class TargetEngine(Steppable):
             self._loop.launch(self._schedule(now))
             self._loop.finish()
         self._output.flush()
-        self._source.carry()  # last, because it may wait for a draft in another process
+        self._source.receive_trees()  # last, because it may wait for a draft in another process
 
     def _adopts_draft(self) -> bool:
         """Adopt a changed draft. Return True if the step called the recorder instead of serving requests."""

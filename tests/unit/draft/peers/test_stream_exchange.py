@@ -55,8 +55,8 @@ class Draft:
         message = draft_pb2.RoundsNext(rounds=1, number=number)
         if not self.exchange.goes_ahead(message, tried):
             return False
-        self.exchange.take(message, self.blob, torch.zeros(1, dtype=torch.int32), 1.0)
-        self.exchange.give(message, self.trees)
+        self.exchange.receive_state(message, self.blob, torch.zeros(1, dtype=torch.int32), 1.0)
+        self.exchange.send_trees(message, self.trees)
         return True
 
     def finish(self, number: int, state: bytes = bytes(SIZE)) -> bool:
@@ -199,7 +199,7 @@ def test_a_state_of_another_size_is_refused_and_releases(draft: Draft) -> None:
 def test_a_round_that_failed_half_way_is_released_and_answered(draft: Draft) -> None:
     message = draft_pb2.RoundsNext(rounds=1, number=3)
     assert draft.exchange.goes_ahead(message, True)
-    draft.exchange.take(message, draft.blob, torch.zeros(1, dtype=torch.int32), 1.0)
+    draft.exchange.receive_state(message, draft.blob, torch.zeros(1, dtype=torch.int32), 1.0)
     draft.exchange.skip(1, 3)
     assert not draft.relay.waits
     assert draft.outlet.said == [RoundTrees(1, 3, b"")]
@@ -229,8 +229,8 @@ def test_a_round_may_wait_for_its_state_on_the_host(ahead: bool, tried: bool, ro
     state = bytes([5]) * SIZE
     draft.exchange.keep_state(state)
     message = draft_pb2.RoundsNext(rounds=1, number=1)
-    draft.exchange.take(message, draft.blob, torch.zeros(1, dtype=torch.int32), 1.0)
-    draft.exchange.give(message, draft.trees)
+    draft.exchange.receive_state(message, draft.blob, torch.zeros(1, dtype=torch.int32), 1.0)
+    draft.exchange.send_trees(message, draft.trees)
     assert draft.relay.came == {1: state} if room else draft.blob[4:].tolist() == [5] * (SIZE - 4)
     assert not draft.relay.waits
     assert draft.outlet.said == [RoundTrees(1, 1, bytes([1]) * SIZE)]
@@ -247,8 +247,8 @@ def test_a_draft_whose_driver_cannot_wait_goes_on_without(draft: Draft) -> None:
     assert not draft.enqueue(2)
     draft.exchange.keep_state(bytes([5]) * SIZE)
     message = draft_pb2.RoundsNext(rounds=1, number=2)
-    draft.exchange.take(message, draft.blob, torch.zeros(1, dtype=torch.int32), 1.0)
-    draft.exchange.give(message, draft.trees)
+    draft.exchange.receive_state(message, draft.blob, torch.zeros(1, dtype=torch.int32), 1.0)
+    draft.exchange.send_trees(message, draft.trees)
     assert draft.blob[4:].tolist() == [5] * (SIZE - 4)
     assert draft.outlet.said == [RoundTrees(1, 1, b""), RoundTrees(1, 2, bytes([1]) * SIZE)]
 
@@ -257,7 +257,7 @@ def test_a_malformed_state_of_a_round_that_is_new_is_refused_and_releases(draft:
     assert not draft.enqueue(1, tried=False)
     draft.exchange.keep_state(b"short")
     with pytest.raises(ProtocolError, match="size"):
-        draft.exchange.take(
+        draft.exchange.receive_state(
             draft_pb2.RoundsNext(rounds=1, number=1), draft.blob, torch.zeros(1, dtype=torch.int32), 1.0
         )
     assert not draft.relay.waits
