@@ -4,7 +4,7 @@ In the steady state, the devices do not wait until a host has read the previous 
 enqueues each round before it reads the result of the round before. The enqueued work sends the state,
 receives the trees and runs the verify pass.
 
-A draft in another process implements the interface in `shared.spec.exchange_drafter`. A drafter in the
+A draft in another process implements the interface in `shared.spec.exchanged_slots`. A drafter in the
 target's own process implements the interface in `shared.spec.device_drafter`.
 
 Terms: the root of a tree is the last committed token of its sequence, and committed_len is the number of

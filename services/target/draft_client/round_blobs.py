@@ -10,7 +10,7 @@ import torch
 from outrider.draft.v1 import draft_pb2
 from outrider.kernels.tree_check import tree_check
 from outrider.services.target.draft_client.transport.exchange import Exchange
-from outrider.shared.spec.exchange_drafter import ExchangedRound
+from outrider.shared.spec.exchanged_slots import ExchangedRound
 from outrider.shared.spec.resident import (
     GroupSize,
     RoundState,

@@ -164,7 +164,7 @@ class DecodeLoop:
     def _entries(self, decodes: Seq[Sequence]) -> list[Entry]:
         if not decodes:
             return []
-        shapes = self._planner.shapes(decodes, self._drafts.planned(decodes))
+        shapes = self._planner.shapes(decodes, self._drafts.path, self._drafts.planned(decodes))
         columns = self._rounds.table.columns
         return [
             Entry(sequence, sequence.residence, shape, sequence.epoch, columns)
