@@ -61,6 +61,15 @@ def chain_tokens(request: target_pb2.GenerateRequest, count: int) -> list[int]:
     return tokens
 
 
+def token_logprob(token: int, index: int, top: int) -> common_pb2.TokenLogprob:
+    """Return a logprob that tells the place of a token in its answer: -1 for the first token, then -2."""
+    others = [(token + rank) % 90 + 5 for rank in range(1, top)]
+    logprobs = [-1.0 - index - rank for rank in range(top)]
+    return common_pb2.TokenLogprob(
+        logprob=-1.0 - index, top_ids=[token, *others][:top], top_logprobs=logprobs
+    )
+
+
 class FakeTarget(target_pb2_grpc.TargetServicer):
     """Serves the target's protocol.
 
@@ -185,6 +194,11 @@ class FakeTarget(target_pb2_grpc.TargetServicer):
                 if cut is not None:
                     tokens, matched = tokens[: cut + 1], tokens[cut]
                 delta = target_pb2.TokenDelta(token_ids=tokens)
+                if request.logprobs.HasField("top"):
+                    delta.logprobs.extend(
+                        token_logprob(token, emitted + index, request.logprobs.top)
+                        for index, token in enumerate(tokens)
+                    )
                 if number and request.speculation.trace:
                     delta.rounds.append(trace_round(rounds, base_len + emitted, tokens, self.trace_nodes))
                 rounds += number > 0
