@@ -140,7 +140,9 @@ class AnswerReader:
             kept -= 1
             room -= self._held[kept][2]
         tokens = tuple((token, logprob) for token, logprob, _ in self._held[kept:])
-        pieces[texts[0]] = replace(pieces[texts[0]], tokens=tokens)  # type: ignore[call-arg]
+        first = pieces[texts[0]]
+        assert isinstance(first, Text)
+        pieces[texts[0]] = replace(first, tokens=tokens)
         self._held.clear()
         return pieces
 

@@ -32,7 +32,7 @@ from outrider.shared.rpc.version import (
 )
 from outrider.shared.spec.resident import RoundState, TreesBlob
 
-WIRE = (3, "10425b8750536414")
+WIRE = (3, "ed6904486c7cc08e")
 """The protocol's highest version, and a digest of its wire format.
 
 If a change fails here, update the digest. Also increment `MAX_VERSION` if the previous release cannot handle
