@@ -136,6 +136,11 @@ class GatewaySettings(PeerSettings):
         32, ge=1, le=1024, description="Maximum number of stop strings of a request."
     )
     max_stop_chars: int = Field(256, ge=1, le=65536, description="Maximum length of a stop string.")
+    max_state_bytes: int = Field(
+        16 * MIB,
+        ge=0,
+        description="Maximum size of the hidden states and routed experts of a reply, as 4-byte numbers.",
+    )
     max_messages: int = Field(1024, ge=1, le=4096, description="Maximum number of messages in a chat.")
     request_timeout_s: float = Field(
         600.0, gt=0, description="Maximum duration of a request. Clients can set a shorter deadline."

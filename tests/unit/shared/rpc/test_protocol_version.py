@@ -32,7 +32,7 @@ from outrider.shared.rpc.version import (
 )
 from outrider.shared.spec.resident import RoundState, TreesBlob
 
-WIRE = (3, "e5d1028b4acdce5e")
+WIRE = (3, "bc38f2693cf34f45")
 """The protocol's highest version, and a digest of its wire format.
 
 If a change fails here, update the digest. Also increment `MAX_VERSION` if the previous release cannot handle
