@@ -123,6 +123,12 @@ class GatewaySettings(PeerSettings):
     max_queued_prompt_tokens: int = Field(
         1_000_000, ge=1, description="Maximum number of prompt tokens of waiting sequences; more get 429."
     )
+    max_queue_wait_s: float = Field(
+        0.0,
+        ge=0,
+        description="Maximum expected time until the first token; requests that would wait longer get 429. "
+        "0 sets no limit.",
+    )
     max_connections: int = Field(
         0, ge=0, description="Maximum number of REST connections; 0: what the limit of open files allows."
     )
