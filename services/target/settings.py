@@ -165,7 +165,7 @@ class TargetSettings(ListenerSettings):
     )
     draft_rounds: RoundPlacement = Field(
         RoundPlacement.AUTO,
-        description="Where rounds with a separate draft run: host, or device (of both). auto: device on a GPU.",
+        description="Where rounds with a separate draft run: host, or device of both. auto: device on a GPU.",
     )
     step_deadline_s: float = Field(
         60.0,
