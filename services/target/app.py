@@ -197,9 +197,8 @@ class Target:
         make_drafter: Makes a drafter inside this process; see `run`.
         stand_in: Replaces the model of `settings.model`. Only `outrider bench` passes one.
         on_rank_lost: Called when another rank is lost; see `start_group`.
-        stopped: Returns True once the process must end. The warm-up calls this function repeatedly, on the
-            calling thread. Once it returns True, the remaining warm-up is skipped, and the target cannot
-            serve.
+        stopped: Returns True once the process must end. The warm-up calls this function repeatedly, and ends
+            early when it returns True. The target then cannot serve.
     """
 
     def __init__(

@@ -2,13 +2,12 @@
 
 To save time, as much as possible happens early:
 
-- The message RoundsNext is sent, and the envelope around the state is encoded, while the device still
-  computes the state. Once the state is complete, only its bytes must be copied. Feature rows of tokens that
-  the round did not choose are not sent (`StateLayout.compact`).
-- On a GPU, the next verify pass is enqueued before the trees for this pass have arrived. The device waits
-  until the host writes a word in memory, which the host does when the trees have arrived (see
-  `shared.rpc.relay`).
-- The host busy-polls (see `shared.rpc.polling`), so that states and trees travel without a wake-up delay.
+- While the device computes the state, RoundsNext is sent, and the envelope around the state is encoded. Then
+  only the bytes of the state must be copied. Feature rows of rejected nodes are not sent
+  (`StateLayout.compact`).
+- On a GPU, the next verify pass is enqueued before its trees have arrived. The device waits for a word in
+  memory, which the host writes when the trees have arrived (`shared.rpc.relay`).
+- The host busy-polls (`shared.rpc.polling`), so that states and trees travel without a wake-up delay.
 
 `LEAD` explains how the target and the draft time-slice a shared GPU.
 """
@@ -53,12 +52,11 @@ without MPS, the GPU should switch to the draft when the pass ends:
 
 The lead time is a multiple of the time to send the notice, because that time reflects the host's speed.
 
-The target does not know whether it shares a GPU with the draft, so it sends the notice in all rounds that are
-enqueued ahead. Without a shared GPU, the notice and its answer still help, because they bring code and
-buffers of both processes back into the CPU caches. This saves 20 to 60 µs per message.
+The notice also helps without a shared GPU: it brings code and buffers of both processes into the CPU caches,
+which saves 20 to 60 µs per message. The target therefore sends it in all rounds that are enqueued ahead.
 
-The target sends notices and switches the GPU back only on hosts where waits busy-poll (`PollWindow.enabled`,
-eight cores or more), because the target must busy-poll to find the right moment.
+The target must busy-poll to find the right moment. It therefore sends notices only on hosts with eight or
+more cores (`PollWindow.enabled`).
 """
 LEAST_TELLING_S, MOST_TELLING_S = 0.00005, 0.0003
 """Bounds for the measured time to send the notice, in seconds."""
@@ -69,9 +67,8 @@ SHARE_OF_DRAFT = 0.5
 """Time at which the target requests that a shared GPU switch back to it, as a share of the draft's expected
 time.
 
-At that time, the draft is still computing, and the switch takes effect when the draft's pass ends. The target
-does not read the network before the request, so trees that arrive earlier have to wait. However, a draft that
-works at its usual speed never sends its trees that early.
+At that time, the draft is still computing. The switch takes effect when the draft's pass ends. Trees that
+arrive earlier have to wait, but a draft at its usual speed never sends its trees that early.
 """
 MOST_TAKEN_S = 0.01
 """Longest measured time, in seconds, that is used as an expected time."""
