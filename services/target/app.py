@@ -21,6 +21,7 @@ from outrider.services.target.engine.status_line import log_status
 from outrider.services.target.grammar.compiler import GrammarCompiler
 from outrider.services.target.model.model_runner import ModelRunner
 from outrider.services.target.model.synthetic_acceptance import SyntheticAcceptance
+from outrider.services.target.model.token_states import sparse_layers
 from outrider.services.target.parallel.group import Order, RankGroup, end_soon, run_rank, start_group
 from outrider.services.target.parallel.watchdog import forget_graphs, watched, watched_engine
 from outrider.services.target.scheduling.limits import EngineLimits, SchedulerLimits, longest_text
@@ -196,9 +197,8 @@ class Target:
         make_drafter: Makes a drafter inside this process; see `run`.
         stand_in: Replaces the model of `settings.model`. Only `outrider bench` passes one.
         on_rank_lost: Called when another rank is lost; see `start_group`.
-        stopped: Returns True once the process must end. The warm-up calls this function repeatedly, on the
-            calling thread. Once it returns True, the remaining warm-up is skipped, and the target cannot
-            serve.
+        stopped: Returns True once the process must end. The warm-up calls this function repeatedly, and ends
+            early when it returns True. The target then cannot serve.
     """
 
     def __init__(
@@ -369,7 +369,10 @@ def _make_engine(
         settings.running_requests, *queue, settings.prefill_tokens(), not settings.disable_prefix_cache
     )
     limits = EngineLimits(
-        config.vocab_size, longest_text(config, settings.max_model_len), frozenset(config.eos_token_ids)
+        config.vocab_size,
+        longest_text(config, settings.max_model_len),
+        frozenset(config.eos_token_ids),
+        routes=bool(sparse_layers(runner.decoder)),
     )
     return TargetEngine(
         runner, Scheduler(pool.allocator, settings.page_size, most), drafter, limits, plan=plan.loop

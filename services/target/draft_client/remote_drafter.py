@@ -2,13 +2,11 @@
 
 This is the engine's side of the draft protocol, a state machine that only the engine thread drives.
 
-A session is *live* once Open was sent over the current connection. The commits of a live session are merged
-and kept until the next frame, which is one message with the commits of several sessions. If a session falls
-too far behind, or if the draft has lost the session, the engine reopens the session and sends the feature
-rows that the target has stored.
+A session is *live* once Open was sent over the current connection. Commits of live sessions are merged until
+the next frame, which is one message for several sessions. If a session falls too far behind, or if the draft
+has lost it, the engine reopens the session and sends the stored feature rows again.
 
-A fault of the draft never raises an exception. Instead, the affected rows get single-node trees and a
-fallback reason.
+A fault of the draft raises no exception. The affected rows get single-node trees and a fallback reason.
 """
 
 from __future__ import annotations

@@ -3,14 +3,12 @@
 The draft receives these messages, in order, on one stream:
 
 - SlotsOpen when a connection begins.
-- RoundsNext for each round as soon as the target has enqueued the round, so that the draft can enqueue its
-  part. RoundsNext lists the sessions that join a slot, the slots that draft, the tokens of the passes that
-  the target has read since its last message, and the slots that have become free.
-- SlotsUpdate if no round follows soon. SlotsUpdate lists only the tokens and the free slots.
+- RoundsNext for each round, as soon as the target has enqueued the round. It lists the sessions that join a
+  slot, the slots that draft, the tokens that the target has read since its last message, and the free slots.
+- SlotsUpdate if no round follows soon. It lists only the tokens and the free slots.
 
-A *series* of rounds lasts until a round fails, because trees arrive late or the draft cannot go on. All
-sessions in slots are then opened again, because the draft may lack some of their rows. This is cheap, because
-the draft keeps the rows of all tokens that the target has reported.
+A *series* of rounds lasts until a round fails. All sessions in slots are then opened again, because the draft
+may lack some of their rows. This is cheap, because the draft keeps the rows of all reported tokens.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """Exchanges states and trees with a drafter in another process, in stream order on both devices.
 
-In each round, the target gathers the states of the slots that draft, in one group per tree shape. The target
-sends all groups to the draft together, receives the trees, and checks and packs them. All these steps run in
-stream order. Sequences may join and leave between any two rounds, even while other rounds are in flight. A
-sequence that does not draft costs the drafter nothing, because its tokens are sent later, in larger commits.
+In each round, the target gathers the states of the slots that draft, in one group per tree shape. It sends
+all groups together, receives the trees, and checks and packs them. Sequences may join and leave between any
+two rounds. A sequence that does not draft costs the drafter nothing, because its tokens are sent later, in
+larger commits.
 
-A sequence joins once the drafter has the feature rows of its prompt. Until then, rounds leave out a sequence
-in mode `on`, and a sequence in mode `auto` decodes without drafts. Rounds that cannot be exchanged are
+A sequence joins once the drafter has the feature rows of its prompt. Until then, a sequence in mode `on` is
+left out of rounds, and a sequence in mode `auto` decodes without drafts. Rounds that cannot be exchanged are
 drafted through the host (`host_source`).
 """
 

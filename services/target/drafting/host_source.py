@@ -7,12 +7,11 @@ A round with such trees can start only after the host has read the previous roun
     remote draft                           | extend by n, draft n + 1  |
 
 The host announces the next round immediately after it has read a round, because a draft in another process
-idles until the announcement arrives. Rounds in which no sequence drafts are enqueued ahead as usual. The
-drafter then receives their tokens later, in larger commits.
+idles until then. Rounds in which no sequence drafts are enqueued ahead as usual. The drafter receives their
+tokens later, in larger commits.
 
-If the tree of a row in mode `on` is later than usual, the round goes on without this row. The next rounds
-leave the row out too, until the tree arrives or the drafter stops waiting for the tree. A draft that has
-stopped therefore delays only rows in mode `on`.
+If the tree of a row in mode `on` is late, this round and the next rounds run without the row, until the tree
+arrives or the wait ends. A stopped draft therefore delays only rows in mode `on`.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """Drafts on the target's device. For each tree shape, the drafting can be recorded as one CUDA graph.
 
-The drafting for a shape first gathers the state of the slots that draft with this shape. The drafter then
-extends its K/V by the tokens of the last round and grows the trees. Finally, the trees are written to the
-packed rows of their sequences. A round is drafted before the host has read the previous round.
+For each shape, the state of the slots that draft with this shape is gathered. The drafter extends its K/V by
+the tokens of the last round and grows the trees. The trees are written to the packed rows of their sequences.
+All this happens before the host has read the previous round.
 
 A sequence that does not draft in a round costs the drafter nothing. Its feature rows stay in the target's
-feature plane, and its tokens are kept in this module. Before the sequence drafts again, the drafter processes
-the tokens and rows that it lacks.
+feature plane, and this module keeps its tokens. Before the sequence drafts again, the drafter processes the
+missing tokens and rows.
 """
 
 from __future__ import annotations
