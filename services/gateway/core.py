@@ -90,7 +90,10 @@ class GatewayCore:
         self.errors = RecentErrors()
         self.ring = KeyRing(settings.fixed_keys(), settings.api_keys_file, time.monotonic, self.metrics.keys)
         self.admission = Admission(
-            settings.max_queued_requests, settings.max_queued_prompt_tokens, time.monotonic
+            settings.max_queued_requests,
+            settings.max_queued_prompt_tokens,
+            time.monotonic,
+            settings.max_queue_wait_s,
         )
         self.targets = _target_pool(settings, self.metrics)
         self.lifecycle = Lifecycle()
@@ -207,7 +210,12 @@ class GatewayCore:
             job = _allowed(job, caller)
         with (
             caller.admit(job.sequences) if caller is not None else nullcontext(),
-            self.admission.admit(job.sequences, caller.name if caller is not None else "") as slot,
+            self.admission.admit(
+                job.sequences,
+                caller.name if caller is not None else "",
+                deadline_s=self._timeout_s(job),
+                priority=job.parameters.priority,
+            ) as slot,
         ):
             names: list[tuple[str, str]] = []
             self.lifecycle.began()

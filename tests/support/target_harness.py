@@ -46,13 +46,11 @@ Node = tuple[int, int]
 """Token and parent index of a draft node. The root is node 0 and is not listed."""
 
 
-class FakeDrafter:
+class FakeDrafter(Drafter):
     """Follows sequences like a real drafter and checks the engine's calls.
 
     The drafter proposes the nodes that `plan` returns for the arguments (tokens so far, row).
     """
-
-    device_resident = False
 
     def __init__(
         self, plan: Callable[[list[int], ProposalRow], list[Node]], spec: FeatureSpec | None = None

@@ -245,9 +245,9 @@ class ModelRunner:
     def _replays(self, recorded: PrefillGraph, chunks: Seq[PrefillChunk]) -> bool:
         """Return True if these chunks have a recorded pass and no unrecorded pass would be faster.
 
-        A long pass takes longer on the device than its launch takes on the host. If a library's attention is
-        faster than our kernel, a long pass therefore uses the library. Such a pass cannot be recorded,
-        because the shapes that the library needs depend on the chunks.
+        A long pass takes longer on the device than its launch takes on the host. It therefore needs no graph,
+        and uses a library's attention if this is faster than our kernel. Such a pass cannot be recorded,
+        because the library's shapes depend on the chunks.
         """
         if recorded.takes_whole(chunks):
             return recorded.takes(chunks)

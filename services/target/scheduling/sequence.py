@@ -8,12 +8,13 @@ The named lengths are always in this order, which `Sequence.check` asserts:
     KV slots |------------------------------|-- tree nodes of a round --|--- spare --|
              0                      cached_len         cached_len + N          reserved_len <= max_len
 
-- Pages belong to the sequence's lease from admission until the sequence finishes, fails, is cancelled or is
-  retracted. Only `Scheduler` frees pages. The first pages of a lease may be shared with other sequences.
-  Shared pages are full, and each of their tokens is below `cached_len` or is being computed by this sequence.
-- The contents of KV slots from `cached_len` on are meaningless between rounds.
+- Pages belong to the sequence's lease from admission until the sequence ends or is retracted. Only
+  `Scheduler` frees pages.
+- The first pages of a lease may be shared with other sequences. Shared pages are full. Their tokens are below
+  `cached_len`, or are being computed by this sequence.
+- KV slots from `cached_len` on have no valid contents between rounds.
 - Between rounds of a running sequence, `cached_len == committed_len - 1`. During prefill, `cached_len` grows
-  up to `committed_len`. The two lengths then stay equal until the host has read the first token.
+  to `committed_len`. The two lengths stay equal until the host has read the first token.
 """
 
 from __future__ import annotations
