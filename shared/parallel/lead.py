@@ -39,9 +39,8 @@ class Lead:
 
     Args:
         connections: One connection per rank, starting with rank 1.
-        on_failure: Called once, when a rank is lost or out of step. The thread that notices the failure makes
-            the call. The handler has to end the process, because the group cannot compute anything
-            afterwards, and a running collective may never return.
+        on_failure: Called once, on any thread, when a rank is lost or out of step. The handler must end the
+            process, because a running collective may never return.
         step_timeout_s: Largest number of seconds between two commands of a step (see `step`). Unlimited by
             default.
         bounded: True if collectives inside `together` end with an error after a time limit of their own, as
