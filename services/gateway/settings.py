@@ -123,6 +123,12 @@ class GatewaySettings(PeerSettings):
     max_queued_prompt_tokens: int = Field(
         1_000_000, ge=1, description="Maximum number of prompt tokens of waiting sequences. More get 429."
     )
+    max_queue_wait_s: float = Field(
+        0.0,
+        ge=0,
+        description="Maximum expected time until the first token; requests that would wait longer get 429. "
+        "0 sets no limit.",
+    )
     max_connections: int = Field(
         0,
         ge=0,
@@ -138,6 +144,11 @@ class GatewaySettings(PeerSettings):
         32, ge=1, le=1024, description="Maximum number of stop strings of a request."
     )
     max_stop_chars: int = Field(256, ge=1, le=65536, description="Maximum length of a stop string.")
+    max_state_bytes: int = Field(
+        16 * MIB,
+        ge=0,
+        description="Maximum size of the hidden states and routed experts of a reply, as 4-byte numbers.",
+    )
     max_messages: int = Field(1024, ge=1, le=4096, description="Maximum number of messages in a chat.")
     request_timeout_s: float = Field(
         600.0, gt=0, description="Maximum duration of a request. Clients can set a shorter deadline."

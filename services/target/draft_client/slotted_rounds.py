@@ -22,6 +22,7 @@ from dataclasses import dataclass
 import torch
 
 from outrider.draft.v1 import draft_pb2
+from outrider.services.target.draft_client.breaker import Breaker, BreakerState
 from outrider.services.target.draft_client.connection import Connection
 from outrider.services.target.draft_client.deadlines import AnswerDeadlines
 from outrider.services.target.draft_client.round_blobs import BoundedRound, RoundBlobs
@@ -30,7 +31,7 @@ from outrider.services.target.draft_client.transport.exchange import Exchange
 from outrider.services.target.draft_client.trees import fits
 from outrider.shared.rpc.tensors import wire_dtype
 from outrider.shared.spec.drafter import AWAITED, DrafterState
-from outrider.shared.spec.exchange_drafter import ExchangedGroup, ExchangedRound, ExchangedSlots
+from outrider.shared.spec.exchanged_slots import ExchangedGroup, ExchangedRound, ExchangedSlots
 from outrider.shared.spec.resident import GroupSize
 from outrider.shared.spec.tree import DraftShape
 
@@ -75,7 +76,7 @@ class SlottedRounds(ExchangedSlots):
         sessions: The drafter's sessions.
         deadlines: Measured times of answers. This class adds the times of rounds. All these times limit the
             waits.
-        usable: Returns the connection, or None if the draft is faulty.
+        breaker: Stops rounds while the draft is faulty or slow.
         take_reply: Waits up to the given number of seconds for a message and processes the message.
         on_late: Called when the trees of a round were late. The arguments are the seconds of the wait, and
             True if only rows without a deadline have waited.
@@ -88,7 +89,7 @@ class SlottedRounds(ExchangedSlots):
         dtype: torch.dtype,
         sessions: Mapping[int, DraftSession],
         deadlines: AnswerDeadlines,
-        usable: Callable[[], Connection | None],
+        breaker: Breaker,
         take_reply: Callable[[Connection, float], bool],
         on_late: Callable[[float, bool], None],
     ) -> None:
@@ -96,7 +97,7 @@ class SlottedRounds(ExchangedSlots):
         self._dtype = dtype
         self._sessions = sessions
         self._deadlines = deadlines
-        self._usable = usable
+        self._breaker = breaker
         self._take_reply = take_reply
         self._on_late = on_late
         self._connection: Connection | None = None
@@ -156,12 +157,11 @@ class SlottedRounds(ExchangedSlots):
             self._pause(reply.rounds_ended.reason)
             self._end_series()
 
-    def is_open(self, connection: Connection) -> bool:
-        """Return True if rounds may start or continue over this connection."""
-        channel = self._channel
-        if channel is None or connection is not self._connection or not self._accepted:
+    def are_open(self) -> bool:
+        connection, channel = self._connection, self._channel
+        if connection is None or channel is None or not self._accepted:
             return False
-        if connection.ended.is_set():
+        if self._breaker.state is not BreakerState.CLOSED or connection.ended.is_set():
             return False
         if self._series and channel.broken:
             late = self._round
@@ -177,10 +177,10 @@ class SlottedRounds(ExchangedSlots):
     # ---- the sessions
 
     def obstacle(self, session_id: int, shape: DraftShape, *, must_wait: bool) -> str:
-        session, connection = self._sessions.get(session_id), self._usable()
+        session, connection = self._sessions.get(session_id), self._connection
         if session is None:
             return "not_followed"
-        if connection is None:
+        if connection is None or self._breaker.refuses_all:
             return DrafterState.DOWN.value
         if not session.live:
             return session.reason or RESYNC

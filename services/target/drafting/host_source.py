@@ -32,6 +32,7 @@ from outrider.services.target.model.outcome import Outcome
 from outrider.services.target.model.packed_batch import Entry
 from outrider.services.target.model.round_runner import RoundRunner
 from outrider.services.target.policy.controller import SpeculationController
+from outrider.services.target.policy.cost_model import DraftPath
 from outrider.services.target.scheduling.scheduler import PrefillChunk, Scheduler
 from outrider.services.target.scheduling.sequence import Sequence
 from outrider.shared.kv.upload import upload
@@ -40,7 +41,6 @@ from outrider.shared.spec.drafter import (
     Commit,
     Commits,
     Drafter,
-    EagerDrafter,
     ProposalRequest,
     ProposalRow,
 )
@@ -115,6 +115,13 @@ class HostSource(DraftSource):
         self._left_out: set[int] = set()
         self._wait: ProposalWait | None = None
 
+    @property
+    def path(self) -> DraftPath:
+        return DraftPath.HOST
+
+    def recording(self, batch_size: int, shape: DraftShape) -> None:
+        """Return None, because the target records no drafting of another process."""
+
     def planned(self, decodes: Seq[Sequence]) -> list[DraftShape | None]:
         planned, self._planned = self._planned, {}
         # The announced request cannot be extended, so rows that join get drafts in the next round at the
@@ -187,7 +194,7 @@ class HostSource(DraftSource):
         """Send the stored feature rows of a chunk, without the prompt's last row."""
         self._sessions.send_prefill_features(chunk)
         sequence = chunk.sequence
-        if isinstance(self._drafter, EagerDrafter) and sequence.drafted and sequence.remaining > 1:
+        if sequence.drafted and sequence.remaining > 1:
             self._drafter.absorb([sequence.session_id])
 
     def first_token(self, sequence: Sequence, token: int) -> None:
@@ -222,7 +229,9 @@ class HostSource(DraftSource):
             return
         # No round is in flight, so the next round may draft. Announce it before any work that can wait.
         decodes = [one for one in self._scheduler.decoding() if one.session_id not in ended]
-        shapes = self._planner.shapes(decodes, [self._planned.get(one.session_id) for one in decodes])
+        shapes = self._planner.shapes(
+            decodes, DraftPath.HOST, [self._planned.get(one.session_id) for one in decodes]
+        )
         self._planned = {one.session_id: shape for one, shape in zip(decodes, shapes, strict=True)}
         wanting = [(one, shape) for one, shape in zip(decodes, shapes, strict=True) if shape.drafts]
         if wanting:

@@ -25,6 +25,7 @@ from outrider.services.target.model.model_runner import ModelRunner
 from outrider.services.target.model.outcome import Outcome
 from outrider.services.target.model.packed_batch import Entry
 from outrider.services.target.model.round_runner import RoundRunner
+from outrider.services.target.policy.cost_model import DraftPath
 from outrider.services.target.scheduling.scheduler import PrefillChunk
 from outrider.services.target.scheduling.sequence import Sequence
 from outrider.shared.engine.buckets import batch_buckets, bucket
@@ -71,6 +72,13 @@ class ResidentSource(DraftSource):
         self._continuous: set[int] = set()
         # New tokens of sequences that do not draft. The drafter receives them later, in larger commits.
         self._untold: dict[int, list[int]] = {}
+
+    @property
+    def path(self) -> DraftPath:
+        return DraftPath.DEVICE
+
+    def recording(self, batch_size: int, shape: DraftShape) -> Callable[[], None]:
+        return lambda: self._capture(batch_size, shape)
 
     def planned(self, decodes: Seq[Sequence]) -> list[DraftShape | None]:
         return [None] * len(decodes)
@@ -162,7 +170,7 @@ class ResidentSource(DraftSource):
         self._untold.clear()
 
     @torch.inference_mode()
-    def capture(self, batch_size: int, shape: DraftShape) -> None:
+    def _capture(self, batch_size: int, shape: DraftShape) -> None:
         """Record the draft of one size before it is needed, with idle rows."""
         shape = shape.bounded()
         columns = min(shape.depth, shape.max_nodes - 1) + 1

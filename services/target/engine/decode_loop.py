@@ -164,7 +164,7 @@ class DecodeLoop:
     def _entries(self, decodes: Seq[Sequence]) -> list[Entry]:
         if not decodes:
             return []
-        shapes = self._planner.shapes(decodes, self._drafts.planned(decodes))
+        shapes = self._planner.shapes(decodes, self._drafts.path, self._drafts.planned(decodes))
         columns = self._rounds.table.columns
         return [
             Entry(sequence, sequence.residence, shape, sequence.epoch, columns)
@@ -214,7 +214,8 @@ class DecodeLoop:
             if sequence.request.speculation.trace:
                 trace = self._trace(finished, index, outcome, step, base_len, draft_s)
             logprobs = finished.round.logprobs_of(index, len(step.kept))
-            self._committer.emit(sequence, step, trace, logprobs)
+            states = finished.round.states_of(index, base_len - 1, len(step.kept))
+            self._committer.emit(sequence, step, trace, logprobs, states)
         # 4. Feed the timings to the controller and the metrics.
         caught_up = finished.round.number in self._catching_up
         self._catching_up.discard(finished.round.number)

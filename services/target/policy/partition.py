@@ -150,7 +150,7 @@ class Partitions:
         offered, best = self.offered, self.plain
         for shape in offered:
             best = max(best, self.priced((shape,), best.rate), key=_rate)
-        if self.path is not DraftPath.EXCHANGE and best.shapes:
+        if best.shapes:
             first = best.shapes[0]
             for pair in combinations(offered, MOST_SHAPES):
                 if first in pair:

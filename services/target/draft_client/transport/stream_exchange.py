@@ -3,7 +3,8 @@
 To save time, as much as possible happens early:
 
 - While the device computes the state, RoundsNext is sent, and the envelope around the state is encoded. Then
-  only the bytes of the state must be copied. Feature rows of rejected nodes are not sent.
+  only the bytes of the state must be copied. Feature rows of rejected nodes are not sent
+  (`StateLayout.compact`).
 - On a GPU, the next verify pass is enqueued before its trees have arrived. The device waits for a word in
   memory, which the host writes when the trees have arrived (`shared.rpc.relay`).
 - The host busy-polls (`shared.rpc.polling`), so that states and trees travel without a wake-up delay.
@@ -33,7 +34,7 @@ from outrider.shared.rpc.envelopes import BlobEnvelopes
 from outrider.shared.rpc.ipc.cuda import CudaError
 from outrider.shared.rpc.polling import PollWindow, give_way
 from outrider.shared.rpc.relay import STATE_BYTES, StreamRelay
-from outrider.shared.spec.resident import BlobExtent, StateBlob
+from outrider.shared.spec.resident import StateBlob, StateLayout
 
 LOOK_S = 0.001
 """Shortest time in seconds for which the host looks for trees. Trees may have arrived in time without having
@@ -85,14 +86,14 @@ class _Round:
     Attributes:
         number: The round's number.
         state: The packed state on the device.
-        extent: Layout of the packed state.
+        layout: Layout of the packed state.
         envelopes: Encoders of the round's messages.
         limit_s: Longest wait for the trees, in seconds.
     """
 
     number: int
     state: torch.Tensor
-    extent: BlobExtent
+    layout: StateLayout
     envelopes: BlobEnvelopes
     limit_s: float
 
@@ -106,6 +107,7 @@ class StreamExchange(Exchange):
         dispatch: The carrier's method that processes messages other than the trees of a round. The channel
             receives such messages on the engine thread, and keeps only a weak reference to this method.
         relay: Lets the device wait for the word that the host writes. With None, nothing is enqueued ahead.
+        compact: Whether the draft accepts compact states. Otherwise only the unused end of a state is cut.
     """
 
     def __init__(
@@ -114,8 +116,11 @@ class StreamExchange(Exchange):
         poll_window: PollWindow,
         dispatch: Callable[[bytes], None],
         relay: StreamRelay | None = None,
+        *,
+        compact: bool = False,
     ) -> None:
         self._stream = stream
+        self._compact = compact
         self._poll_window = poll_window
         # The carrier owns this channel. A strong reference would create a cycle, which would keep the relay
         # alive until the garbage collector runs.
@@ -159,7 +164,7 @@ class StreamExchange(Exchange):
     ) -> None:
         self._look()
         self._stream.send(draft_pb2.SessionRequest(rounds_next=message).SerializeToString())
-        coming = _Round(message.number, state.packed, state.extent, BlobEnvelopes.of(message), limit_s)
+        coming = _Round(message.number, state.packed, state.layout, BlobEnvelopes.of(message), limit_s)
         if ahead and self._relay is not None and self._relay.fits(state.packed, trees):
             self._enqueue(self._relay, coming, trees, expected)
             return
@@ -261,8 +266,9 @@ class StreamExchange(Exchange):
     def _post(self, coming: _Round, state: NDArray[np.uint8]) -> None:
         """Send a state, and start to measure the wait for its trees."""
         whole = state.data
-        self._last_bytes = coming.extent.used_bytes(whole)
-        self._stream.send(coming.envelopes.state.seal(whole[: self._last_bytes]))
+        parts = coming.layout.compact(whole) if self._compact else [whole[: coming.layout.used_bytes(whole)]]
+        self._last_bytes = sum(map(len, parts))
+        self._stream.send(coming.envelopes.state.seal(*parts))
         self._poll_window.expect(coming.limit_s)
         self._sent_at = time.monotonic()
         self._until = self._sent_at + coming.limit_s
