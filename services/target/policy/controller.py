@@ -4,9 +4,10 @@ The controller maximises the expected tokens per second of the whole batch. A ro
 `partition` divides the rows among tree shapes and plain decoding. `RoundCosts` estimates the seconds of a
 round, and `DrafterAcceptance` estimates its tokens, both from executed rounds (`observe`).
 
-A decision is kept for several rounds, because a change of shape needs other CUDA graphs. Estimates become outdated, so a decision may include a *look* (see `looks`): for a
-few rounds, some rows draft with an unused shape, or all rows decode plainly. A new drafter is first used in
-looks. The time that looks may lose is limited for the whole server.
+A decision is kept for several rounds, because a change of shape needs other CUDA graphs. Estimates become
+outdated, so a decision may include a *look* (see `looks`): for a few rounds, some rows draft with an unused
+shape, or all rows decode plainly. A new drafter is first used in looks. The time that looks may lose is
+limited for the whole server.
 
 The estimates are kept when requests end, and when a draft with the same identity reconnects. The controller
 runs no model, so tests can run it against simulated machines.
