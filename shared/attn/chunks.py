@@ -238,8 +238,8 @@ class ChunkAttention:
 def _tokens(plane: torch.Tensor, pages: torch.Tensor, first: int, count: int, stop: int) -> torch.Tensor:
     """Return a contiguous copy ``[count, kv_heads, dim]`` of a sequence's tokens ``[first, first + count)``.
 
-    Tokens from `stop` on are replaced by zeros. Only padding rows see these tokens, and their results are
-    dropped, but a leftover NaN would spread to other rows.
+    Tokens from `stop` on are replaced by zeros. Only padding rows, whose results are dropped, see these
+    tokens. A leftover NaN would nevertheless spread to other rows.
     """
     size, end = plane.shape[1], min(first + count, stop)
     skipped = first // size

@@ -230,8 +230,8 @@ class PrefixCache:
     def disown(self, lease: PageLease) -> None:
         """Remove the pages that a lease has added to the tree, and all pages below them, from the tree.
 
-        Call this if the contents of these pages may be wrong. Afterwards, the lease owns those of the
-        removed pages that no other lease reads. When the sequence ends, none of its pages are stored.
+        Call this if the contents of these pages may be wrong. Afterwards, the lease owns the removed pages,
+        except those that other leases read. When the sequence ends, none of its pages are stored.
         """
         path = self._paths.get(lease)
         if path is None:
