@@ -1,9 +1,9 @@
 """`outrider bench auto`: compares mode `auto` with plain decoding and fixed shapes, on an in-process engine.
 
 Acceptance is synthetic: a draft token is accepted with the same probability at every position and in every
-    shape. The probability is chosen so that chains of 5 have a given accept length. With an accept length of
-    1, no draft token is accepted, so plain decoding is the best choice. Times are wall-clock times of whole
-    batches, prompts included.
+shape. The probability is chosen so that chains of 5 have a given accept length. With an accept length of 1,
+no draft token is accepted, so plain decoding is the best choice. Times are wall-clock times of whole batches,
+prompts included.
 """
 
 from __future__ import annotations

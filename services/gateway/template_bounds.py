@@ -239,8 +239,8 @@ def _check_method(value: Any, name: str, args: tuple[Any, ...], kwargs: dict[str
 def _check_format(text: str, mark: str, arguments: Iterable[Any]) -> None:
     """Refuse a format string whose result could be too long.
 
-    The estimate assumes that all arguments together replace every mark. If the string contains a digit, which
-    may be a width, the estimate also adds the largest padding to every mark.
+    The estimate assumes that every mark is replaced by all arguments together. A digit in the string may be a
+    width. The estimate then also adds the largest padding to every mark.
     """
     if _WIDE_FIELD.search(text):
         raise SecurityError("a format width is too large")

@@ -163,7 +163,7 @@ def _best_of_splits(
 ):  # fmt: skip
     """Return the best keys ``[BLOCK_W, BLOCK_K]`` of every row over all its splits, descending.
 
-    With SHORT, `narrow` is true if the values were bf16. Keys of half the width are then compared.
+    With SHORT, the function compares keys of half the width if the values were bf16 (`narrow`).
     """
     count = splits * topk
     candidate = tl.arange(0, BLOCK_C)

@@ -1,7 +1,7 @@
 """Selects the target layers that feed an EAGLE-3 head; refuses a layer count without layer ids.
 
-A configuration may give the number of feature layers (``num_aux_hidden_states``) without a list of their ids.
-Default layers exist only for the number three, so `AuxLayers.outputs` refuses every other number.
+A configuration may contain the number of feature layers (``num_aux_hidden_states``) without a list of their
+ids. There are default layers for three layers only, so `AuxLayers.outputs` refuses every other number.
 `eagle3_config` parses all other keys, and `eagle3_sizes` compares the number of layers with the tensors.
 
 The module also decides whether an id i stands for the output or for the input of layer i. The wrong choice
