@@ -1,8 +1,7 @@
 """Defines `DraftStrategy`, the interface between the draft engine and the different ways of drafting.
 
 A strategy may be a recurrent head (EAGLE), layers of the target's checkpoint (MTP), a standalone model, a
-table of n-grams, or a block drafter. Every strategy extends sessions by their new rows and returns trees. The
-engine relies on no other property of a strategy.
+table of n-grams, or a block drafter. Every strategy extends sessions by their new rows and returns trees.
 """
 
 from __future__ import annotations
