@@ -203,6 +203,30 @@ class PrefixCache:
             node.promised_by = None
             node.has_features = path.published * self._page_size <= feature_len
 
+    def share(self, lease: PageLease, tokens: Sequence[int]) -> None:
+        """Let other sequences read the full pages of a sequence that goes on.
+
+        Args:
+            lease: The lease of the sequence.
+            tokens: The tokens whose K/V is stored. The passes that write this K/V must have been enqueued.
+        """
+        self.promise(lease, tokens)
+        self.publish(lease, len(tokens), len(tokens))
+
+    def forget(self, tokens: Sequence[int], kept: int, salt: str = "") -> None:
+        """Remove the stored pages of a sequence after its first `kept` tokens.
+
+        Pages that a lease reads are not removed, nor are pages below them in the tree.
+        """
+        node = self._tree.find_root(salt)
+        for index, key in enumerate(self._tree.keys(tokens, 0, len(tokens) // self._page_size)):
+            node = None if node is None else node.children.get(key)
+            if node is None:
+                return
+            if index >= kept // self._page_size and not node.pins:
+                self._tree.remove(node)
+                return
+
     def end(self, lease: PageLease, tokens: Sequence[int], feature_len: int) -> None:
         """Store the full pages of a sequence that has ended or is preempted, and end its lease.
 
