@@ -17,6 +17,7 @@ from outrider.services.target.model.outcome import FAILED_TOKEN, Outcome
 from outrider.services.target.model.packed_batch import Entry
 from outrider.services.target.model.round_runner import FinishedRound, Marks, Round
 from outrider.services.target.policy.controller import ExecutedStep
+from outrider.services.target.policy.cost_model import DraftPath
 from outrider.services.target.scheduling.scheduler import PrefillChunk, StepPlan
 from outrider.services.target.scheduling.sequence import Sequence as EngineSequence
 from outrider.shared.base.generation import RoundTrace
@@ -57,7 +58,9 @@ class LoopWorld:
         metrics: Any = SimpleNamespace(observe_round=lambda *given: self.log.append("metrics"))
         prefill: Any = Prompts(self)
         planner: Any = SimpleNamespace(
-            shapes=lambda decodes, planned: [self.shapes.get(one.session_id, NO_DRAFT) for one in decodes]
+            shapes=lambda decodes, path, planned: [
+                self.shapes.get(one.session_id, NO_DRAFT) for one in decodes
+            ]
         )
         rounds: Any = SimpleNamespace(
             table=self.table, begin=lambda: None, launch=self._launch, read=self._read
@@ -96,6 +99,8 @@ class LoopWorld:
         return FinishedRound(launched, outcomes, 1.5, 0.25, 0.75)
 
     # ---- draft source
+
+    path = DraftPath.DEVICE
 
     def planned(self, decodes: Sequence[EngineSequence]) -> list[DraftShape | None]:
         return [None] * len(decodes)

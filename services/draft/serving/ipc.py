@@ -30,6 +30,7 @@ from outrider.shared.rpc.ipc.frames import EndOfStream, FrameKind, FrameSocket
 from outrider.shared.rpc.ipc.handshake import Mapped, acknowledge
 from outrider.shared.rpc.ipc.sockets import Listener
 from outrider.shared.rpc.tensors import InlineTensors
+from outrider.shared.spec.resident import StateBlob
 
 FIRST_FRAME_TIMEOUT_S = 10.0
 HANDSHAKE_TIMEOUT_S = 360.0
@@ -277,9 +278,9 @@ class MailboxExchange(Exchange):
         return True  # the state reaches the device without this host
 
     def take(
-        self, message: draft_pb2.RoundsNext, blob: torch.Tensor, expected: torch.Tensor, limit_s: float
+        self, message: draft_pb2.RoundsNext, state: StateBlob, expected: torch.Tensor, limit_s: float
     ) -> None:
-        self._mailbox.receive(message.number, blob, expected, limit_s)
+        self._mailbox.receive(message.number, state.packed, expected, limit_s)
 
     def give(self, message: draft_pb2.RoundsNext, blob: torch.Tensor) -> None:
         self._mailbox.send(message.number, blob)

@@ -9,6 +9,7 @@ from typing import Protocol
 
 from outrider.services.target.model.outcome import Outcome
 from outrider.services.target.model.packed_batch import Entry
+from outrider.services.target.policy.cost_model import DraftPath
 from outrider.services.target.scheduling.scheduler import PrefillChunk
 from outrider.services.target.scheduling.sequence import Sequence
 from outrider.shared.spec.tree import DraftShape
@@ -55,6 +56,18 @@ class ProposalWait:
 
 class DraftSource(Protocol):
     """Supplies the draft trees of rounds. Engine thread only."""
+
+    @property
+    def path(self) -> DraftPath:
+        """How the trees of the next round reach the target."""
+        ...
+
+    def recording(self, batch_size: int, shape: DraftShape) -> Callable[[], None] | None:
+        """Return a function that records the drafting of `batch_size` trees of one shape in advance.
+
+        Return None if this drafting is not recorded.
+        """
+        ...
 
     def planned(self, decodes: Seq[Sequence]) -> list[DraftShape | None]:
         """Return for each row the shape that was already chosen for the next round, or None."""

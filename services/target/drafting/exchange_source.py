@@ -1,19 +1,19 @@
 """Exchanges states and trees with a drafter in another process, in stream order on both devices.
 
-In each round, the target gathers the states of the slots that draft, in one group per tree shape. The target
-sends all groups to the draft together, receives the trees, and checks and packs them. All these steps run in
-stream order. Sequences may join and leave between any two rounds, even while other rounds are in flight. A
-sequence that does not draft costs the drafter nothing, because its tokens are sent later, in larger commits.
+In each round, the target gathers the states of the slots that draft, in one group per tree shape. It sends
+all groups together, receives the trees, and checks and packs them. Sequences may join and leave between any
+two rounds. A sequence that does not draft costs the drafter nothing, because its tokens are sent later, in
+larger commits.
 
-A sequence joins once the drafter has the feature rows of its prompt. Until then, rounds leave out a sequence
-in mode `on`, and a sequence in mode `auto` decodes without drafts. Rounds that cannot be exchanged are
+A sequence joins once the drafter has the feature rows of its prompt. Until then, a sequence in mode `on` is
+left out of rounds, and a sequence in mode `auto` decodes without drafts. Rounds that cannot be exchanged are
 drafted through the host (`host_source`).
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Mapping, Set
+from collections.abc import Callable, Collection, Mapping, Set
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 
@@ -27,13 +27,14 @@ from outrider.services.target.model.outcome import Outcome
 from outrider.services.target.model.packed_batch import Entry
 from outrider.services.target.model.round_runner import RoundRunner
 from outrider.services.target.policy.controller import SpeculationController
+from outrider.services.target.policy.cost_model import DraftPath
 from outrider.services.target.scheduling.scheduler import PrefillChunk
 from outrider.services.target.scheduling.sequence import Sequence, SequenceStatus
 from outrider.shared.engine.buckets import batch_buckets, bucket
 from outrider.shared.kv.pool import KVPool
 from outrider.shared.kv.upload import upload
 from outrider.shared.spec.drafter import AWAITED
-from outrider.shared.spec.exchange_drafter import ExchangedGroup, ExchangeDrafter, ExchangedRound
+from outrider.shared.spec.exchanged_slots import ExchangedGroup, ExchangedRound, ExchangedSlots
 from outrider.shared.spec.resident import GroupSize, RoundState
 from outrider.shared.spec.tree import NO_DRAFT, DraftShape
 
@@ -57,7 +58,7 @@ class ExchangeSource(DraftSource):
     """Exchanges states and trees with a drafter in another process. Engine thread only.
 
     Args:
-        drafter: The drafter.
+        slots: The slots of the drafter.
         host: Drafts the rounds that cannot be exchanged.
         rounds: Owns the slots and the packed trees.
         pool: The target's pool.
@@ -67,15 +68,14 @@ class ExchangeSource(DraftSource):
 
     def __init__(
         self,
-        drafter: ExchangeDrafter,
+        slots: ExchangedSlots,
         host: HostSource,
         rounds: RoundRunner,
         pool: KVPool,
         controller: SpeculationController,
         planner: DraftPlanner,
     ) -> None:
-        self._drafter = drafter
-        self._slots = drafter.slots
+        self._slots = slots
         self._host = host
         self._rounds = rounds
         self._pool = pool
@@ -92,6 +92,16 @@ class ExchangeSource(DraftSource):
         self._awaiting: list[Sequence] = []
         self._tried: set[object] = set()
 
+    @property
+    def path(self) -> DraftPath:
+        return DraftPath.DEVICE if self._slots.are_open() else DraftPath.HOST
+
+    def recording(self, batch_size: int, shape: DraftShape) -> Callable[[], None]:
+        """Return a function that announces the size to the draft, which records its part."""
+        bounded = shape.bounded()
+        size = GroupSize(batch_size, _columns(bounded), bounded.max_nodes)
+        return lambda: self._slots.record(size, bounded)
+
     def planned(self, decodes: Seq[Sequence]) -> list[DraftShape | None]:
         return self._host.planned(decodes)
 
@@ -103,7 +113,7 @@ class ExchangeSource(DraftSource):
             bool(drafting)
             and not formed
             and not self._host.awaits_trees
-            and self._drafter.device_resident
+            and self._slots.are_open()
             and self._slots.fits([group.size for group in self._groups(drafting)])
         )
         return formed or (not self._exchanges and self._host.waits_for_host(entries))
@@ -193,7 +203,7 @@ class ExchangeSource(DraftSource):
         number = self._in_flight.popleft()
         self._slots.measure(exchanged=number > 0)
         # Do not announce a round that can be exchanged.
-        self._host.learn(ended, announces=not self._drafter.device_resident)
+        self._host.learn(ended, announces=not self._slots.are_open())
         if not self._in_flight:
             self._slots.flush()
 
@@ -207,11 +217,6 @@ class ExchangeSource(DraftSource):
         self._awaiting = []
         self._in_flight.clear()
         self._host.abandon()
-
-    def capture(self, batch_size: int, shape: DraftShape) -> None:
-        """Announce a size of rounds to the draft, which records its part."""
-        bounded = shape.bounded()
-        self._slots.record(GroupSize(batch_size, _columns(bounded), bounded.max_nodes), bounded)
 
     def _admit(self, entry: Entry, placed: dict[int, Entry]) -> None:
         """Leave out a row that awaits the drafter. Let a row that cannot draft decode without drafts."""

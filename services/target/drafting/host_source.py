@@ -7,12 +7,11 @@ A round with such trees can start only after the host has read the previous roun
     remote draft                           | extend by n, draft n + 1  |
 
 The host announces the next round immediately after it has read a round, because a draft in another process
-idles until the announcement arrives. Rounds in which no sequence drafts are enqueued ahead as usual. The
-drafter then receives their tokens later, in larger commits.
+idles until then. Rounds in which no sequence drafts are enqueued ahead as usual. The drafter receives their
+tokens later, in larger commits.
 
-If the tree of a row in mode `on` is later than usual, the round goes on without this row. The next rounds
-leave the row out too, until the tree arrives or the drafter stops waiting for the tree. A draft that has
-stopped therefore delays only rows in mode `on`.
+If the tree of a row in mode `on` is late, this round and the next rounds run without the row, until the tree
+arrives or the wait ends. A stopped draft therefore delays only rows in mode `on`.
 """
 
 from __future__ import annotations
@@ -33,6 +32,7 @@ from outrider.services.target.model.outcome import Outcome
 from outrider.services.target.model.packed_batch import Entry
 from outrider.services.target.model.round_runner import RoundRunner
 from outrider.services.target.policy.controller import SpeculationController
+from outrider.services.target.policy.cost_model import DraftPath
 from outrider.services.target.scheduling.scheduler import PrefillChunk, Scheduler
 from outrider.services.target.scheduling.sequence import Sequence
 from outrider.shared.kv.upload import upload
@@ -41,7 +41,6 @@ from outrider.shared.spec.drafter import (
     Commit,
     Commits,
     Drafter,
-    EagerDrafter,
     ProposalRequest,
     ProposalRow,
 )
@@ -116,6 +115,13 @@ class HostSource(DraftSource):
         self._left_out: set[int] = set()
         self._wait: ProposalWait | None = None
 
+    @property
+    def path(self) -> DraftPath:
+        return DraftPath.HOST
+
+    def recording(self, batch_size: int, shape: DraftShape) -> None:
+        """Return None, because the target records no drafting of another process."""
+
     def planned(self, decodes: Seq[Sequence]) -> list[DraftShape | None]:
         planned, self._planned = self._planned, {}
         # The announced request cannot be extended, so rows that join get drafts in the next round at the
@@ -188,7 +194,7 @@ class HostSource(DraftSource):
         """Send the stored feature rows of a chunk, without the prompt's last row."""
         self._sessions.send_prefill_features(chunk)
         sequence = chunk.sequence
-        if isinstance(self._drafter, EagerDrafter) and sequence.drafted and sequence.remaining > 1:
+        if sequence.drafted and sequence.remaining > 1:
             self._drafter.absorb([sequence.session_id])
 
     def first_token(self, sequence: Sequence, token: int) -> None:
@@ -223,7 +229,9 @@ class HostSource(DraftSource):
             return
         # No round is in flight, so the next round may draft. Announce it before any work that can wait.
         decodes = [one for one in self._scheduler.decoding() if one.session_id not in ended]
-        shapes = self._planner.shapes(decodes, [self._planned.get(one.session_id) for one in decodes])
+        shapes = self._planner.shapes(
+            decodes, DraftPath.HOST, [self._planned.get(one.session_id) for one in decodes]
+        )
         self._planned = {one.session_id: shape for one, shape in zip(decodes, shapes, strict=True)}
         wanting = [(one, shape) for one, shape in zip(decodes, shapes, strict=True) if shape.drafts]
         if wanting:

@@ -1,12 +1,12 @@
 """Drafts on the target's device. For each tree shape, the drafting can be recorded as one CUDA graph.
 
-The drafting for a shape first gathers the state of the slots that draft with this shape. The drafter then
-extends its K/V by the tokens of the last round and grows the trees. Finally, the trees are written to the
-packed rows of their sequences. A round is drafted before the host has read the previous round.
+For each shape, the state of the slots that draft with this shape is gathered. The drafter extends its K/V by
+the tokens of the last round and grows the trees. The trees are written to the packed rows of their sequences.
+All this happens before the host has read the previous round.
 
 A sequence that does not draft in a round costs the drafter nothing. Its feature rows stay in the target's
-feature plane, and its tokens are kept in this module. Before the sequence drafts again, the drafter processes
-the tokens and rows that it lacks.
+feature plane, and this module keeps its tokens. Before the sequence drafts again, the drafter processes the
+missing tokens and rows.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from outrider.services.target.model.model_runner import ModelRunner
 from outrider.services.target.model.outcome import Outcome
 from outrider.services.target.model.packed_batch import Entry
 from outrider.services.target.model.round_runner import RoundRunner
+from outrider.services.target.policy.cost_model import DraftPath
 from outrider.services.target.scheduling.scheduler import PrefillChunk
 from outrider.services.target.scheduling.sequence import Sequence
 from outrider.shared.engine.buckets import batch_buckets, bucket
@@ -71,6 +72,13 @@ class ResidentSource(DraftSource):
         self._continuous: set[int] = set()
         # New tokens of sequences that do not draft. The drafter receives them later, in larger commits.
         self._untold: dict[int, list[int]] = {}
+
+    @property
+    def path(self) -> DraftPath:
+        return DraftPath.DEVICE
+
+    def recording(self, batch_size: int, shape: DraftShape) -> Callable[[], None]:
+        return lambda: self._capture(batch_size, shape)
 
     def planned(self, decodes: Seq[Sequence]) -> list[DraftShape | None]:
         return [None] * len(decodes)
@@ -162,7 +170,7 @@ class ResidentSource(DraftSource):
         self._untold.clear()
 
     @torch.inference_mode()
-    def capture(self, batch_size: int, shape: DraftShape) -> None:
+    def _capture(self, batch_size: int, shape: DraftShape) -> None:
         """Record the draft of one size before it is needed, with idle rows."""
         shape = shape.bounded()
         columns = min(shape.depth, shape.max_nodes - 1) + 1

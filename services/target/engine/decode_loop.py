@@ -8,9 +8,9 @@ On a GPU, a round is enqueued before the host has read the previous round (a loo
 On a CPU, or if the trees of a round come from the host, the loop reads a round before it launches the next
 one (a lookahead of 0).
 
-Sequences join and leave between two rounds, while the rounds in flight continue. With a lookahead of 1, the
-host reads the end of a sequence one round late, so one more round may contain the ended sequence. The results
-of that round for this sequence are void: the tokens are never emitted, billed or cached.
+Sequences join and leave between two rounds. With a lookahead of 1, the host reads the end of a sequence one
+round late, so one more round may contain the ended sequence. The tokens of that round for this sequence are
+never emitted, billed or cached.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ class DecodeLoop:
     def _entries(self, decodes: Seq[Sequence]) -> list[Entry]:
         if not decodes:
             return []
-        shapes = self._planner.shapes(decodes, self._drafts.planned(decodes))
+        shapes = self._planner.shapes(decodes, self._drafts.path, self._drafts.planned(decodes))
         columns = self._rounds.table.columns
         return [
             Entry(sequence, sequence.residence, shape, sequence.epoch, columns)
@@ -214,7 +214,8 @@ class DecodeLoop:
             if sequence.request.speculation.trace:
                 trace = self._trace(finished, index, outcome, step, base_len, draft_s)
             logprobs = finished.round.logprobs_of(index, len(step.kept))
-            self._committer.emit(sequence, step, trace, logprobs)
+            states = finished.round.states_of(index, base_len - 1, len(step.kept))
+            self._committer.emit(sequence, step, trace, logprobs, states)
         # 4. Feed the timings to the controller and the metrics.
         caught_up = finished.round.number in self._catching_up
         self._catching_up.discard(finished.round.number)

@@ -34,10 +34,13 @@ from outrider.services.target.model.packed_batch import (
 from outrider.services.target.model.result_ring import ResultRing
 from outrider.services.target.model.scores import unpack_logprobs
 from outrider.services.target.model.slot_table import SlotTable
+from outrider.services.target.model.token_states import RoundTap, tapped
 from outrider.services.target.model.tree_forms import Masks, TreeForms
 from outrider.services.target.model.verify_pass import PassSize, verify_pass
 from outrider.shared.base.generation import TraceNode
 from outrider.shared.base.logit_rules import TokenLogprob
+from outrider.shared.base.token_states import TokenStates
+from outrider.shared.nn.layers.routes import recording_routes
 
 MOST_PADDING = 4
 """A round may replay the graph of a larger round that has at most this multiple of the round's own rows."""
@@ -78,6 +81,7 @@ class Round:
         provisional: True if a piece of the round ran without a graph, so that later rounds of the same size
             probably take less time.
         logprobs: ``[M, WORDS] int32`` in host memory, as in `PassResult`. None if no client wants logprobs.
+        tap: States of tokens and logprobs of named tokens. None if no client wants them.
     """
 
     number: int
@@ -89,6 +93,7 @@ class Round:
     marks: Marks
     provisional: bool = False
     logprobs: torch.Tensor | None = None
+    tap: RoundTap | None = None
 
     def logprobs_of(self, index: int, count: int) -> list[TokenLogprob]:
         """Return the logprobs of the first `count` tokens that the round chose for an entry."""
@@ -97,7 +102,12 @@ class Round:
             return []
         assert self.logprobs is not None, "the round was launched without logprobs"
         start = self.starts[index]
-        return unpack_logprobs(self.logprobs[start : start + count], top)
+        requested = self.tap.requested_of(index, count) if self.tap is not None else None
+        return unpack_logprobs(self.logprobs[start : start + count], top, requested)
+
+    def states_of(self, index: int, first: int, count: int) -> TokenStates | None:
+        """Return the states behind the first `count` tokens of an entry, whose root has the index `first`."""
+        return self.tap.states_of(index, first, count) if self.tap is not None else None
 
     def trace_of(self, index: int, num_nodes: int) -> list[TraceNode]:
         """Return the tree of an entry for the client. Requires `nodes`."""
@@ -192,7 +202,7 @@ class RoundRunner:
 
     def replays(self, entries: Seq[Entry]) -> bool:
         """Return True if the verify pass of these entries is a recorded graph, or if graphs are disabled."""
-        if any(entry.sequence.form is not None for entry in entries):
+        if any(entry.sequence.form is not None for entry in entries) or tapped(entries):
             return not self._graphs.enabled
         size = self._recorded_size(self.size_of(entries))
         return not self._graphs.enabled or (size is not None and len(entries) <= self.recorded_entries)
@@ -211,7 +221,7 @@ class RoundRunner:
         """
         launched_at, size, graphs = time.monotonic(), self.size_of(entries), self._graphs
         formed = any(entry.sequence.form is not None for entry in entries)
-        recorded = len(entries) <= self.recorded_entries and not formed
+        recorded = len(entries) <= self.recorded_entries and not formed and not tapped(entries)
         provisional_runs = graphs.provisional_runs
         if recorded:
             if graphs.due(self._key(size)) and not graphs.holds(self._key(size)):
@@ -226,11 +236,12 @@ class RoundRunner:
         starts = [0, *accumulate(entry.rows for entry in entries)][: len(entries)]
         # The host needs the drafted trees to find the tokens that a form allows.
         allowed = self._forms.fit(entries, starts, size.rows) if formed else None
+        tap = RoundTap.of(entries, starts)
         drafted = self._mark()
         if draft is None or begun is None:
             begun = drafted
         if not recorded:
-            self._verify(size, allowed)
+            self._verify(size, allowed, tap)
         elif graphs.replays(key):
             graphs.run(key, lambda: self._verify(size))
         else:
@@ -242,9 +253,9 @@ class RoundRunner:
         result = self._ring(size.rows).take()
         logprobs = self._logprobs_ring(size.rows).take() if scored else None
         marks = Marks(begun, drafted, self._mark())
-        provisional = formed or graphs.provisional_runs > provisional_runs
+        provisional = formed or tap is not None or graphs.provisional_runs > provisional_runs
         return Round(
-            self._count, tuple(entries), starts, launched_at, result, nodes, marks, provisional, logprobs
+            self._count, tuple(entries), starts, launched_at, result, nodes, marks, provisional, logprobs, tap
         )
 
     def read(self, launched: Round) -> FinishedRound:
@@ -281,9 +292,12 @@ class RoundRunner:
                 return padded
         return None
 
-    def _verify(self, size: PassSize, allowed: Masks | None = None) -> None:
+    def _verify(self, size: PassSize, allowed: Masks | None = None, tap: RoundTap | None = None) -> None:
         model = self._runner.step_model(size.capture)
-        result = verify_pass(model, self.table, self.batch, size, allowed)
+        with recording_routes(tap is not None and tap.wants_experts) as routes:
+            result = verify_pass(model, self.table, self.batch, size, allowed)
+        if tap is not None:
+            tap.take(model.decoder, result, routes)
         self._ring(size.rows).post(result.packed)
         if result.logprobs is not None:
             self._logprobs_ring(size.rows).post(result.logprobs)

@@ -47,7 +47,9 @@ class _ProtocolFeatureEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Proto
     """Rounds that stay on the devices of both sides, in slots that sequences join and leave: SlotsOpen. Since
     version 3.
     """
-    PROTOCOL_FEATURE_STORED_ROWS: _ProtocolFeature.ValueType  # 5
+    PROTOCOL_FEATURE_COMPACT_STATES: _ProtocolFeature.ValueType  # 5
+    """RoundState contains only the feature rows of chosen tokens, without gaps."""
+    PROTOCOL_FEATURE_STORED_ROWS: _ProtocolFeature.ValueType  # 6
     """The draft keeps rows of earlier sequences and says in OpenAck how many of them it reuses. Without it, the
     target sends the rows of a new sequence without waiting for OpenAck.
     """
@@ -70,7 +72,9 @@ PROTOCOL_FEATURE_SLOTTED_ROUNDS: ProtocolFeature.ValueType  # 4
 """Rounds that stay on the devices of both sides, in slots that sequences join and leave: SlotsOpen. Since
 version 3.
 """
-PROTOCOL_FEATURE_STORED_ROWS: ProtocolFeature.ValueType  # 5
+PROTOCOL_FEATURE_COMPACT_STATES: ProtocolFeature.ValueType  # 5
+"""RoundState contains only the feature rows of chosen tokens, without gaps."""
+PROTOCOL_FEATURE_STORED_ROWS: ProtocolFeature.ValueType  # 6
 """The draft keeps rows of earlier sequences and says in OpenAck how many of them it reuses. Without it, the
 target sends the rows of a new sequence without waiting for OpenAck.
 """
@@ -908,7 +912,9 @@ Global___RoundsNext: _TypeAlias = RoundsNext  # noqa: Y015
 @_typing.final
 class RoundState(_message.Message):
     """The state that starts the round of the last RoundsNext, if target and draft share no memory. RoundsNext
-    is sent ahead of it. Feature rows after the last valid one may be omitted from the end.
+    is sent ahead of it. With the feature COMPACT_STATES, the state contains for each group all bytes before
+    the feature rows, and then the valid feature rows. Without it, feature rows after the last valid one may be
+    omitted from the end.
     """
 
     DESCRIPTOR: _descriptor.Descriptor

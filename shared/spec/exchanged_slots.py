@@ -1,4 +1,4 @@
-"""The interface of a drafter in another process. The target's device sends it states and receives trees.
+"""The slots of a drafter in another process. The target's device sends states and receives trees.
 
 `shared.spec.resident` defines the terms state, slot, group and tree.
 """
@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
-from outrider.shared.spec.drafter import Drafter
 from outrider.shared.spec.resident import GroupSize, RoundState
 from outrider.shared.spec.tree import DraftBatch, DraftShape
 
@@ -86,6 +85,13 @@ class ExchangedSlots(Protocol):
         """Longest wait, in seconds, for trees of rows in mode `on` in a round that also has other rows."""
         ...
 
+    def are_open(self) -> bool:
+        """Return True if rounds can be exchanged now. Must be cheap, because every step calls it.
+
+        False without a connection, and during the pause after late rounds or a fault.
+        """
+        ...
+
     def fits(self, sizes: Sequence[GroupSize]) -> bool:
         """Return True if a round with groups of these sizes can be exchanged now."""
         ...
@@ -149,14 +155,3 @@ class ExchangedSlots(Protocol):
     def record(self, size: GroupSize, shape: DraftShape) -> None:
         """Announce a group size, so that the drafter records the graph for this size in advance."""
         ...
-
-
-@runtime_checkable
-class ExchangeDrafter(Drafter, Protocol):
-    """A drafter in another process that exchanges rounds with this device while `device_resident` is True.
-
-    Attributes:
-        slots: The slots of the drafter.
-    """
-
-    slots: ExchangedSlots
