@@ -60,9 +60,9 @@ class ExchangedRound(Protocol):
         Args:
             limit_s: Longest time that the device may wait for the trees. With None, the device waits as long
                 as rows in speculation mode `on` may wait.
-            ahead: True if the device may wait for the host's work in `send_state` and `receive_trees`. Between
-                `exchange` and these calls, the caller may then enqueue only work that has run before, because
-                the first run of a kernel could make the host wait for the device.
+            ahead: True if the device may wait for the host's work in `send_state` and `receive_trees`.
+                Between `exchange` and these calls, the caller may then enqueue only work that has run before,
+                because the first run of a kernel could make the host wait for the device.
         """
         ...
 
