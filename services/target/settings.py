@@ -16,6 +16,7 @@ from outrider.services.target.choices import (
     Quantization,
     RoundPlacement,
 )
+from outrider.services.target.grammar.backend import GrammarBackend
 from outrider.services.target.ranks import Ranks
 from outrider.services.target.request import SpeculationLimits
 from outrider.shared.attn.create import AttentionKind
@@ -68,6 +69,10 @@ class TargetSettings(ListenerSettings):
     attention_backend: AttentionKind = Field(
         AttentionKind.AUTO,
         description="auto, reference, triton or flashinfer (separate install; no CUDA graphs or overlap).",
+    )
+    grammar_backend: GrammarBackend = Field(
+        GrammarBackend.LLGUIDANCE,
+        description="Library for JSON schemas and other forms: llguidance, or (installed apart) xgrammar or auto.",
     )
     deterministic: bool = Field(
         False, description="Compute bit-identical logits with and without drafts, in any batch. Slower."
@@ -221,6 +226,7 @@ class TargetSettings(ListenerSettings):
             raise ConfigurationError(
                 "device: cuda was requested, but torch finds no GPU; use --device cpu.", field="device"
             )
+        self.grammar_backend.check_installed()
         self.draft_address()
         self._check_numerics()
         self._check_ineffective()
@@ -329,19 +335,14 @@ class TargetSettings(ListenerSettings):
                 "deterministic uses its own attention; omit --attention-backend or --deterministic.",
                 field="attention_backend",
             )
-        if (
-            self.deterministic
-            and self.quantization is not Quantization.NONE
-            and self.torch_device().type == "cuda"
-        ):
+        on_gpu = self.torch_device().type == "cuda"
+        if self.deterministic and self.quantization is not Quantization.NONE and on_gpu:
             raise ConfigurationError(
                 "deterministic: on a GPU, FP8 products have no batch-invariant kernels; omit --quantization.",
                 field="quantization",
             )
-        if self.kv_cache_dtype is not KvCacheDtype.AUTO and self.attention_backend not in (
-            AttentionKind.AUTO,
-            AttentionKind.TRITON,
-        ):
+        readers = (AttentionKind.AUTO, AttentionKind.TRITON)
+        if self.kv_cache_dtype is not KvCacheDtype.AUTO and self.attention_backend not in readers:
             raise ConfigurationError(
                 f"kv_cache_dtype: {self.attention_backend.value} attention reads K and V in the model's "
                 "type; use auto or triton.",
