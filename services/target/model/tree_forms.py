@@ -7,8 +7,8 @@ text that the form forces, such as the names of a JSON schema's properties.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -16,16 +16,26 @@ import torch
 from outrider.kernels.packed_round import pack_trees
 from outrider.services.target.grammar.form import OutputForm
 from outrider.services.target.grammar.matcher import Mask, words_of
+from outrider.services.target.model.mask_buffer import MaskBuffer
 from outrider.services.target.model.packed_batch import Entry, PackedBatch
 from outrider.services.target.scheduling.sequence import Sequence
 from outrider.shared.kv.upload import upload
 from outrider.shared.spec.trees import HostTree, pad_trees
 
-Masks = Callable[[], torch.Tensor]
-"""Returns the masks of a round, ``[rows, words] int32`` on the device.
 
-The host finds the allowed tokens in this call, while the device runs the forward pass.
-"""
+@dataclass(frozen=True, slots=True)
+class FittedTree:
+    """The tree of an entry whose output has a form.
+
+    Attributes:
+        form: The form, which has followed all tokens of the output.
+        tree: The tree without nodes that the form forbids.
+        start: First packed row of the entry.
+    """
+
+    form: OutputForm
+    tree: HostTree
+    start: int
 
 
 class TreeForms:
@@ -39,8 +49,19 @@ class TreeForms:
     def __init__(self, batch: PackedBatch, vocab_size: int) -> None:
         self._batch = batch
         self._words = words_of(vocab_size)
+        self._buffer: MaskBuffer | None = None
 
-    def fit(self, entries: Seq[Entry], starts: Seq[int], rows: int) -> Masks | None:
+    def allocate(self) -> MaskBuffer:
+        """Allocate the masks unless they exist. Servers without constrained outputs need no masks."""
+        if self._buffer is None:
+            self._buffer = MaskBuffer(self._batch.rows, self._words, self._batch.nodes.device)
+        return self._buffer
+
+    def masks(self, rows: int) -> torch.Tensor:
+        """Return the masks of a round, ``[rows, words] int32`` on the device. They never move."""
+        return self.allocate().on_device(rows)
+
+    def fit(self, entries: Seq[Entry], starts: Seq[int]) -> list[FittedTree]:
         """Fit the trees of a round to the forms of their outputs.
 
         The drafting of this round must have been enqueued, and the host must have read all earlier rounds.
@@ -48,17 +69,18 @@ class TreeForms:
         Args:
             entries: The entries of the round.
             starts: First packed row of each entry.
-            rows: Number of packed rows.
 
         Returns:
-            A function that makes the masks of the fitted trees. None if no output has a form.
+            The trees of all entries with a form, except for sequences that have ended.
         """
-        formed = [index for index, entry in enumerate(entries) if entry.sequence.form is not None]
-        if not formed:
-            return None
+        formed = [
+            index
+            for index, entry in enumerate(entries)
+            if entry.sequence.form is not None and not entry.void and entry.sequence.remaining > 0
+        ]
         drafted = [index for index in formed if entries[index].shape.drafts]
         trees = self._read(entries, starts, drafted) if drafted else {}
-        visits: list[tuple[OutputForm, HostTree, int]] = []
+        fits: list[FittedTree] = []
         for index in formed:
             sequence, entry = entries[index].sequence, entries[index]
             form = settled_form(sequence)
@@ -67,10 +89,21 @@ class TreeForms:
                 tree = HostTree.of_root(sequence.tokens[-1])
             else:
                 tree = trees[index] = fitted(form, tree, entry.rows, entry.columns - 1)
-            visits.append((form, tree, starts[index]))
+            fits.append(FittedTree(form, tree, starts[index]))
         if trees:
             self._write(trees)
-        return lambda: self._masks(visits, rows)
+        return fits
+
+    def fill(self, fits: Seq[FittedTree]) -> None:
+        """Find the allowed tokens of all nodes, and enqueue their copy to the device.
+
+        Call this once the forward pass has been enqueued, so that the device is busy meanwhile.
+        """
+        masks = self.allocate()
+        masks.clear()
+        for fit in fits:
+            fill_masks(fit.form, fit.tree, masks.rows(fit.start, fit.start + len(fit.tree.tokens)))
+        masks.upload()
 
     def _read(self, entries: Seq[Entry], starts: Seq[int], drafted: Seq[int]) -> dict[int, HostTree]:
         """Copy trees to the host, and wait until they have been drafted."""
@@ -103,13 +136,6 @@ class TreeForms:
             batch.entries(batch.rows),
             batch.trees(batch.rows),
         )
-
-    def _masks(self, visits: Seq[tuple[OutputForm, HostTree, int]], rows: int) -> torch.Tensor:
-        masks = np.full((rows, self._words), -1, dtype=np.int32)
-        for form, tree, start in visits:
-            fill_masks(form, tree, masks[start : start + len(tree.tokens)])
-        flat = upload(masks.reshape(-1), torch.int32, self._batch.nodes.device)
-        return flat.view(rows, self._words)
 
 
 def settled_form(sequence: Sequence) -> OutputForm:
