@@ -174,7 +174,9 @@ class RoundRunner:
         if size.masked:
             opened.work = graphs.run_parts(key, lambda: self._parts(size)) if recorded else self._parts(size)
             # Trees of outputs with forms are changed before the forward pass.
-            if not any(entry.sequence.form is not None and entry.shape.drafts for entry in entries):
+            if any(entry.sequence.form is not None and entry.shape.drafts for entry in entries):
+                self._forms.fetch()
+            else:
                 self._forward(opened)
             return opened
         opened.drafted = self._mark()
@@ -189,10 +191,10 @@ class RoundRunner:
     @torch.inference_mode()
     def complete(self, opened: OpenRound) -> Round:
         """Enqueue the rest of an open round. The host must have read all earlier rounds and first tokens."""
-        fits = self._forms.fit(opened.entries, opened.starts)
+        formed = self._forms.fit(opened.entries, opened.starts)
         if opened.drafted is None:
             self._forward(opened)
-        self._forms.fill(fits)
+        self._forms.fill(formed)
         for _ in opened.work:
             pass
         return self._closed(opened)

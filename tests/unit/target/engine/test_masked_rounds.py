@@ -14,6 +14,7 @@ from support.toys import make_toy_target
 
 from outrider.services.target.drafting.no_drafter import NoDrafter
 from outrider.services.target.engine.loop_plan import LoopPlan
+from outrider.services.target.model import tree_forms
 from outrider.services.target.model.graph_key import GraphKey
 from outrider.shared.base.generation import SamplingParams, SpeculationMode
 from outrider.shared.engine.graphs import RECORD_AFTER
@@ -90,6 +91,24 @@ def test_recorded_rounds_emit_the_same_tokens(
     assert graphs.log
     assert all(graphs.log), "until start-up is over, every size is recorded at its first use"
     assert all(len(graphs._recorded[key].parts) == 2 for key in masked_keys(graphs))
+
+
+def test_trees_that_are_not_fitted_change_no_token(
+    decoder: Decoder, answers: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In large rounds, only the masks exclude forbidden nodes, and several threads find the masks."""
+    monkeypatch.setattr(tree_forms, "MOST_FITTED", 0)
+    monkeypatch.setattr(tree_forms, "MANY_NODES", 1)
+    fitted, sizes = tree_forms.fitted, []
+    monkeypatch.setattr(tree_forms, "fitted", lambda *given: (sizes.append(1), fitted(*given))[1])
+    known = [[*prompt, *answer] for prompt, answer in zip(PROMPTS, answers, strict=True)]
+    graphs = AloneGraphs()
+    harness = started(decoder, AnswerDrafter(known, VOCAB, 0.7, checked=False), graphs, shape=(5, 4, 21))
+    harness.run()
+    assert harness.sink.tokens == {str(index): answer for index, answer in enumerate(answers)}
+    stats = harness.sink.finished["0"].speculation
+    assert stats.accepted_tokens > 0
+    assert len(sizes) < stats.rounds + harness.sink.finished["2"].speculation.rounds
 
 
 def test_rounds_are_recorded_once_they_are_frequent(decoder: Decoder, answers: list[list[int]]) -> None:
