@@ -192,7 +192,7 @@ PAIRINGS: Sequence[Pairing] = (
 )
 """The cases of `odd`."""
 
-FORM_GOALS: Mapping[int, float] = {1: 1 / 1.10, 16: 1 / 1.20}
+FORM_GOALS: Mapping[int, float] = {1: 0.909, 16: 0.833}
 """Goals of the speed of a batch with a schema ÷ its speed without, by the size of the batch."""
 BESIDE_FORM = Pairing("plain beside one with a schema", PLAIN, PLAIN.formed(), 0.93)
 FORMED: Mapping[str, Kind] = {"plain": PLAIN, "chain 3": CHAIN, "tree": TREE}
