@@ -100,11 +100,9 @@ def dependent(tensor: torch.Tensor) -> dict[str, bool]:
     This is programmatic dependent launch (PDL), available from Hopper on. Such a kernel takes
     ``PDL: tl.constexpr`` and follows two rules:
 
-    1. ``gdc_wait`` comes before the first read of data written by the previous kernel, and before every
-       write. Every program calls ``gdc_wait``, even a program without work, so a kernel completes only after
-       all earlier kernels. Data written by kernels older than the previous one is therefore complete.
-    2. ``gdc_launch_dependents`` comes just before the final stores. With an earlier trigger, the next
-       kernel takes registers and shared memory while programs of this kernel still run. Measurements showed
-       that this is slower.
+    1. Every program calls ``gdc_wait``, before it reads data of the previous kernel and before it writes. A
+       kernel therefore completes only after all earlier kernels, and data of older kernels is complete.
+    2. ``gdc_launch_dependents`` comes just before the final stores. An earlier trigger measured slower,
+       because the next kernel then takes registers and shared memory from this kernel.
     """
     return {"PDL": True, "launch_pdl": True} if _overlaps(tensor.device) else {"PDL": False}

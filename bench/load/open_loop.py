@@ -53,6 +53,8 @@ class Experience:
         tokens: Number of tokens in the answer, as the server counts them.
         accept_length, draft_tokens: Accept length and number of draft tokens that the server reports.
         error: Error of a failed request. Empty if the request succeeded.
+        status: HTTP status of a refused request. 0 for other requests.
+        retry_after_s: The ``Retry-After`` of a refused request, or None.
     """
 
     sent: float
@@ -62,6 +64,8 @@ class Experience:
     accept_length: float = 0.0
     draft_tokens: int = 0
     error: str = ""
+    status: int = 0
+    retry_after_s: float | None = None
 
     @property
     def first_token_s(self) -> float:

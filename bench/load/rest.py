@@ -60,6 +60,9 @@ class RestLoad(LoadClient):
         async with self._http.stream("POST", CHAT if request.is_chat else COMPLETIONS, json=body) as response:
             if response.status_code != httpx.codes.OK:
                 text = (await response.aread()).decode(errors="replace")
+                experience.status = response.status_code
+                retry_after = response.headers.get("retry-after", "")
+                experience.retry_after_s = float(retry_after) if retry_after.isdecimal() else None
                 raise refusal(response.status_code, text, body, LENGTHS, "--route")
             async for line in response.aiter_lines():
                 if line.startswith("data:") and (data := line.removeprefix("data:").strip()) != "[DONE]":

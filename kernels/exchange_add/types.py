@@ -25,9 +25,8 @@ class Boxes:
 
     Use the boxes from one stream at a time. Every rank must make the same calls in the same order.
 
-    An inbox has two slots, which every tile uses alternately. Before a rank writes to a slot
-    again, every other rank has emptied that slot. The rank can rely on this, because it has received data
-    that the other ranks sent after they had emptied the slot.
+    An inbox has two slots, which every tile uses alternately. When a rank writes to a slot again, every other
+    rank has emptied it: the rank has already received data that the others sent afterwards.
 
     Attributes:
         rank: Rank that this view belongs to.

@@ -95,9 +95,9 @@ def measured_tile(product: Product, device: str) -> Tile | None:
 def needs_trial(product: Product, device: str) -> bool:
     """Return whether a product has not been measured yet on this kind of device.
 
-    On `STORED_OF`, a product with a tile in ``tiles.json`` counts as measured. Otherwise, a product counts as
-    measured only after a trial of exactly this row count. A trial of more rows is not enough, because an
-    interrupted run may have tried only some row counts.
+    On `STORED_OF`, a product with a tile in ``tiles.json`` counts as measured. Otherwise, it counts as
+    measured only after a trial of exactly this row count, because an interrupted run may have tried only some
+    row counts.
     """
     if device == STORED_OF and _nearest(_stored_rows(product), product.rows) is not None:
         return False

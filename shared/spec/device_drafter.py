@@ -1,12 +1,13 @@
-"""The interface of a drafter on the target's device. It drafts before the host has read the last round."""
+"""Drafting on the target's device, in stream order, before the host has read the last round."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import Protocol, runtime_checkable
+from typing import Protocol
+
+import torch
 
 from outrider.kernels.packed_round import GroupRows
-from outrider.shared.spec.drafter import Drafter
 from outrider.shared.spec.tree import DraftBatch, DraftShape
 
 
@@ -42,9 +43,8 @@ class SeatedGroup(Protocol):
         ...
 
 
-@runtime_checkable
-class DeviceDrafter(Drafter, Protocol):
-    """Drafts on the target's device, in stream order. Engine thread only.
+class DeviceDrafter(Protocol):
+    """The part of a `Drafter` that drafts on the target's device, in stream order. Engine thread only.
 
     The tokens and features of one round are the next round's input on the device, so a round is drafted
     before the host has read the previous one. If a session did not draft in the last round, its feature rows
@@ -58,6 +58,10 @@ class DeviceDrafter(Drafter, Protocol):
         Returns:
             A range of positions, which is empty if no row is missing. None if the session is unknown.
         """
+        ...
+
+    def features(self, session_id: int, base: int, rows: torch.Tensor) -> None:
+        """Receive the feature rows that a session lacks; see `Drafter.features`."""
         ...
 
     def catch_up(self, session_ids: Sequence[int]) -> None:

@@ -18,10 +18,12 @@ from outrider.services.target.model.packed_batch import Entry, SamplingMode
 from outrider.services.target.model.rounds import FinishedRound, Marks, OpenRound, Round
 from outrider.services.target.model.verify_pass import PassSize
 from outrider.services.target.policy.controller import ExecutedStep
+from outrider.services.target.policy.cost_model import DraftPath
 from outrider.services.target.scheduling.scheduler import PrefillChunk, StepPlan
 from outrider.services.target.scheduling.sequence import Sequence as EngineSequence
 from outrider.shared.base.generation import RoundTrace
 from outrider.shared.base.logit_rules import TokenLogprob
+from outrider.shared.base.token_states import TokenStates
 from outrider.shared.kv.pool import KVPool
 from outrider.shared.spec.tree import NO_DRAFT, DraftShape
 from support.slot_sequences import seated_sequence
@@ -60,7 +62,9 @@ class LoopWorld:
         metrics: Any = SimpleNamespace(observe_round=lambda *given: self.log.append("metrics"))
         prefill: Any = Prompts(self)
         planner: Any = SimpleNamespace(
-            shapes=lambda decodes, planned: [self.shapes.get(one.session_id, NO_DRAFT) for one in decodes]
+            shapes=lambda decodes, path, planned: [
+                self.shapes.get(one.session_id, NO_DRAFT) for one in decodes
+            ]
         )
         rounds: Any = SimpleNamespace(
             table=self.table,
@@ -114,6 +118,8 @@ class LoopWorld:
 
     # ---- draft source
 
+    path = DraftPath.DEVICE
+
     def planned(self, decodes: Sequence[EngineSequence]) -> list[DraftShape | None]:
         return [None] * len(decodes)
 
@@ -131,8 +137,8 @@ class LoopWorld:
     def launched(self) -> None:
         self.log.append("launched")
 
-    def carry(self) -> None:
-        self.log.append("carry")
+    def receive_trees(self) -> None:
+        self.log.append("receive trees")
 
     def take_wait(self) -> ProposalWait | None:
         return self.wait
@@ -164,6 +170,7 @@ class LoopWorld:
         step: Advance,
         trace: RoundTrace | None = None,
         logprobs: Sequence[TokenLogprob] = (),
+        states: TokenStates | None = None,
     ) -> None:
         self.log.append(f"emit {sequence.session_id} {step.kept}")
         if trace is not None:

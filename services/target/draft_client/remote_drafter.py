@@ -2,13 +2,11 @@
 
 This is the engine's side of the draft protocol, a state machine that only the engine thread drives.
 
-A session is *live* once Open was sent over the current connection. The commits of a live session are merged
-and kept until the next frame, which is one message with the commits of several sessions. If a session falls
-too far behind, or if the draft has lost the session, the engine reopens the session and sends the feature
-rows that the target has stored.
+A session is *live* once Open was sent over the current connection. Commits of live sessions are merged until
+the next frame, which is one message for several sessions. If a session falls too far behind, or if the draft
+has lost it, the engine reopens the session and sends the stored feature rows again.
 
-A fault of the draft never raises an exception. Instead, the affected rows get single-node trees and a
-fallback reason.
+A fault of the draft raises no exception. The affected rows get single-node trees and a fallback reason.
 """
 
 from __future__ import annotations
@@ -33,13 +31,13 @@ from outrider.shared.base.errors import OutriderError, ProtocolError
 from outrider.shared.spec.drafter import (
     AWAITED,
     Commits,
+    Drafter,
     DrafterState,
     FeatureSpec,
     ProposalRequest,
     ProposalRow,
     SequenceOpen,
 )
-from outrider.shared.spec.exchange_drafter import ExchangeDrafter
 from outrider.shared.spec.tree import DraftBatch
 from outrider.shared.spec.trees import HostTree, pad_trees
 
@@ -60,7 +58,7 @@ REJECTED_FOR_S = 5.0
 _log = logging.getLogger("outrider.target.draft")
 
 
-class RemoteDrafter(ExchangeDrafter):
+class RemoteDrafter(Drafter):
     """A drafter in another process. Engine thread only, except for `state`, `describe` and `refusal`.
 
     Args:
@@ -90,13 +88,13 @@ class RemoteDrafter(ExchangeDrafter):
         self._hello = draft_pb2.HelloAck()
         self._spec: FeatureSpec | None = None
         self._sessions: dict[int, DraftSession] = {}
-        self.slots = SlottedRounds(
+        self.slots: SlottedRounds = SlottedRounds(
             device,
             identity.vocab_size,
             identity.feature_dtype,
             self._sessions,
             self._patience,
-            self._usable,
+            self._breaker,
             self._take_reply,
             self._late_round,
         )
@@ -131,16 +129,6 @@ class RemoteDrafter(ExchangeDrafter):
         """Return the features to capture. This method processes messages too, because every step calls it."""
         self._drain()
         return self._spec
-
-    @property
-    def device_resident(self) -> bool:
-        """True if rounds can stay on the device now. False during the pause after late rounds or a fault."""
-        connection = self._connection
-        return (
-            connection is not None
-            and self._breaker.state is BreakerState.CLOSED
-            and self.slots.is_open(connection)
-        )
 
     def open(self, sequences: Sequence[SequenceOpen]) -> None:
         for sequence in sequences:

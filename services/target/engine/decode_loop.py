@@ -15,9 +15,9 @@ completes the round as soon as it has read all earlier passes:
     device    | choose n | forward n + 1                                | choose n + 1 | …
     host      launch n + 1 · wait for n · complete n + 1 · deliver n · launch n + 2 …
 
-Sequences join and leave between two rounds, while the rounds in flight continue. With a lookahead of 1, the
-host reads the end of a sequence one round late, so one more round may contain the ended sequence. The results
-of that round for this sequence are void: the tokens are never emitted, billed or cached.
+Sequences join and leave between two rounds. With a lookahead of 1, the host reads the end of a sequence one
+round late, so one more round may contain the ended sequence. The tokens of that round for this sequence are
+never emitted, billed or cached.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ class DecodeLoop:
         """Read, commit and emit the passes in flight, except for a round that may stay ahead of the host."""
         while self._in_flight and not self._stays_ahead():
             if len(self._in_flight) == 1:
-                self._drafts.carry()
+                self._drafts.receive_trees()
             first = self._in_flight.popleft()
             assert not isinstance(first, OpenRound), "a round is completed when it becomes the first"
             self._finish(first)
@@ -175,7 +175,7 @@ class DecodeLoop:
     def _entries(self, decodes: Seq[Sequence]) -> list[Entry]:
         if not decodes:
             return []
-        shapes = self._planner.shapes(decodes, self._drafts.planned(decodes))
+        shapes = self._planner.shapes(decodes, self._drafts.path, self._drafts.planned(decodes))
         columns = self._rounds.table.columns
         return [
             Entry(sequence, sequence.residence, shape, sequence.epoch, columns)
@@ -228,7 +228,8 @@ class DecodeLoop:
             if sequence.request.speculation.trace:
                 trace = self._trace(finished, index, outcome, step, base_len, draft_s)
             logprobs = finished.round.logprobs_of(index, len(step.kept))
-            self._committer.emit(sequence, step, trace, logprobs)
+            states = finished.round.states_of(index, base_len - 1, len(step.kept))
+            self._committer.emit(sequence, step, trace, logprobs, states)
         # 5. Feed the timings to the controller and the metrics.
         caught_up = finished.round.number in self._catching_up
         self._catching_up.discard(finished.round.number)

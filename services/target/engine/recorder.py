@@ -4,10 +4,10 @@
     new draft   | idle: first graphs, immediately | idle for `IDLE_S`: one further graph per step …
 
 A preparation is other work that is not urgent. It is divided into parts, and one step of the engine does one
-part. A request that arrives during this work waits for at most one recording or one part.
+part. A new request therefore waits for at most one recording or one part.
 
-While requests are live, nothing is recorded here, and pieces of a round that have no graph run kernel by
-kernel. However, `GraphCache` records such a piece if it is used often and can be recorded quickly.
+While requests are live, nothing is recorded here. Pieces without a graph then run kernel by kernel.
+`GraphCache` may record such a piece if it is used often and can be recorded quickly.
 """
 
 from __future__ import annotations

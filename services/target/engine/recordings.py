@@ -4,23 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
-from typing import Protocol
 
+from outrider.services.target.drafting.draft_source import DraftSource
 from outrider.services.target.engine.recorder import Recording
 from outrider.services.target.model.model_runner import ModelRunner
 from outrider.services.target.model.packed_batch import WIDTHS, SamplingMode, width_class
 from outrider.services.target.model.round_runner import RoundRunner
 from outrider.services.target.model.verify_pass import PassSize
 from outrider.shared.spec.tree import DraftShape
-
-
-class RecordedDrafts(Protocol):
-    """A draft source whose drafts are recorded in advance."""
-
-    def capture(self, batch_size: int, shape: DraftShape) -> None:
-        """Record the drafting of trees of one shape for `batch_size` idle rows."""
-        ...
-
 
 USUAL_MODES = (SamplingMode.NOISE, SamplingMode.GREEDY)
 """Sampling modes of requests without filters, rules and logprobs."""
@@ -42,7 +33,7 @@ class Recordings:
     Args:
         runner: Records passes over prompts.
         rounds: Records verify passes.
-        drafts: Records drafts. None if trees come from the host.
+        drafts: Lists the recordings of drafts.
         drafting: True if requests may draft.
         refresh: Adopts a changed draft, whose features the graphs capture.
     """
@@ -51,7 +42,7 @@ class Recordings:
         self,
         runner: ModelRunner,
         rounds: RoundRunner,
-        drafts: RecordedDrafts | None,
+        drafts: DraftSource,
         *,
         drafting: bool,
         refresh: Callable[[], object],
@@ -111,7 +102,7 @@ class Recordings:
 
 def round_recordings(
     rounds: RoundRunner,
-    drafts: RecordedDrafts | None,
+    drafts: DraftSource,
     batches: Seq[tuple[int, DraftShape]],
     modes: Seq[SamplingMode] = USUAL_MODES,
     *,
@@ -121,7 +112,7 @@ def round_recordings(
 
     Args:
         rounds: Records verify passes.
-        drafts: Records drafts. None if trees come from the host.
+        drafts: Lists the recordings of drafts.
         batches: Batch sizes and shapes, in the order in which to record them.
         modes: Sampling modes.
         captures: True if feature rows are stored for a drafter.
@@ -129,11 +120,9 @@ def round_recordings(
     seen: set[PassSize] = set()
     for batch_size, shape in batches:
         bounded = shape.bounded()
-        if shape.drafts and drafts is not None:
-            yield (
-                f"drafts of {batch_size} sequences, {shape.max_nodes} nodes",
-                lambda batch_size=batch_size, shape=shape: drafts.capture(batch_size, shape),  # type: ignore[misc]
-            )
+        record = drafts.recording(batch_size, shape) if shape.drafts else None
+        if record is not None:
+            yield f"drafts of {batch_size} sequences, {shape.max_nodes} nodes", record
         nodes = bounded.max_nodes if shape.drafts else 1
         if batch_size * nodes > rounds.max_rows:
             continue

@@ -40,6 +40,7 @@ from outrider.services.target.model.packed_batch import (
 from outrider.services.target.model.result_ring import ResultRing
 from outrider.services.target.model.rounds import FinishedRound, Marks, Moment, OpenRound, Round, unpack
 from outrider.services.target.model.slot_table import SlotTable
+from outrider.services.target.model.token_states import RoundTap, tapped
 from outrider.services.target.model.tree_forms import TreeForms
 from outrider.services.target.model.verify_pass import (
     PassResult,
@@ -49,6 +50,7 @@ from outrider.services.target.model.verify_pass import (
     verify_pass,
 )
 from outrider.shared.engine.recorded_graph import Parts
+from outrider.shared.nn.layers.routes import recording_routes
 
 MOST_PADDING = 4
 """A round may replay the graph of a larger round that has at most this multiple of the round's own rows."""
@@ -124,6 +126,8 @@ class RoundRunner:
 
     def replays(self, entries: Seq[Entry]) -> bool:
         """Return True if the verify pass of these entries is a recorded graph, or if graphs are disabled."""
+        if tapped(entries):
+            return not self._graphs.enabled
         size = self._recorded_size(self.size_of(entries))
         return not self._graphs.enabled or (size is not None and len(entries) <= self.recorded_entries)
 
@@ -144,7 +148,7 @@ class RoundRunner:
             anything else is launched.
         """
         launched_at, size, graphs = time.monotonic(), self.size_of(entries), self._graphs
-        recorded = len(entries) <= self.recorded_entries and self._records(size)
+        recorded = len(entries) <= self.recorded_entries and self._records(size) and not tapped(entries)
         provisional_runs = graphs.provisional_runs
         if size.masked and not self.has_forms:
             self.has_forms = True
@@ -170,9 +174,14 @@ class RoundRunner:
             size,
             None if draft is None else begun,
             provisional_runs,
+            RoundTap.of(entries, starts),
         )
         if size.masked:
-            opened.work = graphs.run_parts(key, lambda: self._parts(size)) if recorded else self._parts(size)
+            opened.work = (
+                graphs.run_parts(key, lambda: self._parts(size))
+                if recorded
+                else self._parts(size, opened.tap)
+            )
             # Trees of outputs with forms are changed before the forward pass.
             if any(entry.sequence.form is not None and entry.shape.drafts for entry in entries):
                 self._forms.fetch()
@@ -181,7 +190,7 @@ class RoundRunner:
             return opened
         opened.drafted = self._mark()
         if not recorded:
-            self._verify(size)
+            self._verify(size, opened.tap)
         elif graphs.replays(key):
             graphs.run(key, lambda: self._verify(size))
         else:
@@ -241,23 +250,31 @@ class RoundRunner:
         # Several ranks have not been tried with passes in two parts.
         return not (size.masked and self._graphs.observed)
 
-    def _verify(self, size: PassSize) -> None:
+    def _verify(self, size: PassSize, tap: RoundTap | None = None) -> None:
         model = self._runner.step_model(size.capture)
-        self._post(size, verify_pass(model, self.table, self.batch, size))
+        with recording_routes(tap is not None and tap.wants_experts) as routes:
+            result = verify_pass(model, self.table, self.batch, size)
+        self._post(size, result, tap, routes)
 
-    def _parts(self, size: PassSize) -> Parts[None]:
+    def _parts(self, size: PassSize, tap: RoundTap | None = None) -> Parts[None]:
         """Run a verify pass with masks in two parts."""
         model, allowed = self._runner.step_model(size.capture), self._forms.masks(size.rows)
-        forward = forward_pass(model, self.table, self.batch, size)
+        with recording_routes(tap is not None and tap.wants_experts) as routes:
+            forward = forward_pass(model, self.table, self.batch, size)
         yield
-        self._post(size, choose_pass(model, self.table, self.batch, size, forward, allowed))
+        result = choose_pass(model, self.table, self.batch, size, forward, allowed)
+        self._post(size, result, tap, routes)
 
     def _forward(self, opened: OpenRound) -> None:
         """Enqueue the forward pass of an open round."""
         opened.drafted = self._mark()
         next(opened.work)
 
-    def _post(self, size: PassSize, result: PassResult) -> None:
+    def _post(
+        self, size: PassSize, result: PassResult, tap: RoundTap | None, routes: Seq[torch.Tensor]
+    ) -> None:
+        if tap is not None:
+            tap.take(self._runner.decoder, result, routes)
         self._ring(size.rows).post(result.packed)
         if result.logprobs is not None:
             self._logprobs_ring(size.rows).post(result.logprobs)
@@ -271,7 +288,7 @@ class RoundRunner:
         result = self._ring(size.rows).take()
         logprobs = self._logprobs_ring(size.rows).take() if size.mode is SamplingMode.FULL else None
         marks = Marks(drafted if opened.begun is None else opened.begun, drafted, self._mark())
-        never_recorded = size.masked and not self._records(size)
+        never_recorded = opened.tap is not None or not self._records(size)
         provisional = never_recorded or self._graphs.provisional_runs > opened.provisional_runs
         return Round(
             opened.number,
@@ -283,6 +300,7 @@ class RoundRunner:
             marks,
             provisional,
             logprobs,
+            opened.tap,
         )
 
     def _post_nodes(self, rows: int) -> torch.Tensor:

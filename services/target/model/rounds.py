@@ -11,9 +11,11 @@ import torch
 from outrider.services.target.model.outcome import Outcome
 from outrider.services.target.model.packed_batch import Entry
 from outrider.services.target.model.scores import unpack_logprobs
+from outrider.services.target.model.token_states import RoundTap
 from outrider.services.target.model.verify_pass import PassSize
 from outrider.shared.base.generation import TraceNode
 from outrider.shared.base.logit_rules import TokenLogprob
+from outrider.shared.base.token_states import TokenStates
 
 Moment = float | torch.cuda.Event
 """A time: seconds of `time.monotonic` on a CPU, an event on a GPU."""
@@ -54,6 +56,7 @@ class Round:
         provisional: True if a piece of the round ran without a graph, so that later rounds of the same size
             probably take less time.
         logprobs: ``[M, WORDS] int32`` in host memory, as in `PassResult`. None if no client wants logprobs.
+        tap: States of tokens and logprobs of named tokens. None if no client wants them.
     """
 
     number: int
@@ -65,6 +68,7 @@ class Round:
     marks: Marks
     provisional: bool = False
     logprobs: torch.Tensor | None = None
+    tap: RoundTap | None = None
 
     def logprobs_of(self, index: int, count: int) -> list[TokenLogprob]:
         """Return the logprobs of the first `count` tokens that the round chose for an entry."""
@@ -73,7 +77,12 @@ class Round:
             return []
         assert self.logprobs is not None, "the round was launched without logprobs"
         start = self.starts[index]
-        return unpack_logprobs(self.logprobs[start : start + count], top)
+        requested = self.tap.requested_of(index, count) if self.tap is not None else None
+        return unpack_logprobs(self.logprobs[start : start + count], top, requested)
+
+    def states_of(self, index: int, first: int, count: int) -> TokenStates | None:
+        """Return the states behind the first `count` tokens of an entry, whose root has the index `first`."""
+        return self.tap.states_of(index, first, count) if self.tap is not None else None
 
     def trace_of(self, index: int, num_nodes: int) -> list[TraceNode]:
         """Return the tree of an entry for the client. Requires `nodes`."""
@@ -94,6 +103,7 @@ class OpenRound:
         size: Size of the verify pass.
         begun: Time of the start, or None if the round starts with its verify pass.
         provisional_runs: `GraphCache.provisional_runs` before the round.
+        tap: As in `Round`.
         work: Enqueues the forward pass, and then the rest of the verify pass.
         drafted: Time of the end of drafting. None until the forward pass has been enqueued.
     """
@@ -105,6 +115,7 @@ class OpenRound:
     size: PassSize
     begun: Moment | None
     provisional_runs: int
+    tap: RoundTap | None = None
     work: Iterator[None] = field(default_factory=lambda: iter(()))
     drafted: Moment | None = None
 

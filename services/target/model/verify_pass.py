@@ -64,10 +64,17 @@ class PassResult:
             nodes, the path, and the emitted tokens.
         logprobs: ``[M, token_logprobs.WORDS] int32``. Row ``starts[e] + c`` belongs to the token at column c
             of entry e. None unless the sampling mode is `FULL`.
+        hidden: ``[M, hidden_size]``, the output rows of the model.
+        logits: ``[M, V]``. None unless the sampling mode is `FULL`.
+        rows: ``[M] int64``. Element ``starts[e] + c`` is the packed row from which the token at column c of
+            entry e was chosen. None unless the sampling mode is `FULL`.
     """
 
     packed: torch.Tensor
     logprobs: torch.Tensor | None
+    hidden: torch.Tensor
+    logits: torch.Tensor | None = None
+    rows: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +183,7 @@ def choose_pass(
         )
 
     # 5. Count the chosen tokens for the rules of later rounds, and compute the logprobs that clients want.
-    logprobs = None
+    logprobs = rows = None
     if logits is not None:
         outputs = record_outputs(
             table.rules.state,
@@ -186,7 +193,8 @@ def choose_pass(
             accepted.packed,
             size.rows,
         )
-        logprobs = token_logprobs(logits, outputs.rows, chosen[outputs.rows], outputs.tops)
+        rows = outputs.rows
+        logprobs = token_logprobs(logits, rows, chosen[rows], outputs.tops)
 
     # 6. Compute and store the feature rows of the accepted nodes.
     projector = model.projector if size.capture else None
@@ -195,7 +203,7 @@ def choose_pass(
         pool.scatter_features(
             projector.parts(picked), accepted.feature_slots, accepted.feature_places, table.features
         )
-    return PassResult(accepted.packed, logprobs)
+    return PassResult(accepted.packed, logprobs, forward.output.hidden, logits, rows)
 
 
 def _sampling(rows: SamplingTensors, mode: SamplingMode) -> SamplingTensors:

@@ -47,6 +47,8 @@ class _ProtocolFeatureEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Proto
     """Rounds that stay on the devices of both sides, in slots that sequences join and leave: SlotsOpen. Since
     version 3.
     """
+    PROTOCOL_FEATURE_COMPACT_STATES: _ProtocolFeature.ValueType  # 5
+    """RoundState contains only the feature rows of chosen tokens, without gaps."""
 
 class ProtocolFeature(_ProtocolFeature, metaclass=_ProtocolFeatureEnumTypeWrapper):
     """Optional parts of the protocol. Each side sends the parts that its release supports, whether or not its
@@ -66,6 +68,8 @@ PROTOCOL_FEATURE_SLOTTED_ROUNDS: ProtocolFeature.ValueType  # 4
 """Rounds that stay on the devices of both sides, in slots that sequences join and leave: SlotsOpen. Since
 version 3.
 """
+PROTOCOL_FEATURE_COMPACT_STATES: ProtocolFeature.ValueType  # 5
+"""RoundState contains only the feature rows of chosen tokens, without gaps."""
 Global___ProtocolFeature: _TypeAlias = ProtocolFeature  # noqa: Y015
 
 class _Want:
@@ -884,7 +888,9 @@ Global___RoundsNext: _TypeAlias = RoundsNext  # noqa: Y015
 @_typing.final
 class RoundState(_message.Message):
     """The state that starts the round of the last RoundsNext, if target and draft share no memory. RoundsNext
-    is sent ahead of it. Feature rows after the last valid one may be omitted from the end.
+    is sent ahead of it. With the feature COMPACT_STATES, the state contains for each group all bytes before
+    the feature rows, and then the valid feature rows. Without it, feature rows after the last valid one may be
+    omitted from the end.
     """
 
     DESCRIPTOR: _descriptor.Descriptor

@@ -161,6 +161,7 @@ class GrpcCarrier(Carrier):
                 self._poll_window,
                 self._dispatch,
                 StreamRelay.try_make(Side.TARGET, self._device),
+                compact=Feature.COMPACT_STATES in features,
             )
             self.rounds = self._stream_exchange
 

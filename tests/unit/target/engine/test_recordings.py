@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,6 +21,8 @@ from outrider.services.target.model.verify_pass import PassSize
 from outrider.shared.spec.tree import NO_DRAFT, DraftShape
 
 TREE, CHAIN = DraftShape(3, 2, 7), DraftShape(3, 1, 4)
+NOTHING: Any = SimpleNamespace(recording=lambda *_what: None)
+"""A source whose drafts are not recorded."""
 
 
 class Recorder:
@@ -33,12 +36,16 @@ class Recorder:
     def capture(self, *what: Any) -> None:
         self.made.append(what if len(what) > 1 else what[0])
 
+    def recording(self, *what: Any) -> Callable[[], None]:
+        return lambda: self.capture(*what)
+
     def record(
         self, batches: list[tuple[int, DraftShape]], *, drafts: bool = False, captures: bool = False
     ) -> list[str]:
         """Record everything, and return the descriptions."""
         rounds: Any = self
-        recordings = list(round_recordings(rounds, self if drafts else None, batches, captures=captures))
+        source: Any = self if drafts else NOTHING
+        recordings = list(round_recordings(rounds, source, batches, captures=captures))
         assert not self.made, "listing must record nothing"
         for _description, record in recordings:
             record()
@@ -91,7 +98,9 @@ def test_rounds_beyond_the_limit_of_packed_rows_are_left_out() -> None:
 
 def test_other_sampling_modes_can_be_listed_alone() -> None:
     rounds: Any = Recorder()
-    for _, record in round_recordings(rounds, None, [(2, NO_DRAFT)], [SamplingMode.FILTERED], captures=False):
+    for _, record in round_recordings(
+        rounds, NOTHING, [(2, NO_DRAFT)], [SamplingMode.FILTERED], captures=False
+    ):
         record()
     assert rounds.made == [PassSize(2, 1, SamplingMode.FILTERED, False)]
 
