@@ -37,7 +37,8 @@ from outrider.shared.spec.drafter import FeatureSpec
 LIBRARY_ROWS = 1024
 """From this many rows on, a pass replays no graph of our attention kernel if a library's kernel is faster.
 
-For this many rows, a large GPU takes as long to run the kernels of a pass as the host takes to launch them.
+With this many rows, a large GPU needs as much time to run the kernels of a pass as the host needs to launch
+them.
 """
 
 
