@@ -113,8 +113,7 @@ class Pairing:
         usual: Kind of the batch's requests.
         odd: Kind of the other request. For comparison, the batch also runs beside one more request of the
             usual kind.
-        goal: Smallest ratio of the batch's two speeds that is good enough. None if no goal was set, because
-            the odd request has costs of its own, namely its nodes and the time of its draft.
+        goal: Smallest ratio of the batch's two speeds that is good enough. None if no goal was set.
     """
 
     name: str

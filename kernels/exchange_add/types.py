@@ -15,8 +15,8 @@ BLOCK = 512
 ABSENT = -0x7FFF8000
 """Word that marks a number that has not been written yet: 0x80008000.
 
-In fp32, this word is a denormal number, which does not occur in normal sums. As two 16-bit numbers, the word
-is -0 twice. If a rank nevertheless computes one of these numbers, the rank sends +0 instead."""
+In fp32, this word is a denormal number. As two 16-bit numbers, it is -0 twice. If a rank computes one of
+these numbers, it sends +0 instead."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -96,13 +96,12 @@ class GraphCache:
 
     All graphs share one memory pool, so two replays must not overlap: replay all graphs on one stream.
 
-    A result of `run` is valid until the next `run` or `capture` of *any* key of this cache, because the graph
-    of another key may place its intermediate values at the same addresses. To keep a value longer, let the
-    function copy the value to a tensor that was allocated outside the function.
+    A result of `run` is valid until the next `run` or `capture` of *any* key of this cache, because another
+    graph may use the same addresses. To keep a value longer, let the function copy it to a tensor that was
+    allocated outside the function.
 
-    Graphs that are recorded inside `keeping`, at start-up, are permanent. Of the graphs that are recorded
-    later, the cache keeps only the `max_late_graphs` that were used most recently. Without this limit, the
-    number of graphs could grow without bound, because client requests determine which keys occur.
+    Graphs that are recorded inside `keeping`, at start-up, are permanent. Client requests determine which
+    later keys occur, so the cache keeps only the `max_late_graphs` most recently used later graphs.
 
     Args:
         device: The device that the functions run on.
@@ -197,10 +196,9 @@ class GraphCache:
     def due(self, key: Hashable, counted_as: Hashable | None = None) -> bool:
         """Return whether to call `run` for this key now. Otherwise, the caller runs the function eagerly.
 
-        A key that was not recorded at start-up becomes due after it has occurred `RECORD_AFTER` times,
-        because it is then likely to occur often enough to make up for the time of the recording. A key never
-        becomes due if its recording would take longer than `most_late_s`. During start-up, a key is due
-        immediately, unless it is counted under a name.
+        During start-up, a key is due immediately, unless it is counted under a name. A later key is due after
+        it has occurred `RECORD_AFTER` times, because it will then probably make up for the time of its
+        recording. It is never due if its recording would take longer than `most_late_s`.
 
         Args:
             key: The key of `run`.
@@ -244,15 +242,15 @@ class GraphCache:
         """Record a graph for `key` unless there is one. Does nothing on a CPU. Waits for the device.
 
         Before the capture, `record` runs eagerly `WARM_UP_RUNS` times, unless `run_eagerly` has run the work
-        often enough. Call this method while the static inputs contain idle rows (lengths 0, slots -1).
-        With other rows, the eager runs would overwrite data, such as K/V, that later passes read.
+        often enough. Call this method while the static inputs contain idle rows (lengths 0, slots -1),
+        because the eager runs would otherwise overwrite data, such as K/V, that later passes read.
 
         Some functions cannot be captured, for example because they query the device. Without an observer, the
         cache logs such a failure, and runs the function eagerly from then on. With an observer, it raises the
         error.
 
         In a rehearsal (`kernels.ahead`, a dry run that finds the kernels to compile), `record` runs once and
-        no graph is recorded, whether graphs are enabled or not.
+        no graph is recorded.
         """
         if rehearsing():
             if key not in self._recorded:

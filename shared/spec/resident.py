@@ -1,8 +1,7 @@
 """Device rounds between a target and a draft in another process: the states and trees that they exchange.
 
-In the steady state, the devices do not wait until a host has read the previous round. The target's host
-enqueues each round before it reads the result of the round before. The enqueued work sends the state,
-receives the trees and runs the verify pass.
+The target's host enqueues each round before it reads the result of the previous round. The enqueued work
+sends the state, receives the trees and runs the verify pass.
 
 A draft in another process implements the interface in `shared.spec.exchanged_slots`. A drafter in the
 target's own process implements the interface in `shared.spec.device_drafter`.

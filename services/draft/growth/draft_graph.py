@@ -1,10 +1,9 @@
 """Extends sessions and grows their trees in one CUDA graph launch, for rounds that the host starts.
 
-Such rounds serve remote targets that send their requests in frames, and batches whose composition changes.
-The inputs from the host, except page tables, are packed and copied to the device together. On a GPU,
-launching the roughly one hundred kernels of a round takes longer than running these kernels. Rounds of a
-recurring size are therefore recorded as CUDA graphs. The first few rounds of each size run eagerly, with the
-same code.
+Such rounds serve remote targets that send their requests in frames. The inputs from the host, except page
+tables, are packed and copied to the device together. On a GPU, launching the roughly one hundred kernels of a
+round takes longer than running them. Rounds of a recurring size are therefore recorded as CUDA graphs. The
+first few rounds of each size run eagerly, with the same code.
 
 Also defines the draft's limit on recorded batch sizes (`DraftGraphs`).
 """

@@ -1,9 +1,9 @@
 """Runs rounds on this device for targets in other processes: assigns slots, records and enqueues rounds.
 
 A target opens slots once (SlotsOpen). The message RoundsNext announces a round. It lists the sessions that
-join slots, and groups of slots; all trees of a group have the same shape. The round's state, i.e. the tokens
-that the target's last pass chose and their features, arrives on the device through an `Exchange`, which also
-returns the trees. For the draft's host, the target sends the tokens again after it has read them.
+join slots, and the slots that draft, in one group per tree shape. The round's state (the last chosen tokens
+and their features) arrives on the device through an `Exchange`, which also returns the trees. The target
+sends the tokens again for the draft's host, after it has read them.
 
     RoundsNext n+1     | update, joins · extend by rows of commits · reserve pages · enqueue the round
     state n+1 arrives  |                      group 1: extend, grow │ group 2: extend, grow │ trees n+1
@@ -64,8 +64,8 @@ class _Prepared:
 class SlottedRounds:
     """The slots and rounds of all targets. Engine thread only, except for `peer`.
 
-    While a CUDA stream waits for a target's state, nothing else runs on that stream. If several targets have
-    sessions, the host therefore starts the rounds of all these targets.
+    A CUDA stream that waits for one target's state blocks the rounds of all other targets. If several targets
+    have sessions, the host therefore starts their rounds.
 
     Args:
         engine: The sessions and the drafting strategy.

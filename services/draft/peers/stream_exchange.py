@@ -1,8 +1,8 @@
 """Transfers states and trees of rounds as messages, for targets that share no memory with the draft (gRPC).
 
-If a round with the same recorded graphs has run before, a new round is enqueued when RoundsNext arrives, and
-waits on the device for its state. Any other round is launched when its state arrives. A blob is the packed
-state or the packed trees of one round.
+A round whose recorded graphs have run before is enqueued when RoundsNext arrives, and waits on the device for
+its state. Any other round is launched when its state arrives. A blob is the packed state or the packed trees
+of one round.
 """
 
 from __future__ import annotations

@@ -125,8 +125,8 @@ class Recorder:
     def hear(self) -> None:
         """Note the callers of `ask`. Call this before checking whether the draft has changed.
 
-        The draft may change between this check and a later call of `ask`. The event of a later call is
-        therefore set only after the next check.
+        The event of a caller of `ask` is set after the next check that follows the call, because the draft
+        may have changed since the last check.
         """
         while self._asked:
             self._heard.append(self._asked.popleft())

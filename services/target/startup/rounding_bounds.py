@@ -133,8 +133,8 @@ def limits_of(decoder: Decoder, pool: KVPool) -> Limits:
 def errors(expected: Stages, found: Stages) -> torch.Tensor:
     """Return the error of each row at each stage, ``[rows, layers + 1] fp32``. The last stage is the logits.
 
-    Before logits are compared, the mean of each row's logits is subtracted, because a common offset does not
-    change any probability.
+    The mean of each row's logits is subtracted first, because a common offset does not change any
+    probability.
     """
     layers = _rms(found.layers - expected.layers) / _rms(expected.layers).clamp(min=_tiny())
     size, spread = _rms(expected.logits), _rms(_centred(expected.logits))

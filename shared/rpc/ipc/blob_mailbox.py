@@ -5,8 +5,8 @@ trees. The state is one blob, and all trees together are another blob. A blob is
 (`shared.spec.resident`).
 
 Each direction has two slots, which are used in turn, and a word in shared memory that announces the latest
-blob (`doorbells`). Two slots are enough: if a side's wait ends without the peer's blob, this side sends at
-most one more round. It therefore never overwrites a blob that the peer has not read yet.
+blob (`doorbells`). Two slots are enough, because a side whose wait ended without the peer's blob sends at
+most one more round.
 """
 
 from __future__ import annotations
