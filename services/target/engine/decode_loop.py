@@ -110,8 +110,11 @@ class DecodeLoop:
                 self._drafts.postponed(entries)
                 return
             entries = [entry for entry in entries if not entry.sequence.passes_ahead]
-        if not entries:
-            return
+        if entries:
+            self._launch_round(entries)
+
+    def _launch_round(self, entries: Seq[Entry]) -> None:
+        """Draft and enqueue a round. Entries that await their trees are left out."""
         self._rounds.begin()
         prepared = self._drafts.prepare(entries)
         if not prepared.entries:
