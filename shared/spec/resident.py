@@ -31,6 +31,7 @@ from dataclasses import dataclass
 
 import torch
 
+from outrider.kernels.packed_round import GroupRows
 from outrider.shared.base.errors import wrong_size
 
 Buffer = bytes | memoryview
@@ -224,6 +225,19 @@ class RoundState:
     def columns(self) -> int:
         """R, the largest number of tokens that a round may choose per row."""
         return self.tokens.shape[1]
+
+    @property
+    def rows(self) -> GroupRows:
+        """This state without `packed`, as the rows of a group."""
+        return GroupRows(
+            self.committed_lens,
+            self.counts,
+            self.tokens,
+            self.features,
+            self.temperature,
+            self.seeds,
+            self.choices,
+        )
 
     @property
     def layout(self) -> GroupLayout:

@@ -22,6 +22,7 @@ from outrider.services.target.scheduling.scheduler import PrefillChunk, StepPlan
 from outrider.services.target.scheduling.sequence import Sequence as EngineSequence
 from outrider.shared.base.generation import RoundTrace
 from outrider.shared.base.logit_rules import TokenLogprob
+from outrider.shared.base.token_states import TokenStates
 from outrider.shared.kv.pool import KVPool
 from outrider.shared.spec.tree import NO_DRAFT, DraftShape
 from support.slot_sequences import seated_sequence
@@ -119,8 +120,8 @@ class LoopWorld:
     def launched(self) -> None:
         self.log.append("launched")
 
-    def carry(self) -> None:
-        self.log.append("carry")
+    def receive_trees(self) -> None:
+        self.log.append("receive trees")
 
     def take_wait(self) -> ProposalWait | None:
         return self.wait
@@ -152,6 +153,7 @@ class LoopWorld:
         step: Advance,
         trace: RoundTrace | None = None,
         logprobs: Sequence[TokenLogprob] = (),
+        states: TokenStates | None = None,
     ) -> None:
         self.log.append(f"emit {sequence.session_id} {step.kept}")
         if trace is not None:

@@ -26,7 +26,6 @@ from outrider.services.draft.growth.tree_grower import (
     GrowthInputs,
     GrowthSize,
     TreeGrower,
-    max_round_rows,
 )
 from outrider.services.draft.sessions.chunks import RowChunk, take_features
 from outrider.services.draft.sessions.session import RowSource, Session
@@ -288,7 +287,7 @@ class DeviceGrowth:
 
 def pending_rows(shape: DraftShape) -> int:
     """Return how many rows a session may have pending when one launch extends it and grows its tree."""
-    return max_round_rows(shape.bounded()) if shape.drafts else 0
+    return shape.bounded().columns if shape.drafts else 0
 
 
 def _packed_size(bs: int, rows: int) -> int:

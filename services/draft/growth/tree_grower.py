@@ -62,7 +62,7 @@ class GrowthSize:
     def of(cls, bs: int, shape: DraftShape) -> GrowthSize:
         """Return the size of rounds that follow a round with trees of the same shape."""
         shape = shape.bounded()
-        return cls(bs, max_round_rows(shape), shape.depth, shape.topk, shape.max_nodes)
+        return cls(bs, shape.columns, shape.depth, shape.topk, shape.max_nodes)
 
 
 def scratch_rows(depth: int, topk: int) -> int:
@@ -71,11 +71,6 @@ def scratch_rows(depth: int, topk: int) -> int:
     The last level needs no rows, because the model does not run on it.
     """
     return max(0, depth - 1) * topk
-
-
-def max_round_rows(shape: DraftShape) -> int:
-    """Return the largest number of tokens that a round with trees of this shape can choose."""
-    return min(shape.depth, shape.max_nodes - 1) + 1
 
 
 @dataclass(frozen=True, slots=True)

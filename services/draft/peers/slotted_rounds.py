@@ -22,7 +22,6 @@ from outrider.draft.v1 import draft_pb2
 from outrider.services.draft.engine import OUT_OF_PAGES_RETRY_MS, DraftEngine
 from outrider.services.draft.growth.draft_graph import DeviceGrowth
 from outrider.services.draft.growth.slot_rounds import SlotRounds
-from outrider.services.draft.growth.tree_grower import max_round_rows
 from outrider.services.draft.peers.exchange import Exchange
 from outrider.services.draft.peers.group_round import GroupRound
 from outrider.services.draft.peers.peer import Peer
@@ -206,7 +205,7 @@ class SlottedRounds:
 
     def _update(self, peer: Peer, seats: SlotSeats, message: draft_pb2.SlotsUpdate) -> None:
         limits = self._engine.sessions.limits
-        for session in seats.tell(message.told, max_len=limits.max_len, vocab_size=limits.vocab_size):
+        for session in seats.add_tokens(message.told, max_len=limits.max_len, vocab_size=limits.vocab_size):
             self._lose(peer, session)
         seats.leave(message.left)
 
@@ -268,7 +267,7 @@ class SlottedRounds:
             return False
         prepared = found[1]
         parts = prepared.joint.parts([group.buffers for group in prepared.groups])
-        exchange.take(prepared.message, parts.state, parts.expected, STATE_LIMIT_S)
+        exchange.receive_state(prepared.message, parts.state, parts.expected, STATE_LIMIT_S)
         parts.spread()
         for group in prepared.groups:
             # Write the pages after the wait. If target and draft share a GPU by time-slicing, a copy before
@@ -276,7 +275,7 @@ class SlottedRounds:
             group.load()
             group.run(self.graphs)
         parts.collect()
-        exchange.give(prepared.message, parts.trees)
+        exchange.send_trees(prepared.message, parts.trees)
         self._tried.add(tuple(group.key for group in prepared.groups))
         self._slots[peer].ran(number, prepared.sessions)
         return True
@@ -318,7 +317,7 @@ class SlottedRounds:
             shape.drafts
             and self._engine.sessions.allows(shape)
             and 1 <= batch <= MAX_SLOTS
-            and max_round_rows(shape.bounded()) <= columns <= MAX_COLUMNS
+            and shape.bounded().columns <= columns <= MAX_COLUMNS
         )
 
     def _buffers_for(self, batch: int, columns: int, shape: DraftShape, rounds: DeviceGrowth) -> RoundBuffers:

@@ -144,7 +144,7 @@ class StreamExchange(Exchange):
         self._ahead = tried and self._relayed and self._may_go_ahead
         return self._ahead
 
-    def take(
+    def receive_state(
         self, message: draft_pb2.RoundsNext, state: StateBlob, expected: torch.Tensor, limit_s: float
     ) -> None:
         """Copy the state that has arrived, or make the stream wait for it."""
@@ -167,7 +167,7 @@ class StreamExchange(Exchange):
         self._staging.load(self._state, message.number, blob, LEAST_STATE_BYTES, expand)
         expected.fill_(message.number)
 
-    def give(self, message: draft_pb2.RoundsNext, blob: torch.Tensor) -> None:
+    def send_trees(self, message: draft_pb2.RoundsNext, blob: torch.Tensor) -> None:
         if self._relayed and self._relay is not None:
             self._relay.give(message.number, blob)
             envelopes = BlobEnvelopes.of(message)

@@ -134,7 +134,7 @@ class DecodeLoop:
         """Read, commit and emit the passes in flight, except for a round that may stay ahead of the host."""
         while self._in_flight and not self._stays_ahead():
             if len(self._in_flight) == 1:
-                self._drafts.carry()
+                self._drafts.receive_trees()
             self._finish(self._in_flight.popleft())
 
     def drain(self) -> None:

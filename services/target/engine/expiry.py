@@ -13,7 +13,7 @@ class Expiry:
 
     Attributes:
         next_due: Time of the next check, from `time.monotonic()`. None if no check is due. No request has to
-        end before this time.
+            end before this time.
     """
 
     def __init__(self) -> None:

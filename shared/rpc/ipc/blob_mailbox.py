@@ -56,6 +56,10 @@ class BlobLayout:
         """Layout of the shared memory. Its first page contains the words."""
         return SlotLayout(1, self.slots_bytes if self.inside else 1)
 
+    def fits(self, state: torch.Tensor, trees: torch.Tensor) -> bool:
+        """Return True if a state and trees of these sizes fit into their slots."""
+        return state.nbytes <= self.state_bytes and trees.nbytes <= self.trees_bytes
+
     def state_slot(self, number: int) -> int:
         """Return the byte offset of a round's state within the memory of the slots."""
         return number % SLOTS * self.state_bytes

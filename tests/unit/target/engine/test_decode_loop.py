@@ -61,7 +61,7 @@ def test_effects_have_one_order() -> None:
         "hold 1",
         "launch 1",
         "launched",
-        "carry",
+        "receive trees",
         "read 1",
         "accept 0",
         "committed 0 [8, 9]",
