@@ -91,7 +91,7 @@ class DraftEngine:
         self.strategy = strategy
         self.metrics = metrics
         self.spans = SessionSpans()
-        self.sessions = SessionTable(limits, strategy.release)
+        self.sessions = SessionTable(limits, strategy.release, strategy.begin)
         self._clock = clock
         self._slot_rounds = None if strategy.rounds is None else SlotRounds(strategy.rounds.memory, clock)
 

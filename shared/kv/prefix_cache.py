@@ -202,6 +202,36 @@ class PrefixCache:
             node.promised_by = None
             node.has_features = path.published * self._page_size <= feature_len
 
+    def share(self, lease: PageLease, tokens: Sequence[int]) -> None:
+        """Let other sequences read the full pages of a sequence that goes on.
+
+        Args:
+            lease: The lease of the sequence.
+            tokens: The tokens whose K/V is stored. The passes that write this K/V must have been enqueued.
+        """
+        path = self._paths.get(lease)
+        if path is None or not path.trusted or (path.nodes and path.nodes[-1].parent is None):
+            return  # the tree no longer has the beginning of the sequence
+        self.promise(lease, tokens)
+        self.publish(lease, len(tokens), len(tokens))
+
+    def forget(self, tokens: Sequence[int], kept: int, salt: str = "") -> None:
+        """Remove the stored pages of a sequence after its first `kept` tokens.
+
+        Pages that a lease reads are not removed, nor are pages below them in the tree.
+        """
+        node, pages = self._tree.find_root(salt), len(tokens) // self._page_size
+        if node is None or pages < 1 or next(self._tree.keys(tokens, 0, 1)) not in node.children:
+            return
+        for index, key in enumerate(self._tree.keys(tokens, 0, pages)):
+            child = node.children.get(key)
+            if child is None:
+                return
+            if index >= kept // self._page_size and not child.pins:
+                self._tree.remove(child)
+                return
+            node = child
+
     def end(self, lease: PageLease, tokens: Sequence[int], feature_len: int) -> None:
         """Store the full pages of a sequence that has ended or is preempted, and end its lease.
 

@@ -70,6 +70,10 @@ class SequenceOpen:
         seed, temperature, choice_index: Parameters of the target's sampling noise, for coupled drafting.
         traceparent: W3C trace context of the target's span for the request. Empty if the request is not
             traced.
+        cache_salt: The drafter may keep what it computes for later sequences with the same salt. With None,
+            it keeps and reuses nothing.
+        stored_len: Number of leading tokens that the target has found in its prefix cache or has computed.
+            For these tokens, the drafter may reuse what it has kept of earlier sequences.
     """
 
     fence: Fence
@@ -78,6 +82,8 @@ class SequenceOpen:
     temperature: float
     choice_index: int = 0
     traceparent: str = ""
+    cache_salt: str | None = None
+    stored_len: int = 0
 
 
 @dataclass(frozen=True, slots=True)

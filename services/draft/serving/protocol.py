@@ -141,7 +141,7 @@ class DraftProtocol:
                 messages = list(commits_from(request.frame, self.feature_size, time.monotonic(), tensors))
                 loop.submit(lambda: self._commit(peer, messages))
             case "open":
-                opening = opening_from(request.open)
+                opening = opening_from(request.open, peer.target_id)
                 loop.submit(lambda: self._open(peer, opening))
             case "rows":
                 some = request.rows

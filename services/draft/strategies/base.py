@@ -54,7 +54,10 @@ class StrategyInfo:
 
 @dataclass(frozen=True, slots=True)
 class Pages:
-    """Page counts of the strategy's own KV pool; all zero without a pool."""
+    """Page counts of the strategy's own KV pool; all zero without a pool.
+
+    Stored pages of ended sessions count as free, because they make room when pages are needed.
+    """
 
     total: int
     free: int
@@ -98,6 +101,22 @@ class DraftStrategy(Protocol):
 
         Raises:
             CheckpointError: The tensor is not missing, or its shape is wrong.
+        """
+        ...
+
+    def begin(self, session: Session, known: Session | None, kept: int, stored_len: int) -> int:
+        """Find the rows of a new session that need not be computed.
+
+        Args:
+            session: The new session, without memory.
+            known: The session that it replaces. None for a sequence that the draft does not follow yet. Its
+                memory passes to the new session or is freed.
+            kept: Number of rows of `known` that are valid for the new session.
+            stored_len: Number of leading rows that the session may share with earlier sessions.
+
+        Returns:
+            The number of leading rows that the strategy's KV contains, at most ``session.num_rows - 1``. 0 if
+            there are none.
         """
         ...
 

@@ -23,7 +23,7 @@ from outrider.services.target.draft_client.breaker import Breaker, BreakerState
 from outrider.services.target.draft_client.connection import Connection
 from outrider.services.target.draft_client.deadlines import AnswerDeadlines
 from outrider.services.target.draft_client.link import DraftLink, TargetIdentity, Weight
-from outrider.services.target.draft_client.session import DraftSession, open_message, send_frame
+from outrider.services.target.draft_client.session import DraftSession, send_frame
 from outrider.services.target.draft_client.slotted_rounds import SlottedRounds
 from outrider.services.target.draft_client.transport.create import carrier_of
 from outrider.services.target.draft_client.trees import fits
@@ -51,7 +51,6 @@ BAD_TREES_TO_TRIP = 3
 FAULTS_TO_RECONNECT = 3
 """Number of consecutive faults after which to reconnect, because the connection may be in a damaged state."""
 NO_DEADLINE_US = 0
-FIRST_EPOCH = 1
 REJECTED_FOR_S = 5.0
 """Seconds until a session that the draft refused is offered again, if the refusal does not name a time."""
 
@@ -133,15 +132,13 @@ class RemoteDrafter(Drafter):
     def open(self, sequences: Sequence[SequenceOpen]) -> None:
         for sequence in sequences:
             self.slots.left([sequence.fence.session_id])
-            session = self._sessions[sequence.fence.session_id] = DraftSession(sequence.fence)
+            former = self._sessions.get(sequence.fence.session_id)
+            session = self._sessions[sequence.fence.session_id] = DraftSession(sequence.fence, former)
             connection = self._usable()
             if connection is None:
                 session.lost = True
-                continue
-            connection.send(open_message(sequence))
-            session.live = True
-            # A draft that has followed this sequence before may still have some rows. OpenAck says how many.
-            session.acked = connection.carrier.rows_follow_open and sequence.fence.epoch == FIRST_EPOCH
+            else:
+                session.begin(connection, sequence)
 
     def features(self, session_id: int, base: int, rows: torch.Tensor) -> None:
         """Send the feature rows of a prompt, or keep the rows until the draft has opened the session."""

@@ -168,7 +168,7 @@ class DraftSessions:
     def _open(self, sequence: Sequence) -> None:
         sequence.epoch += 1
         sequence.drafted = True
-        sampling = sequence.request.sampling
+        request, sampling = sequence.request, sequence.request.sampling
         self._drafter.open(
             [
                 SequenceOpen(
@@ -177,7 +177,9 @@ class DraftSessions:
                     sampling.seed,
                     sampling.temperature,
                     sampling.choice_index,
-                    sequence.request.traceparent,
+                    request.traceparent,
+                    request.cache_salt if self._scheduler.prefixes.enabled else None,
+                    sequence.feature_len if self._wants_features else sequence.found_len,
                 )
             ]
         )

@@ -4,70 +4,73 @@
 # source: outrider/common/v1/common.proto
 # Protobuf Python Version: 6.31.1
 """Generated protocol buffer code."""
-
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import descriptor_pool as _descriptor_pool
 from google.protobuf import runtime_version as _runtime_version
 from google.protobuf import symbol_database as _symbol_database
 from google.protobuf.internal import builder as _builder
-
 _runtime_version.ValidateProtobufRuntimeVersion(
-    _runtime_version.Domain.PUBLIC, 6, 31, 1, "", "outrider/common/v1/common.proto"
+    _runtime_version.Domain.PUBLIC,
+    6,
+    31,
+    1,
+    '',
+    'outrider/common/v1/common.proto'
 )
 # @@protoc_insertion_point(imports)
 
 _sym_db = _symbol_database.Default()
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(
-    b'\n\x1foutrider/common/v1/common.proto\x12\x12outrider.common.v1"A\n\nSharedSlot\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\x11\n\tnum_bytes\x18\x03 \x01(\x04"\xcf\x01\n\nTensorData\x12\r\n\x05shape\x18\x01 \x03(\x04\x12+\n\x05\x64type\x18\x02 \x01(\x0e\x32\x1c.outrider.common.v1.DataType\x12\x10\n\x06inline\x18\x03 \x01(\x0cH\x00\x12\x37\n\rshared_memory\x18\x04 \x01(\x0b\x32\x1e.outrider.common.v1.SharedSlotH\x00\x12\x32\n\x08\x63uda_ipc\x18\x05 \x01(\x0b\x32\x1e.outrider.common.v1.SharedSlotH\x00\x42\x06\n\x04\x64\x61ta"\x85\x01\n\x0bTensorChunk\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05shape\x18\x02 \x03(\x04\x12+\n\x05\x64type\x18\x03 \x01(\x0e\x32\x1c.outrider.common.v1.DataType\x12\x0e\n\x06offset\x18\x04 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x05 \x01(\x0c\x12\x0e\n\x06sha256\x18\x06 \x01(\x0c"\xb6\x01\n\x12SpeculationOptions\x12\x31\n\x04mode\x18\x01 \x01(\x0e\x32#.outrider.common.v1.SpeculationMode\x12\x12\n\x05\x64\x65pth\x18\x02 \x01(\rH\x00\x88\x01\x01\x12\x11\n\x04topk\x18\x03 \x01(\rH\x01\x88\x01\x01\x12\x16\n\tmax_nodes\x18\x04 \x01(\rH\x02\x88\x01\x01\x12\r\n\x05trace\x18\x05 \x01(\x08\x42\x08\n\x06_depthB\x07\n\x05_topkB\x0c\n\n_max_nodes"f\n\tTraceNode\x12\r\n\x05token\x18\x01 \x01(\r\x12\x0e\n\x06parent\x18\x02 \x01(\x11\x12\r\n\x05\x64\x65pth\x18\x03 \x01(\r\x12\x0f\n\x07logprob\x18\x04 \x01(\x02\x12\x11\n\x04text\x18\x05 \x01(\tH\x00\x88\x01\x01\x42\x07\n\x05_text"\xb9\x01\n\nRoundTrace\x12\r\n\x05round\x18\x01 \x01(\r\x12\x10\n\x08\x62\x61se_len\x18\x02 \x01(\r\x12,\n\x05nodes\x18\x03 \x03(\x0b\x32\x1d.outrider.common.v1.TraceNode\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x04 \x03(\r\x12\x0f\n\x07\x65mitted\x18\x05 \x03(\r\x12\x10\n\x08\x64raft_ms\x18\x06 \x01(\x02\x12\x11\n\tverify_ms\x18\x07 \x01(\x02\x12\x14\n\x0c\x65mitted_text\x18\x08 \x03(\t"\xd1\x01\n\x10SpeculationStats\x12\x15\n\raccept_length\x18\x01 \x01(\x02\x12\x0e\n\x06rounds\x18\x02 \x01(\r\x12\x14\n\x0c\x64raft_tokens\x18\x03 \x01(\r\x12\x17\n\x0f\x61\x63\x63\x65pted_tokens\x18\x04 \x01(\r\x12\x1a\n\x12\x61\x63\x63\x65pted_histogram\x18\x05 \x03(\r\x12\x17\n\x0f\x66\x61llback_reason\x18\x06 \x01(\t\x12\x1d\n\x10speedup_estimate\x18\x07 \x01(\x02H\x00\x88\x01\x01\x42\x13\n\x11_speedup_estimate"\x1c\n\rTokenSequence\x12\x0b\n\x03ids\x18\x01 \x03(\r"\xc8\x04\n\x0fSamplingOptions\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_k\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x02H\x03\x88\x01\x01\x12\x11\n\x04seed\x18\x05 \x01(\x04H\x04\x88\x01\x01\x12\x14\n\x0c\x63hoice_index\x18\x06 \x01(\r\x12\x1d\n\x10presence_penalty\x18\x07 \x01(\x02H\x05\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x08 \x01(\x02H\x06\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\t \x01(\x02H\x07\x88\x01\x01\x12\x46\n\nlogit_bias\x18\n \x03(\x0b\x32\x32.outrider.common.v1.SamplingOptions.LogitBiasEntry\x12\x12\n\nmin_tokens\x18\x0b \x01(\r\x12\x19\n\x11\x61llowed_token_ids\x18\x0c \x03(\r\x12\x34\n\tbad_words\x18\r \x03(\x0b\x32!.outrider.common.v1.TokenSequence\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x07\n\x05_seedB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x15\n\x13_repetition_penalty"\x99\x01\n\nConstraint\x12\x15\n\x0bjson_schema\x18\x01 \x01(\tH\x00\x12\x0f\n\x05regex\x18\x02 \x01(\tH\x00\x12\x11\n\x07grammar\x18\x03 \x01(\tH\x00\x12\x10\n\x06\x63hoice\x18\x04 \x01(\tH\x00\x12\x14\n\x0c\x62\x65gins_after\x18\x05 \x01(\t\x12\x0f\n\x07opening\x18\x06 \x01(\t\x12\r\n\x05\x66ield\x18\x07 \x01(\tB\x08\n\x06source"{\n\x0eLogprobOptions\x12\x10\n\x03top\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x17\n\nprompt_top\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x14\n\x0cprompt_start\x18\x03 \x01(\r\x12\x11\n\ttoken_ids\x18\x04 \x03(\rB\x06\n\x04_topB\r\n\x0b_prompt_top"Y\n\x0cTokenLogprob\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12\x0f\n\x07top_ids\x18\x02 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x03 \x03(\x02\x12\x11\n\trequested\x18\x04 \x03(\x02"L\n\x0cStateOptions\x12\x15\n\rhidden_states\x18\x01 \x01(\x08\x12\x16\n\x0erouted_experts\x18\x02 \x01(\x08\x12\r\n\x05start\x18\x03 \x01(\r"Z\n\x0bTokenStates\x12\r\n\x05\x66irst\x18\x01 \x01(\r\x12\r\n\x05\x63ount\x18\x02 \x01(\r\x12\x15\n\rhidden_states\x18\x03 \x01(\x0c\x12\x16\n\x0erouted_experts\x18\x04 \x01(\x0c"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r"{\n\x0b\x45rrorDetail\x12\x0e\n\x06status\x18\x01 \x01(\r\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0f\n\x07message\x18\x03 \x01(\t\x12\r\n\x05\x66ield\x18\x04 \x01(\t\x12\x1a\n\rretry_after_s\x18\x05 \x01(\x02H\x00\x88\x01\x01\x42\x10\n\x0e_retry_after_s*\x95\x01\n\x08\x44\x61taType\x12\x19\n\x15\x44\x41TA_TYPE_UNSPECIFIED\x10\x00\x12\x15\n\x11\x44\x41TA_TYPE_FLOAT32\x10\x01\x12\x15\n\x11\x44\x41TA_TYPE_FLOAT16\x10\x02\x12\x16\n\x12\x44\x41TA_TYPE_BFLOAT16\x10\x03\x12\x13\n\x0f\x44\x41TA_TYPE_INT32\x10\x04\x12\x13\n\x0f\x44\x41TA_TYPE_INT64\x10\x05*\x81\x01\n\x0fSpeculationMode\x12 \n\x1cSPECULATION_MODE_UNSPECIFIED\x10\x00\x12\x19\n\x15SPECULATION_MODE_AUTO\x10\x01\x12\x17\n\x13SPECULATION_MODE_ON\x10\x02\x12\x18\n\x14SPECULATION_MODE_OFF\x10\x03*|\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x1b\n\x17\x46INISH_REASON_CANCELLED\x10\x03\x62\x06proto3'
-)
+
+
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1foutrider/common/v1/common.proto\x12\x12outrider.common.v1\"A\n\nSharedSlot\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\x11\n\tnum_bytes\x18\x03 \x01(\x04\"\xcf\x01\n\nTensorData\x12\r\n\x05shape\x18\x01 \x03(\x04\x12+\n\x05\x64type\x18\x02 \x01(\x0e\x32\x1c.outrider.common.v1.DataType\x12\x10\n\x06inline\x18\x03 \x01(\x0cH\x00\x12\x37\n\rshared_memory\x18\x04 \x01(\x0b\x32\x1e.outrider.common.v1.SharedSlotH\x00\x12\x32\n\x08\x63uda_ipc\x18\x05 \x01(\x0b\x32\x1e.outrider.common.v1.SharedSlotH\x00\x42\x06\n\x04\x64\x61ta\"\x85\x01\n\x0bTensorChunk\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05shape\x18\x02 \x03(\x04\x12+\n\x05\x64type\x18\x03 \x01(\x0e\x32\x1c.outrider.common.v1.DataType\x12\x0e\n\x06offset\x18\x04 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x05 \x01(\x0c\x12\x0e\n\x06sha256\x18\x06 \x01(\x0c\"\xb6\x01\n\x12SpeculationOptions\x12\x31\n\x04mode\x18\x01 \x01(\x0e\x32#.outrider.common.v1.SpeculationMode\x12\x12\n\x05\x64\x65pth\x18\x02 \x01(\rH\x00\x88\x01\x01\x12\x11\n\x04topk\x18\x03 \x01(\rH\x01\x88\x01\x01\x12\x16\n\tmax_nodes\x18\x04 \x01(\rH\x02\x88\x01\x01\x12\r\n\x05trace\x18\x05 \x01(\x08\x42\x08\n\x06_depthB\x07\n\x05_topkB\x0c\n\n_max_nodes\"f\n\tTraceNode\x12\r\n\x05token\x18\x01 \x01(\r\x12\x0e\n\x06parent\x18\x02 \x01(\x11\x12\r\n\x05\x64\x65pth\x18\x03 \x01(\r\x12\x0f\n\x07logprob\x18\x04 \x01(\x02\x12\x11\n\x04text\x18\x05 \x01(\tH\x00\x88\x01\x01\x42\x07\n\x05_text\"\xb9\x01\n\nRoundTrace\x12\r\n\x05round\x18\x01 \x01(\r\x12\x10\n\x08\x62\x61se_len\x18\x02 \x01(\r\x12,\n\x05nodes\x18\x03 \x03(\x0b\x32\x1d.outrider.common.v1.TraceNode\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x04 \x03(\r\x12\x0f\n\x07\x65mitted\x18\x05 \x03(\r\x12\x10\n\x08\x64raft_ms\x18\x06 \x01(\x02\x12\x11\n\tverify_ms\x18\x07 \x01(\x02\x12\x14\n\x0c\x65mitted_text\x18\x08 \x03(\t\"\xd1\x01\n\x10SpeculationStats\x12\x15\n\raccept_length\x18\x01 \x01(\x02\x12\x0e\n\x06rounds\x18\x02 \x01(\r\x12\x14\n\x0c\x64raft_tokens\x18\x03 \x01(\r\x12\x17\n\x0f\x61\x63\x63\x65pted_tokens\x18\x04 \x01(\r\x12\x1a\n\x12\x61\x63\x63\x65pted_histogram\x18\x05 \x03(\r\x12\x17\n\x0f\x66\x61llback_reason\x18\x06 \x01(\t\x12\x1d\n\x10speedup_estimate\x18\x07 \x01(\x02H\x00\x88\x01\x01\x42\x13\n\x11_speedup_estimate\"\x1c\n\rTokenSequence\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xc8\x04\n\x0fSamplingOptions\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_k\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x02H\x03\x88\x01\x01\x12\x11\n\x04seed\x18\x05 \x01(\x04H\x04\x88\x01\x01\x12\x14\n\x0c\x63hoice_index\x18\x06 \x01(\r\x12\x1d\n\x10presence_penalty\x18\x07 \x01(\x02H\x05\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x08 \x01(\x02H\x06\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\t \x01(\x02H\x07\x88\x01\x01\x12\x46\n\nlogit_bias\x18\n \x03(\x0b\x32\x32.outrider.common.v1.SamplingOptions.LogitBiasEntry\x12\x12\n\nmin_tokens\x18\x0b \x01(\r\x12\x19\n\x11\x61llowed_token_ids\x18\x0c \x03(\r\x12\x34\n\tbad_words\x18\r \x03(\x0b\x32!.outrider.common.v1.TokenSequence\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x07\n\x05_seedB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x15\n\x13_repetition_penalty\"\x99\x01\n\nConstraint\x12\x15\n\x0bjson_schema\x18\x01 \x01(\tH\x00\x12\x0f\n\x05regex\x18\x02 \x01(\tH\x00\x12\x11\n\x07grammar\x18\x03 \x01(\tH\x00\x12\x10\n\x06\x63hoice\x18\x04 \x01(\tH\x00\x12\x14\n\x0c\x62\x65gins_after\x18\x05 \x01(\t\x12\x0f\n\x07opening\x18\x06 \x01(\t\x12\r\n\x05\x66ield\x18\x07 \x01(\tB\x08\n\x06source\"{\n\x0eLogprobOptions\x12\x10\n\x03top\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x17\n\nprompt_top\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x14\n\x0cprompt_start\x18\x03 \x01(\r\x12\x11\n\ttoken_ids\x18\x04 \x03(\rB\x06\n\x04_topB\r\n\x0b_prompt_top\"Y\n\x0cTokenLogprob\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12\x0f\n\x07top_ids\x18\x02 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x03 \x03(\x02\x12\x11\n\trequested\x18\x04 \x03(\x02\"L\n\x0cStateOptions\x12\x15\n\rhidden_states\x18\x01 \x01(\x08\x12\x16\n\x0erouted_experts\x18\x02 \x01(\x08\x12\r\n\x05start\x18\x03 \x01(\r\"Z\n\x0bTokenStates\x12\r\n\x05\x66irst\x18\x01 \x01(\r\x12\r\n\x05\x63ount\x18\x02 \x01(\r\x12\x15\n\rhidden_states\x18\x03 \x01(\x0c\x12\x16\n\x0erouted_experts\x18\x04 \x01(\x0c\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\"{\n\x0b\x45rrorDetail\x12\x0e\n\x06status\x18\x01 \x01(\r\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0f\n\x07message\x18\x03 \x01(\t\x12\r\n\x05\x66ield\x18\x04 \x01(\t\x12\x1a\n\rretry_after_s\x18\x05 \x01(\x02H\x00\x88\x01\x01\x42\x10\n\x0e_retry_after_s*\x95\x01\n\x08\x44\x61taType\x12\x19\n\x15\x44\x41TA_TYPE_UNSPECIFIED\x10\x00\x12\x15\n\x11\x44\x41TA_TYPE_FLOAT32\x10\x01\x12\x15\n\x11\x44\x41TA_TYPE_FLOAT16\x10\x02\x12\x16\n\x12\x44\x41TA_TYPE_BFLOAT16\x10\x03\x12\x13\n\x0f\x44\x41TA_TYPE_INT32\x10\x04\x12\x13\n\x0f\x44\x41TA_TYPE_INT64\x10\x05*\x81\x01\n\x0fSpeculationMode\x12 \n\x1cSPECULATION_MODE_UNSPECIFIED\x10\x00\x12\x19\n\x15SPECULATION_MODE_AUTO\x10\x01\x12\x17\n\x13SPECULATION_MODE_ON\x10\x02\x12\x18\n\x14SPECULATION_MODE_OFF\x10\x03*|\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x1b\n\x17\x46INISH_REASON_CANCELLED\x10\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
-_builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, "outrider.common.v1.common_pb2", _globals)
+_builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'outrider.common.v1.common_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
-    DESCRIPTOR._loaded_options = None
-    _globals["_SAMPLINGOPTIONS_LOGITBIASENTRY"]._loaded_options = None
-    _globals["_SAMPLINGOPTIONS_LOGITBIASENTRY"]._serialized_options = b"8\001"
-    _globals["_DATATYPE"]._serialized_start = 2524
-    _globals["_DATATYPE"]._serialized_end = 2673
-    _globals["_SPECULATIONMODE"]._serialized_start = 2676
-    _globals["_SPECULATIONMODE"]._serialized_end = 2805
-    _globals["_FINISHREASON"]._serialized_start = 2807
-    _globals["_FINISHREASON"]._serialized_end = 2931
-    _globals["_SHAREDSLOT"]._serialized_start = 55
-    _globals["_SHAREDSLOT"]._serialized_end = 120
-    _globals["_TENSORDATA"]._serialized_start = 123
-    _globals["_TENSORDATA"]._serialized_end = 330
-    _globals["_TENSORCHUNK"]._serialized_start = 333
-    _globals["_TENSORCHUNK"]._serialized_end = 466
-    _globals["_SPECULATIONOPTIONS"]._serialized_start = 469
-    _globals["_SPECULATIONOPTIONS"]._serialized_end = 651
-    _globals["_TRACENODE"]._serialized_start = 653
-    _globals["_TRACENODE"]._serialized_end = 755
-    _globals["_ROUNDTRACE"]._serialized_start = 758
-    _globals["_ROUNDTRACE"]._serialized_end = 943
-    _globals["_SPECULATIONSTATS"]._serialized_start = 946
-    _globals["_SPECULATIONSTATS"]._serialized_end = 1155
-    _globals["_TOKENSEQUENCE"]._serialized_start = 1157
-    _globals["_TOKENSEQUENCE"]._serialized_end = 1185
-    _globals["_SAMPLINGOPTIONS"]._serialized_start = 1188
-    _globals["_SAMPLINGOPTIONS"]._serialized_end = 1772
-    _globals["_SAMPLINGOPTIONS_LOGITBIASENTRY"]._serialized_start = 1603
-    _globals["_SAMPLINGOPTIONS_LOGITBIASENTRY"]._serialized_end = 1651
-    _globals["_CONSTRAINT"]._serialized_start = 1775
-    _globals["_CONSTRAINT"]._serialized_end = 1928
-    _globals["_LOGPROBOPTIONS"]._serialized_start = 1930
-    _globals["_LOGPROBOPTIONS"]._serialized_end = 2053
-    _globals["_TOKENLOGPROB"]._serialized_start = 2055
-    _globals["_TOKENLOGPROB"]._serialized_end = 2144
-    _globals["_STATEOPTIONS"]._serialized_start = 2146
-    _globals["_STATEOPTIONS"]._serialized_end = 2222
-    _globals["_TOKENSTATES"]._serialized_start = 2224
-    _globals["_TOKENSTATES"]._serialized_end = 2314
-    _globals["_USAGE"]._serialized_start = 2316
-    _globals["_USAGE"]._serialized_end = 2396
-    _globals["_ERRORDETAIL"]._serialized_start = 2398
-    _globals["_ERRORDETAIL"]._serialized_end = 2521
+  DESCRIPTOR._loaded_options = None
+  _globals['_SAMPLINGOPTIONS_LOGITBIASENTRY']._loaded_options = None
+  _globals['_SAMPLINGOPTIONS_LOGITBIASENTRY']._serialized_options = b'8\001'
+  _globals['_DATATYPE']._serialized_start=2524
+  _globals['_DATATYPE']._serialized_end=2673
+  _globals['_SPECULATIONMODE']._serialized_start=2676
+  _globals['_SPECULATIONMODE']._serialized_end=2805
+  _globals['_FINISHREASON']._serialized_start=2807
+  _globals['_FINISHREASON']._serialized_end=2931
+  _globals['_SHAREDSLOT']._serialized_start=55
+  _globals['_SHAREDSLOT']._serialized_end=120
+  _globals['_TENSORDATA']._serialized_start=123
+  _globals['_TENSORDATA']._serialized_end=330
+  _globals['_TENSORCHUNK']._serialized_start=333
+  _globals['_TENSORCHUNK']._serialized_end=466
+  _globals['_SPECULATIONOPTIONS']._serialized_start=469
+  _globals['_SPECULATIONOPTIONS']._serialized_end=651
+  _globals['_TRACENODE']._serialized_start=653
+  _globals['_TRACENODE']._serialized_end=755
+  _globals['_ROUNDTRACE']._serialized_start=758
+  _globals['_ROUNDTRACE']._serialized_end=943
+  _globals['_SPECULATIONSTATS']._serialized_start=946
+  _globals['_SPECULATIONSTATS']._serialized_end=1155
+  _globals['_TOKENSEQUENCE']._serialized_start=1157
+  _globals['_TOKENSEQUENCE']._serialized_end=1185
+  _globals['_SAMPLINGOPTIONS']._serialized_start=1188
+  _globals['_SAMPLINGOPTIONS']._serialized_end=1772
+  _globals['_SAMPLINGOPTIONS_LOGITBIASENTRY']._serialized_start=1603
+  _globals['_SAMPLINGOPTIONS_LOGITBIASENTRY']._serialized_end=1651
+  _globals['_CONSTRAINT']._serialized_start=1775
+  _globals['_CONSTRAINT']._serialized_end=1928
+  _globals['_LOGPROBOPTIONS']._serialized_start=1930
+  _globals['_LOGPROBOPTIONS']._serialized_end=2053
+  _globals['_TOKENLOGPROB']._serialized_start=2055
+  _globals['_TOKENLOGPROB']._serialized_end=2144
+  _globals['_STATEOPTIONS']._serialized_start=2146
+  _globals['_STATEOPTIONS']._serialized_end=2222
+  _globals['_TOKENSTATES']._serialized_start=2224
+  _globals['_TOKENSTATES']._serialized_end=2314
+  _globals['_USAGE']._serialized_start=2316
+  _globals['_USAGE']._serialized_end=2396
+  _globals['_ERRORDETAIL']._serialized_start=2398
+  _globals['_ERRORDETAIL']._serialized_end=2521
 # @@protoc_insertion_point(module_scope)

@@ -4,15 +4,18 @@
 # source: outrider/draft/v1/draft.proto
 # Protobuf Python Version: 6.31.1
 """Generated protocol buffer code."""
-
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import descriptor_pool as _descriptor_pool
 from google.protobuf import runtime_version as _runtime_version
 from google.protobuf import symbol_database as _symbol_database
 from google.protobuf.internal import builder as _builder
-
 _runtime_version.ValidateProtobufRuntimeVersion(
-    _runtime_version.Domain.PUBLIC, 6, 31, 1, "", "outrider/draft/v1/draft.proto"
+    _runtime_version.Domain.PUBLIC,
+    6,
+    31,
+    1,
+    '',
+    'outrider/draft/v1/draft.proto'
 )
 # @@protoc_insertion_point(imports)
 
@@ -22,119 +25,117 @@ _sym_db = _symbol_database.Default()
 from outrider.common.v1 import common_pb2 as outrider_dot_common_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(
-    b'\n\x1doutrider/draft/v1/draft.proto\x12\x11outrider.draft.v1\x1a\x1foutrider/common/v1/common.proto"V\n\x05\x46\x65nce\x12\x12\n\nsession_id\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x15\n\rcommitted_len\x18\x03 \x01(\r\x12\x13\n\x0bprefix_hash\x18\x04 \x01(\x04"\xde\x02\n\x05Hello\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x11\n\ttarget_id\x18\x02 \x01(\t\x12\x1a\n\x12target_fingerprint\x18\x03 \x01(\t\x12\x1d\n\x15tokenizer_fingerprint\x18\x04 \x01(\t\x12\x12\n\nvocab_size\x18\x05 \x01(\r\x12\x13\n\x0bhidden_size\x18\x06 \x01(\r\x12\x12\n\nnum_layers\x18\x07 \x01(\r\x12\x33\n\rfeature_dtype\x18\x08 \x01(\x0e\x32\x1c.outrider.common.v1.DataType\x12\x12\n\nmodel_type\x18\t \x01(\t\x12\x13\n\x0bmin_version\x18\n \x01(\r\x12\x13\n\x0bmax_version\x18\x0b \x01(\r\x12=\n\x11protocol_features\x18\x0c \x03(\x0e\x32".outrider.draft.v1.ProtocolFeature"\xeb\x03\n\x08HelloAck\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x18\n\x10head_fingerprint\x18\x02 \x01(\t\x12\x11\n\talgorithm\x18\x03 \x01(\t\x12\x10\n\x08model_id\x18\x04 \x01(\t\x12\x15\n\raux_layer_ids\x18\x05 \x03(\r\x12\x14\n\x0c\x66\x65\x61ture_size\x18\x06 \x01(\r\x12\x33\n\rfeature_dtype\x18\x07 \x01(\x0e\x32\x1c.outrider.common.v1.DataType\x12\x19\n\x11projector_tensors\x18\x08 \x03(\t\x12\x1d\n\x15projector_fingerprint\x18\t \x01(\t\x12\x14\n\x0cmax_sessions\x18\n \x01(\r\x12\x11\n\tmax_steps\x18\x0b \x01(\r\x12\x10\n\x08max_topk\x18\x0c \x01(\r\x12\x11\n\tmax_nodes\x18\r \x01(\r\x12\x17\n\x0fmissing_tensors\x18\x0e \x03(\t\x12\x1a\n\x12projector_norm_eps\x18\x0f \x01(\x02\x12\x13\n\x0bmin_version\x18\x10 \x01(\r\x12\x13\n\x0bmax_version\x18\x11 \x01(\r\x12=\n\x11protocol_features\x18\x12 \x03(\x0e\x32".outrider.draft.v1.ProtocolFeature"7\n\x05Shape\x12\r\n\x05\x64\x65pth\x18\x01 \x01(\r\x12\x0c\n\x04topk\x18\x02 \x01(\r\x12\x11\n\tmax_nodes\x18\x03 \x01(\r"\x90\x01\n\x04Open\x12\'\n\x05\x66\x65nce\x18\x01 \x01(\x0b\x32\x18.outrider.draft.v1.Fence\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x0c\n\x04seed\x18\x03 \x01(\x04\x12\x13\n\x0btemperature\x18\x04 \x01(\x02\x12\x14\n\x0c\x63hoice_index\x18\x05 \x01(\r\x12\x13\n\x0btraceparent\x18\x14 \x01(\t">\n\x07OpenAck\x12\x12\n\nsession_id\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x10\n\x08have_len\x18\x03 \x01(\r"\xea\x01\n\x06\x43ommit\x12\'\n\x05\x66\x65nce\x18\x01 \x01(\x0b\x32\x18.outrider.draft.v1.Fence\x12\x10\n\x08\x62\x61se_len\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x13\n\x0b\x66\x65\x61ture_row\x18\x04 \x01(\r\x12\x18\n\x10num_feature_rows\x18\x05 \x01(\r\x12\'\n\x05shape\x18\x06 \x01(\x0b\x32\x18.outrider.draft.v1.Shape\x12\x13\n\x0b\x64\x65\x61\x64line_us\x18\x07 \x01(\r\x12%\n\x04want\x18\x08 \x01(\x0e\x32\x17.outrider.draft.v1.Want"+\n\x05\x43lose\x12\x12\n\nsession_id\x18\x01 \x01(\x04\x12\x0e\n\x06reason\x18\x02 \x01(\t"z\n\x0bTargetFrame\x12\r\n\x05round\x18\x01 \x01(\x04\x12*\n\x07\x63ommits\x18\x02 \x03(\x0b\x32\x19.outrider.draft.v1.Commit\x12\x30\n\x08\x66\x65\x61tures\x18\x03 \x01(\x0b\x32\x1e.outrider.common.v1.TensorData"\x15\n\x04Ping\x12\r\n\x05nonce\x18\x01 \x01(\x04"\x87\x06\n\x0eSessionRequest\x12)\n\x05hello\x18\x01 \x01(\x0b\x32\x18.outrider.draft.v1.HelloH\x00\x12\'\n\x04open\x18\x02 \x01(\x0b\x32\x17.outrider.draft.v1.OpenH\x00\x12/\n\x05\x66rame\x18\x03 \x01(\x0b\x32\x1e.outrider.draft.v1.TargetFrameH\x00\x12)\n\x05\x63lose\x18\x04 \x01(\x0b\x32\x18.outrider.draft.v1.CloseH\x00\x12\'\n\x04ping\x18\x05 \x01(\x0b\x32\x17.outrider.draft.v1.PingH\x00\x12+\n\x06\x63\x61ncel\x18\x06 \x01(\x0b\x32\x19.outrider.draft.v1.CancelH\x00\x12\x36\n\x0crounds_enter\x18\x07 \x01(\x0b\x32\x1e.outrider.draft.v1.RoundsEnterH\x00\x12\x34\n\x0brounds_next\x18\x08 \x01(\x0b\x32\x1d.outrider.draft.v1.RoundsNextH\x00\x12\x36\n\x0crounds_leave\x18\t \x01(\x0b\x32\x1e.outrider.draft.v1.RoundsLeaveH\x00\x12\x34\n\x0bround_state\x18\n \x01(\x0b\x32\x1d.outrider.draft.v1.RoundStateH\x00\x12.\n\x04rows\x18\x0b \x01(\x0b\x32\x1e.outrider.draft.v1.BulkRequestH\x00\x12\x38\n\x0erounds_prepare\x18\x0c \x01(\x0b\x32\x1e.outrider.draft.v1.RoundsEnterH\x00\x12\x32\n\nround_soon\x18\r \x01(\x0b\x32\x1c.outrider.draft.v1.RoundSoonH\x00\x12\x32\n\nslots_open\x18\x0e \x01(\x0b\x32\x1c.outrider.draft.v1.SlotsOpenH\x00\x12\x36\n\x0cslots_update\x18\x0f \x01(\x0b\x32\x1e.outrider.draft.v1.SlotsUpdateH\x00\x42\t\n\x07message"e\n\tSlotsOpen\x12\r\n\x05slots\x18\x01 \x01(\r\x12\x14\n\x0c\x66\x65\x61ture_size\x18\x02 \x01(\r\x12\x33\n\rfeature_dtype\x18\x03 \x01(\x0e\x32\x1c.outrider.common.v1.DataType";\n\x08SlotJoin\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\x12\n\nsession_id\x18\x02 \x01(\x04\x12\r\n\x05\x65poch\x18\x03 \x01(\r"O\n\nSlotTokens\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\x0e\n\x06number\x18\x02 \x01(\r\x12\x10\n\x08\x62\x61se_len\x18\x03 \x01(\r\x12\x11\n\ttoken_ids\x18\x04 \x03(\r"X\n\x0bSlotsUpdate\x12\x0e\n\x06rounds\x18\x01 \x01(\x04\x12+\n\x04told\x18\x02 \x03(\x0b\x32\x1d.outrider.draft.v1.SlotTokens\x12\x0c\n\x04left\x18\x03 \x03(\r"|\n\tSlotGroup\x12\'\n\x05shape\x18\x01 \x01(\x0b\x32\x18.outrider.draft.v1.Shape\x12\r\n\x05\x62\x61tch\x18\x02 \x01(\r\x12\x0f\n\x07\x63olumns\x18\x03 \x01(\r\x12\r\n\x05slots\x18\x04 \x03(\r\x12\x17\n\x0f\x63ommitted_upper\x18\x05 \x03(\r"\xda\x01\n\x0bRoundsEnter\x12\x0e\n\x06rounds\x18\x01 \x01(\x04\x12\'\n\x04rows\x18\x02 \x03(\x0b\x32\x19.outrider.draft.v1.Commit\x12\'\n\x05shape\x18\x03 \x01(\x0b\x32\x18.outrider.draft.v1.Shape\x12\r\n\x05\x62\x61tch\x18\x04 \x01(\r\x12\x0f\n\x07\x63olumns\x18\x05 \x01(\r\x12\x14\n\x0c\x66\x65\x61ture_size\x18\x06 \x01(\r\x12\x33\n\rfeature_dtype\x18\x07 \x01(\x0e\x32\x1c.outrider.common.v1.DataType"0\n\x0bRoundTokens\x12\x0e\n\x06\x63ounts\x18\x01 \x03(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r"\xff\x01\n\nRoundsNext\x12\x0e\n\x06rounds\x18\x01 \x01(\x04\x12\x0e\n\x06number\x18\x02 \x01(\r\x12\x17\n\x0f\x63ommitted_upper\x18\x03 \x03(\r\x12.\n\x06\x63hosen\x18\x04 \x03(\x0b\x32\x1e.outrider.draft.v1.RoundTokens\x12.\n\x06update\x18\x05 \x01(\x0b\x32\x1e.outrider.draft.v1.SlotsUpdate\x12*\n\x05joins\x18\x06 \x03(\x0b\x32\x1b.outrider.draft.v1.SlotJoin\x12,\n\x06groups\x18\x07 \x03(\x0b\x32\x1c.outrider.draft.v1.SlotGroup";\n\nRoundState\x12\x0e\n\x06rounds\x18\x01 \x01(\x04\x12\x0e\n\x06number\x18\x02 \x01(\r\x12\r\n\x05state\x18\x03 \x01(\x0c"\x0b\n\tRoundSoon"\x0c\n\nRoundTaken"M\n\x0bRoundsLeave\x12\x0e\n\x06rounds\x18\x01 \x01(\x04\x12.\n\x06\x63hosen\x18\x02 \x03(\x0b\x32\x1e.outrider.draft.v1.RoundTokens"\x17\n\x06\x43\x61ncel\x12\r\n\x05round\x18\x01 \x01(\x04"e\n\x04Tree\x12\'\n\x05\x66\x65nce\x18\x01 \x01(\x0b\x32\x18.outrider.draft.v1.Fence\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x0f\n\x07parents\x18\x03 \x03(\r\x12\x10\n\x08logprobs\x18\x04 \x03(\x02"\x86\x01\n\x05\x42lock\x12\'\n\x05\x66\x65nce\x18\x01 \x01(\x0b\x32\x18.outrider.draft.v1.Fence\x12\x16\n\x0e\x61\x63\x63\x65pted_nodes\x18\x02 \x03(\r\x12\x14\n\x0c\x62onus_tokens\x18\x03 \x03(\r\x12&\n\x05trees\x18\x04 \x03(\x0b\x32\x17.outrider.draft.v1.Tree"Q\n\nNeedResync\x12\x12\n\nsession_id\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x10\n\x08have_len\x18\x03 \x01(\r\x12\x0e\n\x06reason\x18\x04 \x01(\t"D\n\x06Reject\x12\x12\n\nsession_id\x18\x01 \x01(\x04\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x16\n\x0eretry_after_ms\x18\x03 \x01(\r"\x7f\n\nDraftFrame\x12\r\n\x05round\x18\x01 \x01(\x04\x12&\n\x05trees\x18\x02 \x03(\x0b\x32\x17.outrider.draft.v1.Tree\x12(\n\x06\x62locks\x18\x03 \x03(\x0b\x32\x18.outrider.draft.v1.Block\x12\x10\n\x08\x64raft_ms\x18\x04 \x01(\x02"\x1a\n\x06\x43redit\x12\x10\n\x08sessions\x18\x01 \x01(\r"#\n\x04Pong\x12\r\n\x05nonce\x18\x01 \x01(\x04\x12\x0c\n\x04load\x18\x02 \x01(\x02"\xa8\x05\n\x0cSessionReply\x12,\n\x05hello\x18\x01 \x01(\x0b\x32\x1b.outrider.draft.v1.HelloAckH\x00\x12*\n\x04open\x18\x02 \x01(\x0b\x32\x1a.outrider.draft.v1.OpenAckH\x00\x12.\n\x05\x66rame\x18\x03 \x01(\x0b\x32\x1d.outrider.draft.v1.DraftFrameH\x00\x12\x34\n\x0bneed_resync\x18\x04 \x01(\x0b\x32\x1d.outrider.draft.v1.NeedResyncH\x00\x12+\n\x06reject\x18\x05 \x01(\x0b\x32\x19.outrider.draft.v1.RejectH\x00\x12+\n\x06\x63redit\x18\x06 \x01(\x0b\x32\x19.outrider.draft.v1.CreditH\x00\x12\'\n\x04pong\x18\x07 \x01(\x0b\x32\x17.outrider.draft.v1.PongH\x00\x12:\n\x0erounds_entered\x18\x08 \x01(\x0b\x32 .outrider.draft.v1.RoundsEnteredH\x00\x12\x34\n\x0bround_trees\x18\t \x01(\x0b\x32\x1d.outrider.draft.v1.RoundTreesH\x00\x12\x36\n\x0crounds_ended\x18\n \x01(\x0b\x32\x1e.outrider.draft.v1.RoundsEndedH\x00\x12\x34\n\x0bround_taken\x18\x0b \x01(\x0b\x32\x1d.outrider.draft.v1.RoundTakenH\x00\x12\x36\n\x0cslots_opened\x18\x0c \x01(\x0b\x32\x1e.outrider.draft.v1.SlotsOpenedH\x00\x12\x32\n\nslot_ready\x18\r \x01(\x0b\x32\x1c.outrider.draft.v1.SlotReadyH\x00\x42\t\n\x07message"/\n\x0bSlotsOpened\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x08\x12\x0e\n\x06reason\x18\x02 \x01(\t".\n\tSlotReady\x12\x12\n\nsession_id\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\r"A\n\rRoundsEntered\x12\x0e\n\x06rounds\x18\x01 \x01(\x04\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x02 \x01(\x08\x12\x0e\n\x06reason\x18\x03 \x01(\t";\n\nRoundTrees\x12\x0e\n\x06rounds\x18\x01 \x01(\x04\x12\x0e\n\x06number\x18\x02 \x01(\r\x12\r\n\x05trees\x18\x03 \x01(\x0c"-\n\x0bRoundsEnded\x12\x0e\n\x06rounds\x18\x01 \x01(\x04\x12\x0e\n\x06reason\x18\x02 \x01(\t"\x83\x01\n\x0b\x42ulkRequest\x12\x12\n\nsession_id\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x0c\n\x04\x62\x61se\x18\x03 \x01(\r\x12\x30\n\x08\x66\x65\x61tures\x18\x04 \x01(\x0b\x32\x1e.outrider.common.v1.TensorData\x12\x11\n\ttarget_id\x18\x05 \x01(\t"@\n\tBulkReply\x12\x12\n\nsession_id\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x10\n\x08have_len\x18\x03 \x01(\r"\x1e\n\tBulkHello\x12\x11\n\ttarget_id\x18\x01 \x01(\t"A\n\x07Mailbox\x12\r\n\x05slots\x18\x01 \x01(\r\x12\x12\n\nslot_bytes\x18\x02 \x01(\x04\x12\x13\n\x0b\x63uda_handle\x18\x03 \x01(\x0c"\x97\x01\n\x0cMailboxOffer\x12+\n\x07session\x18\x01 \x01(\x0b\x32\x1a.outrider.draft.v1.Mailbox\x12(\n\x04\x62ulk\x18\x02 \x01(\x0b\x32\x1a.outrider.draft.v1.Mailbox\x12\x30\n\x06rounds\x18\x03 \x01(\x0b\x32 .outrider.draft.v1.RoundsMailbox"N\n\rRoundsMailbox\x12\x13\n\x0bstate_bytes\x18\x01 \x01(\x04\x12\x13\n\x0btrees_bytes\x18\x02 \x01(\x04\x12\x13\n\x0b\x63uda_handle\x18\x03 \x01(\x0c">\n\nMailboxAck\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x08\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0e\n\x06rounds\x18\x03 \x01(\x08"\x10\n\x0eGetInfoRequest"\xb1\x01\n\x0cGetInfoReply\x12)\n\x04head\x18\x01 \x01(\x0b\x32\x1b.outrider.draft.v1.HelloAck\x12\x10\n\x08sessions\x18\x02 \x01(\r\x12\x13\n\x0bpages_total\x18\x03 \x01(\x04\x12\x12\n\npages_free\x18\x04 \x01(\x04\x12\x12\n\npages_held\x18\x05 \x01(\x04\x12\x0e\n\x06\x64\x65vice\x18\x06 \x01(\t\x12\x17\n\x0fprometheus_text\x18\x07 \x01(\t" \n\x10GetTensorRequest\x12\x0c\n\x04name\x18\x01 \x01(\t"@\n\x0eGetTensorReply\x12.\n\x05\x63hunk\x18\x01 \x01(\x0b\x32\x1f.outrider.common.v1.TensorChunk"B\n\x10PutTensorRequest\x12.\n\x05\x63hunk\x18\x01 \x01(\x0b\x32\x1f.outrider.common.v1.TensorChunk"\'\n\x0ePutTensorReply\x12\x15\n\rstill_missing\x18\x01 \x03(\t*\xe7\x01\n\x0fProtocolFeature\x12 \n\x1cPROTOCOL_FEATURE_UNSPECIFIED\x10\x00\x12%\n!PROTOCOL_FEATURE_ROUNDS_ON_DEVICE\x10\x01\x12\x1c\n\x18PROTOCOL_FEATURE_MAILBOX\x10\x02\x12#\n\x1fPROTOCOL_FEATURE_TRACE_LOGPROBS\x10\x03\x12#\n\x1fPROTOCOL_FEATURE_SLOTTED_ROUNDS\x10\x04\x12#\n\x1fPROTOCOL_FEATURE_COMPACT_STATES\x10\x05*]\n\x04Want\x12\x14\n\x10WANT_UNSPECIFIED\x10\x00\x12\x0e\n\nWANT_DRAFT\x10\x01\x12\x0e\n\nWANT_BLOCK\x10\x02\x12\r\n\tWANT_BOTH\x10\x03\x12\x10\n\x0cWANT_NOTHING\x10\x04\x32\xa1\x03\n\x05\x44raft\x12Q\n\x07Session\x12!.outrider.draft.v1.SessionRequest\x1a\x1f.outrider.draft.v1.SessionReply(\x01\x30\x01\x12H\n\x04\x42ulk\x12\x1e.outrider.draft.v1.BulkRequest\x1a\x1c.outrider.draft.v1.BulkReply(\x01\x30\x01\x12M\n\x07GetInfo\x12!.outrider.draft.v1.GetInfoRequest\x1a\x1f.outrider.draft.v1.GetInfoReply\x12U\n\tGetTensor\x12#.outrider.draft.v1.GetTensorRequest\x1a!.outrider.draft.v1.GetTensorReply0\x01\x12U\n\tPutTensor\x12#.outrider.draft.v1.PutTensorRequest\x1a!.outrider.draft.v1.PutTensorReply(\x01\x62\x06proto3'
-)
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1doutrider/draft/v1/draft.proto\x12\x11outrider.draft.v1\x1a\x1foutrider/common/v1/common.proto\"V\n\x05\x46\x65nce\x12\x12\n\nsession_id\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x15\n\rcommitted_len\x18\x03 \x01(\r\x12\x13\n\x0bprefix_hash\x18\x04 \x01(\x04\"\xde\x02\n\x05Hello\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x11\n\ttarget_id\x18\x02 \x01(\t\x12\x1a\n\x12target_fingerprint\x18\x03 \x01(\t\x12\x1d\n\x15tokenizer_fingerprint\x18\x04 \x01(\t\x12\x12\n\nvocab_size\x18\x05 \x01(\r\x12\x13\n\x0bhidden_size\x18\x06 \x01(\r\x12\x12\n\nnum_layers\x18\x07 \x01(\r\x12\x33\n\rfeature_dtype\x18\x08 \x01(\x0e\x32\x1c.outrider.common.v1.DataType\x12\x12\n\nmodel_type\x18\t \x01(\t\x12\x13\n\x0bmin_version\x18\n \x01(\r\x12\x13\n\x0bmax_version\x18\x0b \x01(\r\x12=\n\x11protocol_features\x18\x0c \x03(\x0e\x32\".outrider.draft.v1.ProtocolFeature\"\xeb\x03\n\x08HelloAck\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x18\n\x10head_fingerprint\x18\x02 \x01(\t\x12\x11\n\talgorithm\x18\x03 \x01(\t\x12\x10\n\x08model_id\x18\x04 \x01(\t\x12\x15\n\raux_layer_ids\x18\x05 \x03(\r\x12\x14\n\x0c\x66\x65\x61ture_size\x18\x06 \x01(\r\x12\x33\n\rfeature_dtype\x18\x07 \x01(\x0e\x32\x1c.outrider.common.v1.DataType\x12\x19\n\x11projector_tensors\x18\x08 \x03(\t\x12\x1d\n\x15projector_fingerprint\x18\t \x01(\t\x12\x14\n\x0cmax_sessions\x18\n \x01(\r\x12\x11\n\tmax_steps\x18\x0b \x01(\r\x12\x10\n\x08max_topk\x18\x0c \x01(\r\x12\x11\n\tmax_nodes\x18\r \x01(\r\x12\x17\n\x0fmissing_tensors\x18\x0e \x03(\t\x12\x1a\n\x12projector_norm_eps\x18\x0f \x01(\x02\x12\x13\n\x0bmin_version\x18\x10 \x01(\r\x12\x13\n\x0bmax_version\x18\x11 \x01(\r\x12=\n\x11protocol_features\x18\x12 \x03(\x0e\x32\".outrider.draft.v1.ProtocolFeature\"7\n\x05Shape\x12\r\n\x05\x64\x65pth\x18\x01 \x01(\r\x12\x0c\n\x04topk\x18\x02 \x01(\r\x12\x11\n\tmax_nodes\x18\x03 \x01(\r\"\xcc\x01\n\x04Open\x12\'\n\x05\x66\x65nce\x18\x01 \x01(\x0b\x32\x18.outrider.draft.v1.Fence\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x0c\n\x04seed\x18\x03 \x01(\x04\x12\x13\n\x0btemperature\x18\x04 \x01(\x02\x12\x14\n\x0c\x63hoice_index\x18\x05 \x01(\r\x12\x17\n\ncache_salt\x18\x06 \x01(\tH\x00\x88\x01\x01\x12\x12\n\nstored_len\x18\x07 \x01(\r\x12\x13\n\x0btraceparent\x18\x14 \x01(\tB\r\n\x0b_cache_salt\">\n\x07OpenAck\x12\x12\n\nsession_id\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x10\n\x08have_len\x18\x03 \x01(\r\"\xea\x01\n\x06\x43ommit\x12\'\n\x05\x66\x65nce\x18\x01 \x01(\x0b\x32\x18.outrider.draft.v1.Fence\x12\x10\n\x08\x62\x61se_len\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x13\n\x0b\x66\x65\x61ture_row\x18\x04 \x01(\r\x12\x18\n\x10num_feature_rows\x18\x05 \x01(\r\x12\'\n\x05shape\x18\x06 \x01(\x0b\x32\x18.outrider.draft.v1.Shape\x12\x13\n\x0b\x64\x65\x61\x64line_us\x18\x07 \x01(\r\x12%\n\x04want\x18\x08 \x01(\x0e\x32\x17.outrider.draft.v1.Want\"+\n\x05\x43lose\x12\x12\n\nsession_id\x18\x01 \x01(\x04\x12\x0e\n\x06reason\x18\x02 \x01(\t\"z\n\x0bTargetFrame\x12\r\n\x05round\x18\x01 \x01(\x04\x12*\n\x07\x63ommits\x18\x02 \x03(\x0b\x32\x19.outrider.draft.v1.Commit\x12\x30\n\x08\x66\x65\x61tures\x18\x03 \x01(\x0b\x32\x1e.outrider.common.v1.TensorData\"\x15\n\x04Ping\x12\r\n\x05nonce\x18\x01 \x01(\x04\"\x87\x06\n\x0eSessionRequest\x12)\n\x05hello\x18\x01 \x01(\x0b\x32\x18.outrider.draft.v1.HelloH\x00\x12\'\n\x04open\x18\x02 \x01(\x0b\x32\x17.outrider.draft.v1.OpenH\x00\x12/\n\x05\x66rame\x18\x03 \x01(\x0b\x32\x1e.outrider.draft.v1.TargetFrameH\x00\x12)\n\x05\x63lose\x18\x04 \x01(\x0b\x32\x18.outrider.draft.v1.CloseH\x00\x12\'\n\x04ping\x18\x05 \x01(\x0b\x32\x17.outrider.draft.v1.PingH\x00\x12+\n\x06\x63\x61ncel\x18\x06 \x01(\x0b\x32\x19.outrider.draft.v1.CancelH\x00\x12\x36\n\x0crounds_enter\x18\x07 \x01(\x0b\x32\x1e.outrider.draft.v1.RoundsEnterH\x00\x12\x34\n\x0brounds_next\x18\x08 \x01(\x0b\x32\x1d.outrider.draft.v1.RoundsNextH\x00\x12\x36\n\x0crounds_leave\x18\t \x01(\x0b\x32\x1e.outrider.draft.v1.RoundsLeaveH\x00\x12\x34\n\x0bround_state\x18\n \x01(\x0b\x32\x1d.outrider.draft.v1.RoundStateH\x00\x12.\n\x04rows\x18\x0b \x01(\x0b\x32\x1e.outrider.draft.v1.BulkRequestH\x00\x12\x38\n\x0erounds_prepare\x18\x0c \x01(\x0b\x32\x1e.outrider.draft.v1.RoundsEnterH\x00\x12\x32\n\nround_soon\x18\r \x01(\x0b\x32\x1c.outrider.draft.v1.RoundSoonH\x00\x12\x32\n\nslots_open\x18\x0e \x01(\x0b\x32\x1c.outrider.draft.v1.SlotsOpenH\x00\x12\x36\n\x0cslots_update\x18\x0f \x01(\x0b\x32\x1e.outrider.draft.v1.SlotsUpdateH\x00\x42\t\n\x07message\"e\n\tSlotsOpen\x12\r\n\x05slots\x18\x01 \x01(\r\x12\x14\n\x0c\x66\x65\x61ture_size\x18\x02 \x01(\r\x12\x33\n\rfeature_dtype\x18\x03 \x01(\x0e\x32\x1c.outrider.common.v1.DataType\";\n\x08SlotJoin\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\x12\n\nsession_id\x18\x02 \x01(\x04\x12\r\n\x05\x65poch\x18\x03 \x01(\r\"O\n\nSlotTokens\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\x0e\n\x06number\x18\x02 \x01(\r\x12\x10\n\x08\x62\x61se_len\x18\x03 \x01(\r\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\"X\n\x0bSlotsUpdate\x12\x0e\n\x06rounds\x18\x01 \x01(\x04\x12+\n\x04told\x18\x02 \x03(\x0b\x32\x1d.outrider.draft.v1.SlotTokens\x12\x0c\n\x04left\x18\x03 \x03(\r\"|\n\tSlotGroup\x12\'\n\x05shape\x18\x01 \x01(\x0b\x32\x18.outrider.draft.v1.Shape\x12\r\n\x05\x62\x61tch\x18\x02 \x01(\r\x12\x0f\n\x07\x63olumns\x18\x03 \x01(\r\x12\r\n\x05slots\x18\x04 \x03(\r\x12\x17\n\x0f\x63ommitted_upper\x18\x05 \x03(\r\"\xda\x01\n\x0bRoundsEnter\x12\x0e\n\x06rounds\x18\x01 \x01(\x04\x12\'\n\x04rows\x18\x02 \x03(\x0b\x32\x19.outrider.draft.v1.Commit\x12\'\n\x05shape\x18\x03 \x01(\x0b\x32\x18.outrider.draft.v1.Shape\x12\r\n\x05\x62\x61tch\x18\x04 \x01(\r\x12\x0f\n\x07\x63olumns\x18\x05 \x01(\r\x12\x14\n\x0c\x66\x65\x61ture_size\x18\x06 \x01(\r\x12\x33\n\rfeature_dtype\x18\x07 \x01(\x0e\x32\x1c.outrider.common.v1.DataType\"0\n\x0bRoundTokens\x12\x0e\n\x06\x63ounts\x18\x01 \x03(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\"\xff\x01\n\nRoundsNext\x12\x0e\n\x06rounds\x18\x01 \x01(\x04\x12\x0e\n\x06number\x18\x02 \x01(\r\x12\x17\n\x0f\x63ommitted_upper\x18\x03 \x03(\r\x12.\n\x06\x63hosen\x18\x04 \x03(\x0b\x32\x1e.outrider.draft.v1.RoundTokens\x12.\n\x06update\x18\x05 \x01(\x0b\x32\x1e.outrider.draft.v1.SlotsUpdate\x12*\n\x05joins\x18\x06 \x03(\x0b\x32\x1b.outrider.draft.v1.SlotJoin\x12,\n\x06groups\x18\x07 \x03(\x0b\x32\x1c.outrider.draft.v1.SlotGroup\";\n\nRoundState\x12\x0e\n\x06rounds\x18\x01 \x01(\x04\x12\x0e\n\x06number\x18\x02 \x01(\r\x12\r\n\x05state\x18\x03 \x01(\x0c\"\x0b\n\tRoundSoon\"\x0c\n\nRoundTaken\"M\n\x0bRoundsLeave\x12\x0e\n\x06rounds\x18\x01 \x01(\x04\x12.\n\x06\x63hosen\x18\x02 \x03(\x0b\x32\x1e.outrider.draft.v1.RoundTokens\"\x17\n\x06\x43\x61ncel\x12\r\n\x05round\x18\x01 \x01(\x04\"e\n\x04Tree\x12\'\n\x05\x66\x65nce\x18\x01 \x01(\x0b\x32\x18.outrider.draft.v1.Fence\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x0f\n\x07parents\x18\x03 \x03(\r\x12\x10\n\x08logprobs\x18\x04 \x03(\x02\"\x86\x01\n\x05\x42lock\x12\'\n\x05\x66\x65nce\x18\x01 \x01(\x0b\x32\x18.outrider.draft.v1.Fence\x12\x16\n\x0e\x61\x63\x63\x65pted_nodes\x18\x02 \x03(\r\x12\x14\n\x0c\x62onus_tokens\x18\x03 \x03(\r\x12&\n\x05trees\x18\x04 \x03(\x0b\x32\x17.outrider.draft.v1.Tree\"Q\n\nNeedResync\x12\x12\n\nsession_id\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x10\n\x08have_len\x18\x03 \x01(\r\x12\x0e\n\x06reason\x18\x04 \x01(\t\"D\n\x06Reject\x12\x12\n\nsession_id\x18\x01 \x01(\x04\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x16\n\x0eretry_after_ms\x18\x03 \x01(\r\"\x7f\n\nDraftFrame\x12\r\n\x05round\x18\x01 \x01(\x04\x12&\n\x05trees\x18\x02 \x03(\x0b\x32\x17.outrider.draft.v1.Tree\x12(\n\x06\x62locks\x18\x03 \x03(\x0b\x32\x18.outrider.draft.v1.Block\x12\x10\n\x08\x64raft_ms\x18\x04 \x01(\x02\"\x1a\n\x06\x43redit\x12\x10\n\x08sessions\x18\x01 \x01(\r\"#\n\x04Pong\x12\r\n\x05nonce\x18\x01 \x01(\x04\x12\x0c\n\x04load\x18\x02 \x01(\x02\"\xa8\x05\n\x0cSessionReply\x12,\n\x05hello\x18\x01 \x01(\x0b\x32\x1b.outrider.draft.v1.HelloAckH\x00\x12*\n\x04open\x18\x02 \x01(\x0b\x32\x1a.outrider.draft.v1.OpenAckH\x00\x12.\n\x05\x66rame\x18\x03 \x01(\x0b\x32\x1d.outrider.draft.v1.DraftFrameH\x00\x12\x34\n\x0bneed_resync\x18\x04 \x01(\x0b\x32\x1d.outrider.draft.v1.NeedResyncH\x00\x12+\n\x06reject\x18\x05 \x01(\x0b\x32\x19.outrider.draft.v1.RejectH\x00\x12+\n\x06\x63redit\x18\x06 \x01(\x0b\x32\x19.outrider.draft.v1.CreditH\x00\x12\'\n\x04pong\x18\x07 \x01(\x0b\x32\x17.outrider.draft.v1.PongH\x00\x12:\n\x0erounds_entered\x18\x08 \x01(\x0b\x32 .outrider.draft.v1.RoundsEnteredH\x00\x12\x34\n\x0bround_trees\x18\t \x01(\x0b\x32\x1d.outrider.draft.v1.RoundTreesH\x00\x12\x36\n\x0crounds_ended\x18\n \x01(\x0b\x32\x1e.outrider.draft.v1.RoundsEndedH\x00\x12\x34\n\x0bround_taken\x18\x0b \x01(\x0b\x32\x1d.outrider.draft.v1.RoundTakenH\x00\x12\x36\n\x0cslots_opened\x18\x0c \x01(\x0b\x32\x1e.outrider.draft.v1.SlotsOpenedH\x00\x12\x32\n\nslot_ready\x18\r \x01(\x0b\x32\x1c.outrider.draft.v1.SlotReadyH\x00\x42\t\n\x07message\"/\n\x0bSlotsOpened\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x08\x12\x0e\n\x06reason\x18\x02 \x01(\t\".\n\tSlotReady\x12\x12\n\nsession_id\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\r\"A\n\rRoundsEntered\x12\x0e\n\x06rounds\x18\x01 \x01(\x04\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x02 \x01(\x08\x12\x0e\n\x06reason\x18\x03 \x01(\t\";\n\nRoundTrees\x12\x0e\n\x06rounds\x18\x01 \x01(\x04\x12\x0e\n\x06number\x18\x02 \x01(\r\x12\r\n\x05trees\x18\x03 \x01(\x0c\"-\n\x0bRoundsEnded\x12\x0e\n\x06rounds\x18\x01 \x01(\x04\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\x83\x01\n\x0b\x42ulkRequest\x12\x12\n\nsession_id\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x0c\n\x04\x62\x61se\x18\x03 \x01(\r\x12\x30\n\x08\x66\x65\x61tures\x18\x04 \x01(\x0b\x32\x1e.outrider.common.v1.TensorData\x12\x11\n\ttarget_id\x18\x05 \x01(\t\"@\n\tBulkReply\x12\x12\n\nsession_id\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x10\n\x08have_len\x18\x03 \x01(\r\"\x1e\n\tBulkHello\x12\x11\n\ttarget_id\x18\x01 \x01(\t\"A\n\x07Mailbox\x12\r\n\x05slots\x18\x01 \x01(\r\x12\x12\n\nslot_bytes\x18\x02 \x01(\x04\x12\x13\n\x0b\x63uda_handle\x18\x03 \x01(\x0c\"\x97\x01\n\x0cMailboxOffer\x12+\n\x07session\x18\x01 \x01(\x0b\x32\x1a.outrider.draft.v1.Mailbox\x12(\n\x04\x62ulk\x18\x02 \x01(\x0b\x32\x1a.outrider.draft.v1.Mailbox\x12\x30\n\x06rounds\x18\x03 \x01(\x0b\x32 .outrider.draft.v1.RoundsMailbox\"N\n\rRoundsMailbox\x12\x13\n\x0bstate_bytes\x18\x01 \x01(\x04\x12\x13\n\x0btrees_bytes\x18\x02 \x01(\x04\x12\x13\n\x0b\x63uda_handle\x18\x03 \x01(\x0c\">\n\nMailboxAck\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x08\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0e\n\x06rounds\x18\x03 \x01(\x08\"\x10\n\x0eGetInfoRequest\"\xb1\x01\n\x0cGetInfoReply\x12)\n\x04head\x18\x01 \x01(\x0b\x32\x1b.outrider.draft.v1.HelloAck\x12\x10\n\x08sessions\x18\x02 \x01(\r\x12\x13\n\x0bpages_total\x18\x03 \x01(\x04\x12\x12\n\npages_free\x18\x04 \x01(\x04\x12\x12\n\npages_held\x18\x05 \x01(\x04\x12\x0e\n\x06\x64\x65vice\x18\x06 \x01(\t\x12\x17\n\x0fprometheus_text\x18\x07 \x01(\t\" \n\x10GetTensorRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"@\n\x0eGetTensorReply\x12.\n\x05\x63hunk\x18\x01 \x01(\x0b\x32\x1f.outrider.common.v1.TensorChunk\"B\n\x10PutTensorRequest\x12.\n\x05\x63hunk\x18\x01 \x01(\x0b\x32\x1f.outrider.common.v1.TensorChunk\"\'\n\x0ePutTensorReply\x12\x15\n\rstill_missing\x18\x01 \x03(\t*\x89\x02\n\x0fProtocolFeature\x12 \n\x1cPROTOCOL_FEATURE_UNSPECIFIED\x10\x00\x12%\n!PROTOCOL_FEATURE_ROUNDS_ON_DEVICE\x10\x01\x12\x1c\n\x18PROTOCOL_FEATURE_MAILBOX\x10\x02\x12#\n\x1fPROTOCOL_FEATURE_TRACE_LOGPROBS\x10\x03\x12#\n\x1fPROTOCOL_FEATURE_SLOTTED_ROUNDS\x10\x04\x12#\n\x1fPROTOCOL_FEATURE_COMPACT_STATES\x10\x05\x12 \n\x1cPROTOCOL_FEATURE_STORED_ROWS\x10\x06*]\n\x04Want\x12\x14\n\x10WANT_UNSPECIFIED\x10\x00\x12\x0e\n\nWANT_DRAFT\x10\x01\x12\x0e\n\nWANT_BLOCK\x10\x02\x12\r\n\tWANT_BOTH\x10\x03\x12\x10\n\x0cWANT_NOTHING\x10\x04\x32\xa1\x03\n\x05\x44raft\x12Q\n\x07Session\x12!.outrider.draft.v1.SessionRequest\x1a\x1f.outrider.draft.v1.SessionReply(\x01\x30\x01\x12H\n\x04\x42ulk\x12\x1e.outrider.draft.v1.BulkRequest\x1a\x1c.outrider.draft.v1.BulkReply(\x01\x30\x01\x12M\n\x07GetInfo\x12!.outrider.draft.v1.GetInfoRequest\x1a\x1f.outrider.draft.v1.GetInfoReply\x12U\n\tGetTensor\x12#.outrider.draft.v1.GetTensorRequest\x1a!.outrider.draft.v1.GetTensorReply0\x01\x12U\n\tPutTensor\x12#.outrider.draft.v1.PutTensorRequest\x1a!.outrider.draft.v1.PutTensorReply(\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
-_builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, "outrider.draft.v1.draft_pb2", _globals)
+_builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'outrider.draft.v1.draft_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
-    DESCRIPTOR._loaded_options = None
-    _globals["_PROTOCOLFEATURE"]._serialized_start = 6224
-    _globals["_PROTOCOLFEATURE"]._serialized_end = 6455
-    _globals["_WANT"]._serialized_start = 6457
-    _globals["_WANT"]._serialized_end = 6550
-    _globals["_FENCE"]._serialized_start = 85
-    _globals["_FENCE"]._serialized_end = 171
-    _globals["_HELLO"]._serialized_start = 174
-    _globals["_HELLO"]._serialized_end = 524
-    _globals["_HELLOACK"]._serialized_start = 527
-    _globals["_HELLOACK"]._serialized_end = 1018
-    _globals["_SHAPE"]._serialized_start = 1020
-    _globals["_SHAPE"]._serialized_end = 1075
-    _globals["_OPEN"]._serialized_start = 1078
-    _globals["_OPEN"]._serialized_end = 1222
-    _globals["_OPENACK"]._serialized_start = 1224
-    _globals["_OPENACK"]._serialized_end = 1286
-    _globals["_COMMIT"]._serialized_start = 1289
-    _globals["_COMMIT"]._serialized_end = 1523
-    _globals["_CLOSE"]._serialized_start = 1525
-    _globals["_CLOSE"]._serialized_end = 1568
-    _globals["_TARGETFRAME"]._serialized_start = 1570
-    _globals["_TARGETFRAME"]._serialized_end = 1692
-    _globals["_PING"]._serialized_start = 1694
-    _globals["_PING"]._serialized_end = 1715
-    _globals["_SESSIONREQUEST"]._serialized_start = 1718
-    _globals["_SESSIONREQUEST"]._serialized_end = 2493
-    _globals["_SLOTSOPEN"]._serialized_start = 2495
-    _globals["_SLOTSOPEN"]._serialized_end = 2596
-    _globals["_SLOTJOIN"]._serialized_start = 2598
-    _globals["_SLOTJOIN"]._serialized_end = 2657
-    _globals["_SLOTTOKENS"]._serialized_start = 2659
-    _globals["_SLOTTOKENS"]._serialized_end = 2738
-    _globals["_SLOTSUPDATE"]._serialized_start = 2740
-    _globals["_SLOTSUPDATE"]._serialized_end = 2828
-    _globals["_SLOTGROUP"]._serialized_start = 2830
-    _globals["_SLOTGROUP"]._serialized_end = 2954
-    _globals["_ROUNDSENTER"]._serialized_start = 2957
-    _globals["_ROUNDSENTER"]._serialized_end = 3175
-    _globals["_ROUNDTOKENS"]._serialized_start = 3177
-    _globals["_ROUNDTOKENS"]._serialized_end = 3225
-    _globals["_ROUNDSNEXT"]._serialized_start = 3228
-    _globals["_ROUNDSNEXT"]._serialized_end = 3483
-    _globals["_ROUNDSTATE"]._serialized_start = 3485
-    _globals["_ROUNDSTATE"]._serialized_end = 3544
-    _globals["_ROUNDSOON"]._serialized_start = 3546
-    _globals["_ROUNDSOON"]._serialized_end = 3557
-    _globals["_ROUNDTAKEN"]._serialized_start = 3559
-    _globals["_ROUNDTAKEN"]._serialized_end = 3571
-    _globals["_ROUNDSLEAVE"]._serialized_start = 3573
-    _globals["_ROUNDSLEAVE"]._serialized_end = 3650
-    _globals["_CANCEL"]._serialized_start = 3652
-    _globals["_CANCEL"]._serialized_end = 3675
-    _globals["_TREE"]._serialized_start = 3677
-    _globals["_TREE"]._serialized_end = 3778
-    _globals["_BLOCK"]._serialized_start = 3781
-    _globals["_BLOCK"]._serialized_end = 3915
-    _globals["_NEEDRESYNC"]._serialized_start = 3917
-    _globals["_NEEDRESYNC"]._serialized_end = 3998
-    _globals["_REJECT"]._serialized_start = 4000
-    _globals["_REJECT"]._serialized_end = 4068
-    _globals["_DRAFTFRAME"]._serialized_start = 4070
-    _globals["_DRAFTFRAME"]._serialized_end = 4197
-    _globals["_CREDIT"]._serialized_start = 4199
-    _globals["_CREDIT"]._serialized_end = 4225
-    _globals["_PONG"]._serialized_start = 4227
-    _globals["_PONG"]._serialized_end = 4262
-    _globals["_SESSIONREPLY"]._serialized_start = 4265
-    _globals["_SESSIONREPLY"]._serialized_end = 4945
-    _globals["_SLOTSOPENED"]._serialized_start = 4947
-    _globals["_SLOTSOPENED"]._serialized_end = 4994
-    _globals["_SLOTREADY"]._serialized_start = 4996
-    _globals["_SLOTREADY"]._serialized_end = 5042
-    _globals["_ROUNDSENTERED"]._serialized_start = 5044
-    _globals["_ROUNDSENTERED"]._serialized_end = 5109
-    _globals["_ROUNDTREES"]._serialized_start = 5111
-    _globals["_ROUNDTREES"]._serialized_end = 5170
-    _globals["_ROUNDSENDED"]._serialized_start = 5172
-    _globals["_ROUNDSENDED"]._serialized_end = 5217
-    _globals["_BULKREQUEST"]._serialized_start = 5220
-    _globals["_BULKREQUEST"]._serialized_end = 5351
-    _globals["_BULKREPLY"]._serialized_start = 5353
-    _globals["_BULKREPLY"]._serialized_end = 5417
-    _globals["_BULKHELLO"]._serialized_start = 5419
-    _globals["_BULKHELLO"]._serialized_end = 5449
-    _globals["_MAILBOX"]._serialized_start = 5451
-    _globals["_MAILBOX"]._serialized_end = 5516
-    _globals["_MAILBOXOFFER"]._serialized_start = 5519
-    _globals["_MAILBOXOFFER"]._serialized_end = 5670
-    _globals["_ROUNDSMAILBOX"]._serialized_start = 5672
-    _globals["_ROUNDSMAILBOX"]._serialized_end = 5750
-    _globals["_MAILBOXACK"]._serialized_start = 5752
-    _globals["_MAILBOXACK"]._serialized_end = 5814
-    _globals["_GETINFOREQUEST"]._serialized_start = 5816
-    _globals["_GETINFOREQUEST"]._serialized_end = 5832
-    _globals["_GETINFOREPLY"]._serialized_start = 5835
-    _globals["_GETINFOREPLY"]._serialized_end = 6012
-    _globals["_GETTENSORREQUEST"]._serialized_start = 6014
-    _globals["_GETTENSORREQUEST"]._serialized_end = 6046
-    _globals["_GETTENSORREPLY"]._serialized_start = 6048
-    _globals["_GETTENSORREPLY"]._serialized_end = 6112
-    _globals["_PUTTENSORREQUEST"]._serialized_start = 6114
-    _globals["_PUTTENSORREQUEST"]._serialized_end = 6180
-    _globals["_PUTTENSORREPLY"]._serialized_start = 6182
-    _globals["_PUTTENSORREPLY"]._serialized_end = 6221
-    _globals["_DRAFT"]._serialized_start = 6553
-    _globals["_DRAFT"]._serialized_end = 6970
+  DESCRIPTOR._loaded_options = None
+  _globals['_PROTOCOLFEATURE']._serialized_start=6284
+  _globals['_PROTOCOLFEATURE']._serialized_end=6549
+  _globals['_WANT']._serialized_start=6551
+  _globals['_WANT']._serialized_end=6644
+  _globals['_FENCE']._serialized_start=85
+  _globals['_FENCE']._serialized_end=171
+  _globals['_HELLO']._serialized_start=174
+  _globals['_HELLO']._serialized_end=524
+  _globals['_HELLOACK']._serialized_start=527
+  _globals['_HELLOACK']._serialized_end=1018
+  _globals['_SHAPE']._serialized_start=1020
+  _globals['_SHAPE']._serialized_end=1075
+  _globals['_OPEN']._serialized_start=1078
+  _globals['_OPEN']._serialized_end=1282
+  _globals['_OPENACK']._serialized_start=1284
+  _globals['_OPENACK']._serialized_end=1346
+  _globals['_COMMIT']._serialized_start=1349
+  _globals['_COMMIT']._serialized_end=1583
+  _globals['_CLOSE']._serialized_start=1585
+  _globals['_CLOSE']._serialized_end=1628
+  _globals['_TARGETFRAME']._serialized_start=1630
+  _globals['_TARGETFRAME']._serialized_end=1752
+  _globals['_PING']._serialized_start=1754
+  _globals['_PING']._serialized_end=1775
+  _globals['_SESSIONREQUEST']._serialized_start=1778
+  _globals['_SESSIONREQUEST']._serialized_end=2553
+  _globals['_SLOTSOPEN']._serialized_start=2555
+  _globals['_SLOTSOPEN']._serialized_end=2656
+  _globals['_SLOTJOIN']._serialized_start=2658
+  _globals['_SLOTJOIN']._serialized_end=2717
+  _globals['_SLOTTOKENS']._serialized_start=2719
+  _globals['_SLOTTOKENS']._serialized_end=2798
+  _globals['_SLOTSUPDATE']._serialized_start=2800
+  _globals['_SLOTSUPDATE']._serialized_end=2888
+  _globals['_SLOTGROUP']._serialized_start=2890
+  _globals['_SLOTGROUP']._serialized_end=3014
+  _globals['_ROUNDSENTER']._serialized_start=3017
+  _globals['_ROUNDSENTER']._serialized_end=3235
+  _globals['_ROUNDTOKENS']._serialized_start=3237
+  _globals['_ROUNDTOKENS']._serialized_end=3285
+  _globals['_ROUNDSNEXT']._serialized_start=3288
+  _globals['_ROUNDSNEXT']._serialized_end=3543
+  _globals['_ROUNDSTATE']._serialized_start=3545
+  _globals['_ROUNDSTATE']._serialized_end=3604
+  _globals['_ROUNDSOON']._serialized_start=3606
+  _globals['_ROUNDSOON']._serialized_end=3617
+  _globals['_ROUNDTAKEN']._serialized_start=3619
+  _globals['_ROUNDTAKEN']._serialized_end=3631
+  _globals['_ROUNDSLEAVE']._serialized_start=3633
+  _globals['_ROUNDSLEAVE']._serialized_end=3710
+  _globals['_CANCEL']._serialized_start=3712
+  _globals['_CANCEL']._serialized_end=3735
+  _globals['_TREE']._serialized_start=3737
+  _globals['_TREE']._serialized_end=3838
+  _globals['_BLOCK']._serialized_start=3841
+  _globals['_BLOCK']._serialized_end=3975
+  _globals['_NEEDRESYNC']._serialized_start=3977
+  _globals['_NEEDRESYNC']._serialized_end=4058
+  _globals['_REJECT']._serialized_start=4060
+  _globals['_REJECT']._serialized_end=4128
+  _globals['_DRAFTFRAME']._serialized_start=4130
+  _globals['_DRAFTFRAME']._serialized_end=4257
+  _globals['_CREDIT']._serialized_start=4259
+  _globals['_CREDIT']._serialized_end=4285
+  _globals['_PONG']._serialized_start=4287
+  _globals['_PONG']._serialized_end=4322
+  _globals['_SESSIONREPLY']._serialized_start=4325
+  _globals['_SESSIONREPLY']._serialized_end=5005
+  _globals['_SLOTSOPENED']._serialized_start=5007
+  _globals['_SLOTSOPENED']._serialized_end=5054
+  _globals['_SLOTREADY']._serialized_start=5056
+  _globals['_SLOTREADY']._serialized_end=5102
+  _globals['_ROUNDSENTERED']._serialized_start=5104
+  _globals['_ROUNDSENTERED']._serialized_end=5169
+  _globals['_ROUNDTREES']._serialized_start=5171
+  _globals['_ROUNDTREES']._serialized_end=5230
+  _globals['_ROUNDSENDED']._serialized_start=5232
+  _globals['_ROUNDSENDED']._serialized_end=5277
+  _globals['_BULKREQUEST']._serialized_start=5280
+  _globals['_BULKREQUEST']._serialized_end=5411
+  _globals['_BULKREPLY']._serialized_start=5413
+  _globals['_BULKREPLY']._serialized_end=5477
+  _globals['_BULKHELLO']._serialized_start=5479
+  _globals['_BULKHELLO']._serialized_end=5509
+  _globals['_MAILBOX']._serialized_start=5511
+  _globals['_MAILBOX']._serialized_end=5576
+  _globals['_MAILBOXOFFER']._serialized_start=5579
+  _globals['_MAILBOXOFFER']._serialized_end=5730
+  _globals['_ROUNDSMAILBOX']._serialized_start=5732
+  _globals['_ROUNDSMAILBOX']._serialized_end=5810
+  _globals['_MAILBOXACK']._serialized_start=5812
+  _globals['_MAILBOXACK']._serialized_end=5874
+  _globals['_GETINFOREQUEST']._serialized_start=5876
+  _globals['_GETINFOREQUEST']._serialized_end=5892
+  _globals['_GETINFOREPLY']._serialized_start=5895
+  _globals['_GETINFOREPLY']._serialized_end=6072
+  _globals['_GETTENSORREQUEST']._serialized_start=6074
+  _globals['_GETTENSORREQUEST']._serialized_end=6106
+  _globals['_GETTENSORREPLY']._serialized_start=6108
+  _globals['_GETTENSORREPLY']._serialized_end=6172
+  _globals['_PUTTENSORREQUEST']._serialized_start=6174
+  _globals['_PUTTENSORREQUEST']._serialized_end=6240
+  _globals['_PUTTENSORREPLY']._serialized_start=6242
+  _globals['_PUTTENSORREPLY']._serialized_end=6281
+  _globals['_DRAFT']._serialized_start=6647
+  _globals['_DRAFT']._serialized_end=7064
 # @@protoc_insertion_point(module_scope)

@@ -49,6 +49,10 @@ class _ProtocolFeatureEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Proto
     """
     PROTOCOL_FEATURE_COMPACT_STATES: _ProtocolFeature.ValueType  # 5
     """RoundState contains only the feature rows of chosen tokens, without gaps."""
+    PROTOCOL_FEATURE_STORED_ROWS: _ProtocolFeature.ValueType  # 6
+    """The draft keeps rows of earlier sequences and says in OpenAck how many of them it reuses. Without it, the
+    target sends the rows of a new sequence without waiting for OpenAck.
+    """
 
 class ProtocolFeature(_ProtocolFeature, metaclass=_ProtocolFeatureEnumTypeWrapper):
     """Optional parts of the protocol. Each side sends the parts that its release supports, whether or not its
@@ -70,6 +74,10 @@ version 3.
 """
 PROTOCOL_FEATURE_COMPACT_STATES: ProtocolFeature.ValueType  # 5
 """RoundState contains only the feature rows of chosen tokens, without gaps."""
+PROTOCOL_FEATURE_STORED_ROWS: ProtocolFeature.ValueType  # 6
+"""The draft keeps rows of earlier sequences and says in OpenAck how many of them it reuses. Without it, the
+target sends the rows of a new sequence without waiting for OpenAck.
+"""
 Global___ProtocolFeature: _TypeAlias = ProtocolFeature  # noqa: Y015
 
 class _Want:
@@ -321,10 +329,20 @@ class Open(_message.Message):
     SEED_FIELD_NUMBER: _builtins.int
     TEMPERATURE_FIELD_NUMBER: _builtins.int
     CHOICE_INDEX_FIELD_NUMBER: _builtins.int
+    CACHE_SALT_FIELD_NUMBER: _builtins.int
+    STORED_LEN_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     seed: _builtins.int
     temperature: _builtins.float
     choice_index: _builtins.int
+    cache_salt: _builtins.str
+    """The draft may keep the rows of this sequence for later ones of the same target with the same value. If the
+    field is missing, the draft keeps and reuses nothing.
+    """
+    stored_len: _builtins.int
+    """The target holds the feature rows [0, stored_len) now. The draft may reuse rows that it has kept for these
+    positions.
+    """
     traceparent: _builtins.str
     """W3C trace context of the target's span. Empty if the request is not traced."""
     @_builtins.property
@@ -339,13 +357,17 @@ class Open(_message.Message):
         seed: _builtins.int = ...,
         temperature: _builtins.float = ...,
         choice_index: _builtins.int = ...,
+        cache_salt: _builtins.str | None = ...,
+        stored_len: _builtins.int = ...,
         traceparent: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["fence", b"fence"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt", "cache_salt", b"cache_salt", "fence", b"fence"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice_index", b"choice_index", "fence", b"fence", "seed", b"seed", "temperature", b"temperature", "token_ids", b"token_ids", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt", "cache_salt", b"cache_salt", "choice_index", b"choice_index", "fence", b"fence", "seed", b"seed", "stored_len", b"stored_len", "temperature", b"temperature", "token_ids", b"token_ids", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__cache_salt: _TypeAlias = _typing.Literal["cache_salt"]  # noqa: Y015
+    _WhichOneofArgType__cache_salt: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__cache_salt) -> _WhichOneofReturnType__cache_salt | None: ...
 
 Global___Open: _TypeAlias = Open  # noqa: Y015
 
@@ -359,7 +381,9 @@ class OpenAck(_message.Message):
     session_id: _builtins.int
     epoch: _builtins.int
     have_len: _builtins.int
-    """The draft already has feature rows [0, have_len). The target sends the rest."""
+    """The draft needs no feature rows of positions [0, have_len). The target sends the rest. A target ignores
+    numbers that exceed the length of the sequence.
+    """
     def __init__(
         self,
         *,

@@ -4,15 +4,18 @@
 # source: outrider/target/v1/target.proto
 # Protobuf Python Version: 6.31.1
 """Generated protocol buffer code."""
-
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import descriptor_pool as _descriptor_pool
 from google.protobuf import runtime_version as _runtime_version
 from google.protobuf import symbol_database as _symbol_database
 from google.protobuf.internal import builder as _builder
-
 _runtime_version.ValidateProtobufRuntimeVersion(
-    _runtime_version.Domain.PUBLIC, 6, 31, 1, "", "outrider/target/v1/target.proto"
+    _runtime_version.Domain.PUBLIC,
+    6,
+    31,
+    1,
+    '',
+    'outrider/target/v1/target.proto'
 )
 # @@protoc_insertion_point(imports)
 
@@ -22,59 +25,57 @@ _sym_db = _symbol_database.Default()
 from outrider.common.v1 import common_pb2 as outrider_dot_common_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(
-    b'\n\x1foutrider/target/v1/target.proto\x12\x12outrider.target.v1\x1a\x1foutrider/common/v1/common.proto"\x80\x04\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\nprompt_ids\x18\x02 \x03(\r\x12\x16\n\x0emax_new_tokens\x18\x03 \x01(\r\x12\x35\n\x08sampling\x18\x04 \x01(\x0b\x32#.outrider.common.v1.SamplingOptions\x12;\n\x0bspeculation\x18\x05 \x01(\x0b\x32&.outrider.common.v1.SpeculationOptions\x12\x16\n\x0estop_token_ids\x18\x06 \x03(\r\x12\x12\n\nignore_eos\x18\x07 \x01(\x08\x12\x12\n\ntimeout_ms\x18\x08 \x01(\r\x12\x10\n\x08priority\x18\t \x01(\x11\x12\x12\n\ncache_salt\x18\n \x01(\t\x12\x34\n\x08logprobs\x18\x0b \x01(\x0b\x32".outrider.common.v1.LogprobOptions\x12\x13\n\x0btraceparent\x18\x14 \x01(\t\x12\x12\n\nresume_ids\x18\x0c \x03(\r\x12\x0e\n\x06tenant\x18\x0e \x01(\t\x12\x32\n\nconstraint\x18\x15 \x01(\x0b\x32\x1e.outrider.common.v1.Constraint\x12\x30\n\x06states\x18\x16 \x01(\x0b\x32 .outrider.common.v1.StateOptions"F\n\x06\x43\x61ncel\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x18\n\x0bkeep_tokens\x18\x02 \x01(\rH\x00\x88\x01\x01\x42\x0e\n\x0c_keep_tokens"\x1b\n\x05Pause\x12\x12\n\nrequest_id\x18\x01 \x01(\t"\x1c\n\x06Resume\x12\x12\n\nrequest_id\x18\x01 \x01(\t"\xdc\x01\n\x0eSessionRequest\x12\x37\n\x08generate\x18\x01 \x01(\x0b\x32#.outrider.target.v1.GenerateRequestH\x00\x12,\n\x06\x63\x61ncel\x18\x02 \x01(\x0b\x32\x1a.outrider.target.v1.CancelH\x00\x12*\n\x05pause\x18\x03 \x01(\x0b\x32\x19.outrider.target.v1.PauseH\x00\x12,\n\x06resume\x18\x04 \x01(\x0b\x32\x1a.outrider.target.v1.ResumeH\x00\x42\t\n\x07message"\xef\x01\n\nTokenDelta\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12.\n\x06rounds\x18\x02 \x03(\x0b\x32\x1e.outrider.common.v1.RoundTrace\x12\x32\n\x08logprobs\x18\x03 \x03(\x0b\x32 .outrider.common.v1.TokenLogprob\x12\x39\n\x0fprompt_logprobs\x18\x04 \x03(\x0b\x32 .outrider.common.v1.TokenLogprob\x12/\n\x06states\x18\x05 \x01(\x0b\x32\x1f.outrider.common.v1.TokenStates"\x86\x02\n\x06\x46inish\x12\x30\n\x06reason\x18\x01 \x01(\x0e\x32 .outrider.common.v1.FinishReason\x12\x1a\n\rmatched_token\x18\x02 \x01(\rH\x00\x88\x01\x01\x12(\n\x05usage\x18\x03 \x01(\x0b\x32\x19.outrider.common.v1.Usage\x12\x39\n\x0bspeculation\x18\x04 \x01(\x0b\x32$.outrider.common.v1.SpeculationStats\x12\x10\n\x08queue_ms\x18\x05 \x01(\x02\x12\x12\n\nprefill_ms\x18\x06 \x01(\x02\x12\x11\n\tdecode_ms\x18\x07 \x01(\x02\x42\x10\n\x0e_matched_token"\xbd\x01\n\rGenerateReply\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12/\n\x05\x64\x65lta\x18\x02 \x01(\x0b\x32\x1e.outrider.target.v1.TokenDeltaH\x00\x12,\n\x06\x66inish\x18\x03 \x01(\x0b\x32\x1a.outrider.target.v1.FinishH\x00\x12\x30\n\x05\x65rror\x18\x04 \x01(\x0b\x32\x1f.outrider.common.v1.ErrorDetailH\x00\x42\x07\n\x05\x65vent"B\n\x0cSessionReply\x12\x32\n\x07replies\x18\x01 \x03(\x0b\x32!.outrider.target.v1.GenerateReply"\x10\n\x0eGetInfoRequest"\xd6\x03\n\x0cGetInfoReply\x12\x10\n\x08model_id\x18\x01 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x02 \x01(\t\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x13\n\x0bhidden_size\x18\x04 \x01(\r\x12\x12\n\nnum_layers\x18\x05 \x01(\r\x12\x15\n\rmax_model_len\x18\x06 \x01(\r\x12\x15\n\reos_token_ids\x18\x07 \x03(\r\x12\r\n\x05\x64type\x18\x08 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\t \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\n \x01(\t\x12\x1c\n\x14max_running_requests\x18\x0b \x01(\r\x12\x38\n\x0bspeculation\x18\x0c \x01(\x0b\x32#.outrider.target.v1.SpeculationInfo\x12\x16\n\x0eweight_version\x18\r \x01(\t\x12\x13\n\x0bmin_version\x18\x0e \x01(\r\x12\x13\n\x0bmax_version\x18\x0f \x01(\r\x12\x33\n\x08\x66\x65\x61tures\x18\x10 \x03(\x0e\x32!.outrider.target.v1.TargetFeature\x12\x15\n\rrouted_layers\x18\x11 \x01(\r\x12\x19\n\x11\x65xperts_per_token\x18\x12 \x01(\r"\xbb\x01\n\x0fSpeculationInfo\x12\x11\n\talgorithm\x18\x01 \x01(\t\x12\x13\n\x0b\x64raft_model\x18\x02 \x01(\t\x12\x11\n\tnum_steps\x18\x03 \x01(\r\x12\x0c\n\x04topk\x18\x04 \x01(\r\x12\x18\n\x10num_draft_tokens\x18\x05 \x01(\r\x12\x11\n\tmax_steps\x18\x06 \x01(\r\x12\x10\n\x08max_topk\x18\x07 \x01(\r\x12\x11\n\tmax_nodes\x18\x08 \x01(\r\x12\r\n\x05state\x18\t \x01(\t"\x11\n\x0fGetStatsRequest"\xed\x02\n\rGetStatsReply\x12\x0f\n\x07running\x18\x01 \x01(\r\x12\x0f\n\x07waiting\x18\x02 \x01(\r\x12\x13\n\x0bpages_total\x18\x03 \x01(\x04\x12\x12\n\npages_free\x18\x04 \x01(\x04\x12\x12\n\npages_held\x18\x05 \x01(\x04\x12\x13\n\x0b\x64raft_state\x18\x06 \x01(\t\x12\x18\n\x10generated_tokens\x18\x07 \x01(\x04\x12\x0e\n\x06rounds\x18\x08 \x01(\x04\x12\x39\n\x0bspeculation\x18\t \x01(\x0b\x32$.outrider.common.v1.SpeculationStats\x12\x17\n\x0fprometheus_text\x18\n \x01(\t\x12.\n\x04\x61uto\x18\x0b \x01(\x0b\x32 .outrider.target.v1.AutoDecision\x12:\n\x0cprefix_cache\x18\x0c \x01(\x0b\x32$.outrider.target.v1.PrefixCacheStats"u\n\x10PrefixCacheStats\x12\x0f\n\x07\x65nabled\x18\x01 \x01(\x08\x12\x16\n\x0equeried_tokens\x18\x02 \x01(\x04\x12\x12\n\nhit_tokens\x18\x03 \x01(\x04\x12\r\n\x05pages\x18\x04 \x01(\x04\x12\x15\n\revicted_pages\x18\x05 \x01(\x04"\x19\n\x17\x46lushPrefixCacheRequest"&\n\x15\x46lushPrefixCacheReply\x12\r\n\x05pages\x18\x01 \x01(\x04"\xe6\x01\n\x0c\x41utoDecision\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12-\n\x06shapes\x18\x02 \x03(\x0b\x32\x1d.outrider.target.v1.ShapeRows\x12\x12\n\nplain_rows\x18\x03 \x01(\r\x12\x12\n\nbatch_size\x18\x04 \x01(\r\x12\x1e\n\x11\x65stimated_speedup\x18\x05 \x01(\x02H\x00\x88\x01\x01\x12\x15\n\x08round_ms\x18\x06 \x01(\x02H\x01\x88\x01\x01\x12\x15\n\rlooks_lost_ms\x18\x07 \x01(\x01\x42\x14\n\x12_estimated_speedupB\x0b\n\t_round_ms"I\n\tShapeRows\x12\r\n\x05\x64\x65pth\x18\x01 \x01(\r\x12\x0c\n\x04topk\x18\x02 \x01(\r\x12\x11\n\tmax_nodes\x18\x03 \x01(\r\x12\x0c\n\x04rows\x18\x04 \x01(\r" \n\x10GetTensorRequest\x12\x0c\n\x04name\x18\x01 \x01(\t"@\n\x0eGetTensorReply\x12.\n\x05\x63hunk\x18\x01 \x01(\x0b\x32\x1f.outrider.common.v1.TensorChunk*\x84\x01\n\rTargetFeature\x12\x1e\n\x1aTARGET_FEATURE_UNSPECIFIED\x10\x00\x12\x19\n\x15TARGET_FEATURE_RESUME\x10\x01\x12\x1d\n\x19TARGET_FEATURE_CONSTRAINT\x10\x02\x12\x19\n\x15TARGET_FEATURE_STATES\x10\x03\x32\x9d\x04\n\x06Target\x12S\n\x07Session\x12".outrider.target.v1.SessionRequest\x1a .outrider.target.v1.SessionReply(\x01\x30\x01\x12T\n\x08Generate\x12#.outrider.target.v1.GenerateRequest\x1a!.outrider.target.v1.GenerateReply0\x01\x12O\n\x07GetInfo\x12".outrider.target.v1.GetInfoRequest\x1a .outrider.target.v1.GetInfoReply\x12R\n\x08GetStats\x12#.outrider.target.v1.GetStatsRequest\x1a!.outrider.target.v1.GetStatsReply\x12j\n\x10\x46lushPrefixCache\x12+.outrider.target.v1.FlushPrefixCacheRequest\x1a).outrider.target.v1.FlushPrefixCacheReply\x12W\n\tGetTensor\x12$.outrider.target.v1.GetTensorRequest\x1a".outrider.target.v1.GetTensorReply0\x01\x62\x06proto3'
-)
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1foutrider/target/v1/target.proto\x12\x12outrider.target.v1\x1a\x1foutrider/common/v1/common.proto\"\x80\x04\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\nprompt_ids\x18\x02 \x03(\r\x12\x16\n\x0emax_new_tokens\x18\x03 \x01(\r\x12\x35\n\x08sampling\x18\x04 \x01(\x0b\x32#.outrider.common.v1.SamplingOptions\x12;\n\x0bspeculation\x18\x05 \x01(\x0b\x32&.outrider.common.v1.SpeculationOptions\x12\x16\n\x0estop_token_ids\x18\x06 \x03(\r\x12\x12\n\nignore_eos\x18\x07 \x01(\x08\x12\x12\n\ntimeout_ms\x18\x08 \x01(\r\x12\x10\n\x08priority\x18\t \x01(\x11\x12\x12\n\ncache_salt\x18\n \x01(\t\x12\x34\n\x08logprobs\x18\x0b \x01(\x0b\x32\".outrider.common.v1.LogprobOptions\x12\x13\n\x0btraceparent\x18\x14 \x01(\t\x12\x12\n\nresume_ids\x18\x0c \x03(\r\x12\x0e\n\x06tenant\x18\x0e \x01(\t\x12\x32\n\nconstraint\x18\x15 \x01(\x0b\x32\x1e.outrider.common.v1.Constraint\x12\x30\n\x06states\x18\x16 \x01(\x0b\x32 .outrider.common.v1.StateOptions\"F\n\x06\x43\x61ncel\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x18\n\x0bkeep_tokens\x18\x02 \x01(\rH\x00\x88\x01\x01\x42\x0e\n\x0c_keep_tokens\"\x1b\n\x05Pause\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x1c\n\x06Resume\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\xdc\x01\n\x0eSessionRequest\x12\x37\n\x08generate\x18\x01 \x01(\x0b\x32#.outrider.target.v1.GenerateRequestH\x00\x12,\n\x06\x63\x61ncel\x18\x02 \x01(\x0b\x32\x1a.outrider.target.v1.CancelH\x00\x12*\n\x05pause\x18\x03 \x01(\x0b\x32\x19.outrider.target.v1.PauseH\x00\x12,\n\x06resume\x18\x04 \x01(\x0b\x32\x1a.outrider.target.v1.ResumeH\x00\x42\t\n\x07message\"\xef\x01\n\nTokenDelta\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12.\n\x06rounds\x18\x02 \x03(\x0b\x32\x1e.outrider.common.v1.RoundTrace\x12\x32\n\x08logprobs\x18\x03 \x03(\x0b\x32 .outrider.common.v1.TokenLogprob\x12\x39\n\x0fprompt_logprobs\x18\x04 \x03(\x0b\x32 .outrider.common.v1.TokenLogprob\x12/\n\x06states\x18\x05 \x01(\x0b\x32\x1f.outrider.common.v1.TokenStates\"\x86\x02\n\x06\x46inish\x12\x30\n\x06reason\x18\x01 \x01(\x0e\x32 .outrider.common.v1.FinishReason\x12\x1a\n\rmatched_token\x18\x02 \x01(\rH\x00\x88\x01\x01\x12(\n\x05usage\x18\x03 \x01(\x0b\x32\x19.outrider.common.v1.Usage\x12\x39\n\x0bspeculation\x18\x04 \x01(\x0b\x32$.outrider.common.v1.SpeculationStats\x12\x10\n\x08queue_ms\x18\x05 \x01(\x02\x12\x12\n\nprefill_ms\x18\x06 \x01(\x02\x12\x11\n\tdecode_ms\x18\x07 \x01(\x02\x42\x10\n\x0e_matched_token\"\xbd\x01\n\rGenerateReply\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12/\n\x05\x64\x65lta\x18\x02 \x01(\x0b\x32\x1e.outrider.target.v1.TokenDeltaH\x00\x12,\n\x06\x66inish\x18\x03 \x01(\x0b\x32\x1a.outrider.target.v1.FinishH\x00\x12\x30\n\x05\x65rror\x18\x04 \x01(\x0b\x32\x1f.outrider.common.v1.ErrorDetailH\x00\x42\x07\n\x05\x65vent\"B\n\x0cSessionReply\x12\x32\n\x07replies\x18\x01 \x03(\x0b\x32!.outrider.target.v1.GenerateReply\"\x10\n\x0eGetInfoRequest\"\xd6\x03\n\x0cGetInfoReply\x12\x10\n\x08model_id\x18\x01 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x02 \x01(\t\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x13\n\x0bhidden_size\x18\x04 \x01(\r\x12\x12\n\nnum_layers\x18\x05 \x01(\r\x12\x15\n\rmax_model_len\x18\x06 \x01(\r\x12\x15\n\reos_token_ids\x18\x07 \x03(\r\x12\r\n\x05\x64type\x18\x08 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\t \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\n \x01(\t\x12\x1c\n\x14max_running_requests\x18\x0b \x01(\r\x12\x38\n\x0bspeculation\x18\x0c \x01(\x0b\x32#.outrider.target.v1.SpeculationInfo\x12\x16\n\x0eweight_version\x18\r \x01(\t\x12\x13\n\x0bmin_version\x18\x0e \x01(\r\x12\x13\n\x0bmax_version\x18\x0f \x01(\r\x12\x33\n\x08\x66\x65\x61tures\x18\x10 \x03(\x0e\x32!.outrider.target.v1.TargetFeature\x12\x15\n\rrouted_layers\x18\x11 \x01(\r\x12\x19\n\x11\x65xperts_per_token\x18\x12 \x01(\r\"\xbb\x01\n\x0fSpeculationInfo\x12\x11\n\talgorithm\x18\x01 \x01(\t\x12\x13\n\x0b\x64raft_model\x18\x02 \x01(\t\x12\x11\n\tnum_steps\x18\x03 \x01(\r\x12\x0c\n\x04topk\x18\x04 \x01(\r\x12\x18\n\x10num_draft_tokens\x18\x05 \x01(\r\x12\x11\n\tmax_steps\x18\x06 \x01(\r\x12\x10\n\x08max_topk\x18\x07 \x01(\r\x12\x11\n\tmax_nodes\x18\x08 \x01(\r\x12\r\n\x05state\x18\t \x01(\t\"\x11\n\x0fGetStatsRequest\"\xed\x02\n\rGetStatsReply\x12\x0f\n\x07running\x18\x01 \x01(\r\x12\x0f\n\x07waiting\x18\x02 \x01(\r\x12\x13\n\x0bpages_total\x18\x03 \x01(\x04\x12\x12\n\npages_free\x18\x04 \x01(\x04\x12\x12\n\npages_held\x18\x05 \x01(\x04\x12\x13\n\x0b\x64raft_state\x18\x06 \x01(\t\x12\x18\n\x10generated_tokens\x18\x07 \x01(\x04\x12\x0e\n\x06rounds\x18\x08 \x01(\x04\x12\x39\n\x0bspeculation\x18\t \x01(\x0b\x32$.outrider.common.v1.SpeculationStats\x12\x17\n\x0fprometheus_text\x18\n \x01(\t\x12.\n\x04\x61uto\x18\x0b \x01(\x0b\x32 .outrider.target.v1.AutoDecision\x12:\n\x0cprefix_cache\x18\x0c \x01(\x0b\x32$.outrider.target.v1.PrefixCacheStats\"u\n\x10PrefixCacheStats\x12\x0f\n\x07\x65nabled\x18\x01 \x01(\x08\x12\x16\n\x0equeried_tokens\x18\x02 \x01(\x04\x12\x12\n\nhit_tokens\x18\x03 \x01(\x04\x12\r\n\x05pages\x18\x04 \x01(\x04\x12\x15\n\revicted_pages\x18\x05 \x01(\x04\"\x19\n\x17\x46lushPrefixCacheRequest\"&\n\x15\x46lushPrefixCacheReply\x12\r\n\x05pages\x18\x01 \x01(\x04\"\xe6\x01\n\x0c\x41utoDecision\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12-\n\x06shapes\x18\x02 \x03(\x0b\x32\x1d.outrider.target.v1.ShapeRows\x12\x12\n\nplain_rows\x18\x03 \x01(\r\x12\x12\n\nbatch_size\x18\x04 \x01(\r\x12\x1e\n\x11\x65stimated_speedup\x18\x05 \x01(\x02H\x00\x88\x01\x01\x12\x15\n\x08round_ms\x18\x06 \x01(\x02H\x01\x88\x01\x01\x12\x15\n\rlooks_lost_ms\x18\x07 \x01(\x01\x42\x14\n\x12_estimated_speedupB\x0b\n\t_round_ms\"I\n\tShapeRows\x12\r\n\x05\x64\x65pth\x18\x01 \x01(\r\x12\x0c\n\x04topk\x18\x02 \x01(\r\x12\x11\n\tmax_nodes\x18\x03 \x01(\r\x12\x0c\n\x04rows\x18\x04 \x01(\r\" \n\x10GetTensorRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"@\n\x0eGetTensorReply\x12.\n\x05\x63hunk\x18\x01 \x01(\x0b\x32\x1f.outrider.common.v1.TensorChunk*\x84\x01\n\rTargetFeature\x12\x1e\n\x1aTARGET_FEATURE_UNSPECIFIED\x10\x00\x12\x19\n\x15TARGET_FEATURE_RESUME\x10\x01\x12\x1d\n\x19TARGET_FEATURE_CONSTRAINT\x10\x02\x12\x19\n\x15TARGET_FEATURE_STATES\x10\x03\x32\x9d\x04\n\x06Target\x12S\n\x07Session\x12\".outrider.target.v1.SessionRequest\x1a .outrider.target.v1.SessionReply(\x01\x30\x01\x12T\n\x08Generate\x12#.outrider.target.v1.GenerateRequest\x1a!.outrider.target.v1.GenerateReply0\x01\x12O\n\x07GetInfo\x12\".outrider.target.v1.GetInfoRequest\x1a .outrider.target.v1.GetInfoReply\x12R\n\x08GetStats\x12#.outrider.target.v1.GetStatsRequest\x1a!.outrider.target.v1.GetStatsReply\x12j\n\x10\x46lushPrefixCache\x12+.outrider.target.v1.FlushPrefixCacheRequest\x1a).outrider.target.v1.FlushPrefixCacheReply\x12W\n\tGetTensor\x12$.outrider.target.v1.GetTensorRequest\x1a\".outrider.target.v1.GetTensorReply0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
-_builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, "outrider.target.v1.target_pb2", _globals)
+_builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'outrider.target.v1.target_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
-    DESCRIPTOR._loaded_options = None
-    _globals["_TARGETFEATURE"]._serialized_start = 3387
-    _globals["_TARGETFEATURE"]._serialized_end = 3519
-    _globals["_GENERATEREQUEST"]._serialized_start = 89
-    _globals["_GENERATEREQUEST"]._serialized_end = 601
-    _globals["_CANCEL"]._serialized_start = 603
-    _globals["_CANCEL"]._serialized_end = 673
-    _globals["_PAUSE"]._serialized_start = 675
-    _globals["_PAUSE"]._serialized_end = 702
-    _globals["_RESUME"]._serialized_start = 704
-    _globals["_RESUME"]._serialized_end = 732
-    _globals["_SESSIONREQUEST"]._serialized_start = 735
-    _globals["_SESSIONREQUEST"]._serialized_end = 955
-    _globals["_TOKENDELTA"]._serialized_start = 958
-    _globals["_TOKENDELTA"]._serialized_end = 1197
-    _globals["_FINISH"]._serialized_start = 1200
-    _globals["_FINISH"]._serialized_end = 1462
-    _globals["_GENERATEREPLY"]._serialized_start = 1465
-    _globals["_GENERATEREPLY"]._serialized_end = 1654
-    _globals["_SESSIONREPLY"]._serialized_start = 1656
-    _globals["_SESSIONREPLY"]._serialized_end = 1722
-    _globals["_GETINFOREQUEST"]._serialized_start = 1724
-    _globals["_GETINFOREQUEST"]._serialized_end = 1740
-    _globals["_GETINFOREPLY"]._serialized_start = 1743
-    _globals["_GETINFOREPLY"]._serialized_end = 2213
-    _globals["_SPECULATIONINFO"]._serialized_start = 2216
-    _globals["_SPECULATIONINFO"]._serialized_end = 2403
-    _globals["_GETSTATSREQUEST"]._serialized_start = 2405
-    _globals["_GETSTATSREQUEST"]._serialized_end = 2422
-    _globals["_GETSTATSREPLY"]._serialized_start = 2425
-    _globals["_GETSTATSREPLY"]._serialized_end = 2790
-    _globals["_PREFIXCACHESTATS"]._serialized_start = 2792
-    _globals["_PREFIXCACHESTATS"]._serialized_end = 2909
-    _globals["_FLUSHPREFIXCACHEREQUEST"]._serialized_start = 2911
-    _globals["_FLUSHPREFIXCACHEREQUEST"]._serialized_end = 2936
-    _globals["_FLUSHPREFIXCACHEREPLY"]._serialized_start = 2938
-    _globals["_FLUSHPREFIXCACHEREPLY"]._serialized_end = 2976
-    _globals["_AUTODECISION"]._serialized_start = 2979
-    _globals["_AUTODECISION"]._serialized_end = 3209
-    _globals["_SHAPEROWS"]._serialized_start = 3211
-    _globals["_SHAPEROWS"]._serialized_end = 3284
-    _globals["_GETTENSORREQUEST"]._serialized_start = 3286
-    _globals["_GETTENSORREQUEST"]._serialized_end = 3318
-    _globals["_GETTENSORREPLY"]._serialized_start = 3320
-    _globals["_GETTENSORREPLY"]._serialized_end = 3384
-    _globals["_TARGET"]._serialized_start = 3522
-    _globals["_TARGET"]._serialized_end = 4063
+  DESCRIPTOR._loaded_options = None
+  _globals['_TARGETFEATURE']._serialized_start=3387
+  _globals['_TARGETFEATURE']._serialized_end=3519
+  _globals['_GENERATEREQUEST']._serialized_start=89
+  _globals['_GENERATEREQUEST']._serialized_end=601
+  _globals['_CANCEL']._serialized_start=603
+  _globals['_CANCEL']._serialized_end=673
+  _globals['_PAUSE']._serialized_start=675
+  _globals['_PAUSE']._serialized_end=702
+  _globals['_RESUME']._serialized_start=704
+  _globals['_RESUME']._serialized_end=732
+  _globals['_SESSIONREQUEST']._serialized_start=735
+  _globals['_SESSIONREQUEST']._serialized_end=955
+  _globals['_TOKENDELTA']._serialized_start=958
+  _globals['_TOKENDELTA']._serialized_end=1197
+  _globals['_FINISH']._serialized_start=1200
+  _globals['_FINISH']._serialized_end=1462
+  _globals['_GENERATEREPLY']._serialized_start=1465
+  _globals['_GENERATEREPLY']._serialized_end=1654
+  _globals['_SESSIONREPLY']._serialized_start=1656
+  _globals['_SESSIONREPLY']._serialized_end=1722
+  _globals['_GETINFOREQUEST']._serialized_start=1724
+  _globals['_GETINFOREQUEST']._serialized_end=1740
+  _globals['_GETINFOREPLY']._serialized_start=1743
+  _globals['_GETINFOREPLY']._serialized_end=2213
+  _globals['_SPECULATIONINFO']._serialized_start=2216
+  _globals['_SPECULATIONINFO']._serialized_end=2403
+  _globals['_GETSTATSREQUEST']._serialized_start=2405
+  _globals['_GETSTATSREQUEST']._serialized_end=2422
+  _globals['_GETSTATSREPLY']._serialized_start=2425
+  _globals['_GETSTATSREPLY']._serialized_end=2790
+  _globals['_PREFIXCACHESTATS']._serialized_start=2792
+  _globals['_PREFIXCACHESTATS']._serialized_end=2909
+  _globals['_FLUSHPREFIXCACHEREQUEST']._serialized_start=2911
+  _globals['_FLUSHPREFIXCACHEREQUEST']._serialized_end=2936
+  _globals['_FLUSHPREFIXCACHEREPLY']._serialized_start=2938
+  _globals['_FLUSHPREFIXCACHEREPLY']._serialized_end=2976
+  _globals['_AUTODECISION']._serialized_start=2979
+  _globals['_AUTODECISION']._serialized_end=3209
+  _globals['_SHAPEROWS']._serialized_start=3211
+  _globals['_SHAPEROWS']._serialized_end=3284
+  _globals['_GETTENSORREQUEST']._serialized_start=3286
+  _globals['_GETTENSORREQUEST']._serialized_end=3318
+  _globals['_GETTENSORREPLY']._serialized_start=3320
+  _globals['_GETTENSORREPLY']._serialized_end=3384
+  _globals['_TARGET']._serialized_start=3522
+  _globals['_TARGET']._serialized_end=4063
 # @@protoc_insertion_point(module_scope)
