@@ -31,7 +31,7 @@ from outrider.shared.base.errors import UnavailableError
 STREAMED_SHARE, CANCELLED_SHARE = 0.6, 0.25
 """Share of requests that stream, and share of streams that the client cancels."""
 MOST_EVENTS = 12
-PAUSE_AFTER_FAILURE_S = 0.2
+PAUSE_AFTER_FAILURE_S = 1.0
 WARM_UP_SHARE = 0.1
 SUSPENDED_S = 3.0
 RECOVERY_S = 60.0
