@@ -70,7 +70,7 @@ class TargetSettings(ListenerSettings):
     )
     grammar_backend: GrammarBackend = Field(
         GrammarBackend.LLGUIDANCE,
-        description="Library for forms such as JSON schemas: llguidance, or (installed apart) xgrammar or auto.",
+        description="Library for forms such as JSON schemas: llguidance, xgrammar (an extra) or auto.",
     )
     deterministic: bool = Field(
         False, description="Compute the same bits with and without drafts, and in any batch. Slower."
