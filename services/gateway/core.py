@@ -23,6 +23,7 @@ from outrider.services.gateway.parsers.registry import ParserNames
 from outrider.services.gateway.recent_errors import RecentErrors
 from outrider.services.gateway.request import ChoiceEvent, Chunk
 from outrider.services.gateway.request_note import RequestNote, current_note
+from outrider.services.gateway.requested_states import check_states
 from outrider.services.gateway.sampling_defaults import NO_DEFAULTS, SamplingDefaults
 from outrider.services.gateway.served_target import unknown_model
 from outrider.services.gateway.settings import GatewaySettings
@@ -230,6 +231,7 @@ class GatewayCore:
                     for parameters, part in _parts(job, prompts)
                     for request in self.builder.build(part, parameters, job.surface, info, deadline)
                 ]
+                check_states(requests, info, self.settings.max_state_bytes, job.surface.prefix)
                 if caller is not None:
                     requests = [replace(request, tenant=caller.name) for request in requests]
                 if traceparent := note.span.traceparent:

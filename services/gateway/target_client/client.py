@@ -313,7 +313,10 @@ class TargetClient:
                 event = finish_from_proto(reply.finish)
             else:
                 event = error_from_proto(reply.error)
-            stream.deliver(event, reply.ByteSize() + CHUNK_OVERHEAD_BYTES)
+            cost = reply.ByteSize() + CHUNK_OVERHEAD_BYTES
+            if isinstance(event, TargetDelta) and event.states is not None:
+                cost -= event.states.nbytes  # these bytes have a limit of their own, `max_state_bytes`
+            stream.deliver(event, cost)
 
     def _disconnected(self, failure: BaseException) -> None:
         while isinstance(failure, BaseExceptionGroup):
