@@ -127,7 +127,8 @@ class Admission:
             # The known speed is that of an earlier queue, in which sequences waited for slots.
             waiting = max(0, min(waiting, self.active - self._slots()))
         ahead = min(waiting, self._waiting_of[tenant] * (1 + others))
-        return ahead * (self._drain_interval_s() or 0.0)
+        # The new request leaves the queue after those ahead of it.
+        return (ahead + 1) * (self._drain_interval_s() or 0.0) if ahead else 0.0
 
     @property
     def _is_new(self) -> bool:
