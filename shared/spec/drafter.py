@@ -227,6 +227,19 @@ class Drafter(Protocol):
 
 
 @runtime_checkable
+class BudgetedDrafter(Protocol):
+    """A drafter that limits the time that rows lose by waiting for trees that do not arrive."""
+
+    def saved(self, seconds: float) -> None:
+        """Note that the drafter's trees have saved time, which the drafter may lose again by later waits.
+
+        Args:
+            seconds: Time that plain rounds would have taken in addition for the same tokens.
+        """
+        ...
+
+
+@runtime_checkable
 class EagerDrafter(Protocol):
     """A drafter that runs on the engine's thread and processes prompts only when `absorb` is called.
 

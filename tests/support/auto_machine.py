@@ -143,7 +143,8 @@ class Server:
         for index, (request, shape) in enumerate(zip(self.live, shapes, strict=True)):
             if shape.drafts:
                 length = request.prompt + request.emitted
-                behind = max(0, length - request.fed - 12)
+                # A drafter in another process has all tokens.
+                behind = 0 if self.path is DraftPath.HOST else max(0, length - request.fed - 12)
                 drafting += CATCH_UP_S * behind
                 caught_up |= behind > 0
                 request.fed = length

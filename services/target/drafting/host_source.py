@@ -38,6 +38,7 @@ from outrider.services.target.scheduling.sequence import Sequence
 from outrider.shared.kv.upload import upload
 from outrider.shared.spec.drafter import (
     AWAITED,
+    BudgetedDrafter,
     Commit,
     Commits,
     Drafter,
@@ -183,6 +184,10 @@ class HostSource(DraftSource):
     def take_wait(self) -> ProposalWait | None:
         wait, self._wait = self._wait, None
         return wait
+
+    def saved(self, seconds: float) -> None:
+        if isinstance(self._drafter, BudgetedDrafter):
+            self._drafter.saved(seconds)
 
     def prefilled(self, chunk: PrefillChunk) -> None:
         """Send the stored feature rows of a chunk, without the prompt's last row."""
