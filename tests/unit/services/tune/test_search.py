@@ -93,6 +93,16 @@ def test_the_choice_is_close_to_the_exhaustive_best(rate: float, node_ms: float)
     assert len(found.batches[0].measured) == 1 + FINALISTS
 
 
+def test_a_check_compares_the_choice_with_the_best_of_all_shapes() -> None:
+    server = SyntheticServer(0.8, 0.002)
+    sizes = TuneSizes((1,), 96, LIMITS, check=2)
+    (found,) = search(server, PROMPTS, sizes).batches  # type: ignore[arg-type]
+    assert found.check is not None
+    assert found.check.choice == found.best
+    assert len(found.check.ratios) == 2
+    assert 0.97 <= found.check.ratio <= 1
+
+
 def test_a_draft_that_is_never_right_gets_no_shape() -> None:
     result = tune(SyntheticServer(0.0, 0.01))
     assert result.shape == NO_DRAFT
@@ -109,5 +119,6 @@ def test_the_profile_has_the_shape_and_the_speeds() -> None:
     assert f"num_draft_tokens = {result.shape.max_nodes}\n" in text
     assert "# Target: a target\n" in text
     report = result_json(result)
+    assert report["batches"][0]["ratios_to_plain"]["plain"] == [1.0, 1.0, 1.0]
     assert report["shape"]["topk"] == result.shape.topk
     assert len(report["accept_lengths"]) == len(candidate_shapes(LIMITS))

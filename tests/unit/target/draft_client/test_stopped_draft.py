@@ -63,6 +63,28 @@ def test_a_draft_that_stops_again_and_again_costs_other_rows_a_small_share(
     assert in_vain_s / SECONDS < 0.05, "the rows beside a stopped draft keep 95 % of their speed"
 
 
+@pytest.mark.parametrize("saved_s", [0.001, 0.05])
+@pytest.mark.parametrize(("stopped_s", "period_s"), PULSES)
+def test_a_draft_that_stops_again_and_again_never_loses_more_than_it_saves(
+    monkeypatch: pytest.MonkeyPatch, stopped_s: float, period_s: float, saved_s: float
+) -> None:
+    """The budget for waits includes the time that trees have saved."""
+    target = running(monkeypatch, stopped_s, period_s, AUTO)
+    in_vain_s, all_saved_s, began = 0.0, 0.0, target.clock.now
+    while target.clock.now < began + SECONDS:
+        target.reopen()
+        before = target.connection.waited_s
+        target.mixed_round(on=set())
+        if not target.drafter.fallback_reason(AUTO):
+            target.drafter.saved(saved_s)
+            all_saved_s += saved_s
+        waited_s = target.connection.waited_s - before
+        if waited_s > ANSWER_S + 1e-9:
+            in_vain_s += waited_s
+    assert all_saved_s > 0
+    assert (in_vain_s - all_saved_s) / SECONDS < 0.05
+
+
 @pytest.mark.parametrize(("stopped_s", "period_s"), PULSES)
 def test_a_row_of_mode_on_keeps_most_of_its_speed(
     monkeypatch: pytest.MonkeyPatch, stopped_s: float, period_s: float
