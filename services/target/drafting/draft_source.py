@@ -89,6 +89,7 @@ class DraftSource(Protocol):
 
     def saved(self, seconds: float) -> None:
         """Note how much time the trees of the last round have saved, in seconds."""
+        ...
 
     def prefilled(self, chunk: PrefillChunk) -> None:
         """Pass on the feature rows of a prompt chunk that was enqueued."""

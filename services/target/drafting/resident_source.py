@@ -122,6 +122,9 @@ class ResidentSource(DraftSource):
     def carry(self) -> None:
         """Do nothing, because the device needs no help."""
 
+    def saved(self, seconds: float) -> None:
+        """Do nothing, because the trees are never late."""
+
     def take_wait(self) -> ProposalWait | None:
         """Return None, because the host does not wait for trees."""
         return None

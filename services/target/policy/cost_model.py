@@ -211,7 +211,7 @@ class RoundCosts:
         return max(plain, lower_s) + slope * (rows - lower)
 
     def _pass_s(self, by_rows: Mapping[int, Estimate], rows: int) -> float:
-        return self._bounded(by_rows[rows], [one for other, one in by_rows.items() if other >= rows])
+        return self._bounded(by_rows[rows], (one for other, one in by_rows.items() if other >= rows))
 
     def draft(self, shape: DraftShape, count: int) -> float:
         """Estimate the duration of a draft for `count` sequences."""
@@ -225,13 +225,13 @@ class RoundCosts:
             size = min(by_count, key=lambda known: abs(known.bit_length() - size.bit_length()))
         depth, is_chain = key
         # A draft of a tree does at least the work of a chain of the same depth.
-        larger = [
-            by_count[size]
-            for (other, form), by_count in self._draft.items()
-            if other >= depth and form <= is_chain and size in by_count
-        ]
+        larger = (
+            held[size]
+            for (other, form), held in self._draft.items()
+            if other >= depth and form <= is_chain and size in held
+        )
         growth = FIXED_DRAFT_SHARE + (1 - FIXED_DRAFT_SHARE) * shape.depth / depth
-        return self._bounded(self._draft[key][size], larger) * growth
+        return self._bounded(by_count[size], larger) * growth
 
     def doubts(self, batch_size: int, rows: int, shape: DraftShape) -> bool:
         """Return True if passes of this size or drafts of this shape were measured, but too few times.
