@@ -89,7 +89,8 @@ class BatchResult:
 
     Attributes:
         batch: Number of concurrent requests.
-        predicted: Shape → predicted speed, relative to plain decoding.
+        predicted: Shape → predicted speed, relative to plain decoding. The predictions are scaled so that the
+            measured shapes fit their measurements.
         measured: Shape → measured speed, in tokens per second of all requests together. Includes `NO_DRAFT`.
         ratios: Shape → speed relative to plain decoding in each pass.
         seconds: Duration of the search for this batch size, without the check.
@@ -186,7 +187,7 @@ def search(
         if not sizes.exhaustive:
             times = _round_times(client, prompts, candidates, batch)
             predicted = _speeds(lengths, times)
-            finalists = sorted(predicted, key=lambda shape: -predicted[shape])[:FINALISTS]
+            finalists = _finalists(predicted)
             progress(f"batch {batch}: the best predictions are {', '.join(map(shape_name, finalists))}")
         # 3. Measure.
         run = _runner(client, prompts, batch, sizes)
@@ -195,7 +196,7 @@ def search(
         measured = paired.speeds()
         found = BatchResult(
             batch,
-            predicted,
+            predicted if sizes.exhaustive else _calibrated(predicted, measured),
             measured,
             {shape: paired.ratios(shape) for shape in measured},
             time.perf_counter() - began,
@@ -216,6 +217,23 @@ def search(
     if sizes.exhaustive:
         lengths = dict.fromkeys(candidates, 1.0)
     return TuneResult(lengths, results, time.perf_counter() - started)
+
+
+def _finalists(predicted: Mapping[DraftShape, float]) -> list[DraftShape]:
+    """Return the shapes with the best predictions, among them at least one chain and one tree.
+
+    The predictions of similar shapes have similar errors. Without this rule, one slow measurement of a chain
+    could leave out all chains.
+    """
+    order = sorted(predicted, key=lambda shape: -predicted[shape])
+    finalists = order[: FINALISTS - 1]
+    chains = {shape.topk == 1 for shape in finalists}
+    others = [shape for shape in order if shape not in finalists]
+    return finalists + (others if len(chains) > 1 else _of_form(others, chain=False in chains))[:1]
+
+
+def _of_form(shapes: Sequence[DraftShape], *, chain: bool) -> list[DraftShape]:
+    return [shape for shape in shapes if (shape.topk == 1) is chain] or list(shapes)
 
 
 def _accept_lengths(
@@ -265,6 +283,17 @@ def _speeds(lengths: Mapping[DraftShape, float], times: RoundTimes) -> dict[Draf
         return dict.fromkeys(lengths, 1.0)
     plain_ms = times.round_ms(NO_DRAFT)
     return {shape: length * plain_ms / times.round_ms(shape) for shape, length in lengths.items()}
+
+
+def _calibrated(
+    predicted: Mapping[DraftShape, float], measured: Mapping[DraftShape, float]
+) -> dict[DraftShape, float]:
+    """Scale all predictions so that those of the measured shapes fit their measurements.
+
+    All predictions are relative to plain rounds, whose few measurements may have been slow or fast.
+    """
+    known = [measured[shape] / measured[NO_DRAFT] / predicted[shape] for shape in measured if shape.drafts]
+    return {shape: median(known) * speed for shape, speed in predicted.items()}
 
 
 def _runner(client: LiveClient, prompts: Sequence[Sequence[int]], batch: int, sizes: TuneSizes) -> Run:
