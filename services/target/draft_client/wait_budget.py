@@ -1,13 +1,13 @@
 """Limits the share of time that requests lose by waiting for trees that do not arrive.
 
-A budget grows with time, up to a capacity. It also grows by the time that trees have saved. Every wait that
-ends without trees is deducted from the budget. While the budget is used up, the draft gets no requests, even
-if the draft answers again. During any period of length t, requests therefore lose at most
+A budget grows with time, and by the time that trees have saved, up to a capacity. Every wait that ends
+without trees is deducted from it. While the budget is used up, the draft gets no requests. During any period
+of length t, requests therefore lose at most
 
     capacity + share × t + one wait + the time that trees have saved
 
-whatever the draft does. For example, the draft may be stopped for 0.9 s of every second. Because the budget
-includes the saved time, a draft that is late now and then, but saves much more time, remains in use.
+This holds even if the draft is stopped for 0.9 s of every second, for example.
+A draft that is sometimes late, but saves more time, remains in use.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
 """Chooses how many tokens each `auto` request drafts in the next round, from none to the largest shape.
 
-The controller maximises the expected tokens per second of the whole batch. `partition` divides the rows of
-the batch, one per request, among tree shapes and plain decoding. `RoundCosts` estimates the seconds of a
-round, and `DrafterAcceptance` estimates its tokens. Both learn from executed rounds (`observe`).
+The controller maximises the expected tokens per second of the whole batch. A row is one request of the batch.
+`partition` divides the rows among tree shapes and plain decoding. `RoundCosts` estimates the seconds of a
+round, and `DrafterAcceptance` estimates its tokens, both from executed rounds (`observe`).
 
-A decision is kept for several rounds, because a change of shape needs other CUDA graphs and interrupts the
-rounds of a remote draft. Estimates become outdated, so a decision may include a *look* (see `looks`): for a
-few rounds, some rows draft with a shape that is not in use, or all rows decode plainly. A new drafter is
-first used in looks. The total time that looks may lose is limited for the whole server.
+A decision is kept for several rounds, because a change of shape needs other CUDA graphs. Estimates become
+outdated, so a decision may include a *look* (see `looks`): for a few rounds, some rows draft with an unused
+shape, or all rows decode plainly. A new drafter is first used in looks. The time that looks may lose is
+limited for the whole server.
 
-The estimates of a drafter are kept when requests end, and when a draft with the same identity reconnects. The
-controller runs no model, so tests can run it against simulated machines.
+The estimates are kept when requests end, and when a draft with the same identity reconnects. The controller
+runs no model, so tests can run it against simulated machines.
 """
 
 from __future__ import annotations
@@ -41,8 +41,6 @@ FIRST_PLAIN_ROUNDS = 2
 """Number of plain rounds to run at a new batch size. The second is planned before the first ends."""
 ADVANTAGE = 1.01
 """Other shapes replace those in use if their expected rate is at least this multiple of the current rate."""
-EXCHANGE_ADVANTAGE = 1.03
-"""Like `ADVANTAGE`, but for changes that interrupt the rounds of a remote draft."""
 SURPRISE = 1.5
 """A round that takes longer than this multiple of its estimate leads to a new decision."""
 MOST_DRAFTERS = 8
@@ -142,10 +140,10 @@ class SpeculationController:
     def _shape(self, row: RowBound, decision: Decision) -> DraftShape:
         state = row.state
         if state.decision != decision.number:  # the row has joined since
-            tokens, look = expected_tokens(row), decision.look
-            state.shape = decision.partition.shape_for(tokens)
-            if look is not None and (not look.shape.drafts or decision.path is DraftPath.EXCHANGE):
-                state.shape = look.shape if state.shape.drafts and look.shape in tokens else NO_DRAFT
+            look = decision.look
+            state.shape = decision.partition.shape_for(expected_tokens(row))
+            if look is not None and not look.shape.drafts:
+                state.shape = NO_DRAFT
             state.decision = decision.number
         shape = state.shape
         if not shape.drafts or row.useful_depth <= 0:
@@ -174,7 +172,7 @@ class SpeculationController:
         best = partitions.plain
         if not unmeasured and drafter.known:
             kept = self._decision.partition.shapes if self._decision is not None else ()
-            best = partitions.best(kept, EXCHANGE_ADVANTAGE if path is DraftPath.EXCHANGE else ADVANTAGE)
+            best = partitions.best(kept, ADVANTAGE)
         # 3. Assign the shapes, and let some rows look if that is affordable.
         self._count += 1
         assign_shapes(rows, expected, best, self._count)

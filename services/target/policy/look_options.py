@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 
-from outrider.services.target.policy.cost_model import DraftPath, RoundCosts
+from outrider.services.target.policy.cost_model import RoundCosts
 from outrider.services.target.policy.expectations import Tokens
 from outrider.services.target.policy.looks import LookOption
 from outrider.services.target.policy.partition import Others, Partition, Partitions
@@ -56,17 +56,15 @@ class LookOptions:
         """Return the look with the smallest loss for each shape that is not in use.
 
         A look takes a few rows whose drafter catches up fast and that took part in few looks. If that is
-        cheaper, the look takes all rows that draft, because no row then needs a draft of the old shape. A
-        remote draft has only one shape per round, so all rows that draft take part.
+        cheaper, the look takes all rows that draft, because no row then needs a draft of the old shape.
         """
         rows, best, partitions = self._rows, self._best, self._partitions
         able = [index for index, row in enumerate(rows) if row.useful_depth > 0]
         able.sort(key=lambda index: rows[index].lag + LOOKS_APART * rows[index].state.looks)
         drafting = [index for index in able if rows[index].state.shape.drafts]
         few = able[:LOOK_ROWS]
-        sets = [drafting] if drafting and partitions.path is DraftPath.EXCHANGE else [few, drafting]
         options: dict[DraftShape, LookOption] = {}
-        for looking in filter(None, sets):
+        for looking in filter(None, (few, drafting)):
             for shape in partitions.offered:
                 if shape in best.shapes or not any(shape in self._expected[index] for index in looking):
                     continue

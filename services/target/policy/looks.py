@@ -1,13 +1,12 @@
 """Plans looks, i.e. rounds that measure shapes that are not in use, and limits the time that looks lose.
 
-In a look, a few rows draft for a few rounds with a shape that is not in use, or all rows decode plainly. A
-look updates the estimates of the drafter's acceptance and of the cost of the shape. The loss of a look is the
-additional time that it takes, compared with the best choice for the same number of tokens. The losses of all
-looks together are limited to a fixed share of the time of all rounds of the server. The looks of many short
-requests therefore lose no more time than those of one long request.
+In a look, a few rows draft with an unused shape for a few rounds, or all rows decode plainly. A look updates
+the estimates of acceptance and of the cost of the shape. Its *loss* is the additional time compared with the
+best choice for the same number of tokens. The losses of all looks are limited to a fixed share of the time of
+all rounds, for all requests together.
 
-The next look measures the shape for which the losses of past looks and the estimated loss of the next look
-have the smallest sum. Cheap shapes are therefore measured more often.
+The next look measures the shape with the smallest sum of two numbers: the losses of its past looks, and the
+estimated loss of its next look. Cheap shapes are therefore measured more often.
 
 The estimated loss of an *unsure* option may be too large, because the drafter is unknown or because only a
 few rounds with the shape were measured. Waiting until a full look is affordable could then take too long. A
