@@ -90,6 +90,11 @@ class Recorder:
         return self._list is not None
 
     @property
+    def enabled(self) -> bool:
+        """True if passes are recorded as CUDA graphs, which only a GPU can do."""
+        return self._graphs.enabled
+
+    @property
     def num_first(self) -> int:
         """Number of first graphs that are left to record."""
         return len(self._first)
