@@ -41,7 +41,8 @@ def soak(
     output: Output = None,
     force: Force = False,
 ) -> None:
-    """Restart every service again and again under mixed requests: wrong tokens, leaks, growth of memory.
+    """Restart every service repeatedly under mixed requests; look for wrong tokens, leaks and growth of
+    memory.
 
     The command starts the services, and first records the answer to every request. Then it repeatedly kills,
     suspends and terminates the draft, the target and the gateway, one service per phase. The last phase
@@ -139,7 +140,8 @@ def move(
     output: Output = None,
     force: Force = False,
 ) -> None:
-    """Kill one of two targets under streams: tokens, and the pause of the streams that move to the other.
+    """Kill one of two targets that serve streams; check the tokens and measure the pause of the moved
+    streams.
 
     Exits with 1 if a stream gets other tokens than in an undisturbed run.
     """

@@ -1,4 +1,5 @@
-"""`outrider bench move`: kills one of two targets under streams, and measures the pause of the moved ones.
+"""`outrider bench move`: kills one of two targets that serve streams, and measures the pause of these
+streams.
 
 Every stream first runs undisturbed, to record the expected tokens. In each round, all streams run at the same
 time. When all of them have tokens, one target gets SIGKILL. Its streams continue on the other target, which

@@ -35,7 +35,7 @@ class PrefixCostOptions:
     """Options of the measurement, which are flags of `outrider bench prefix`.
 
     Attributes:
-        engine: Both engines. The setting `disable_prefix_cache` is added to theirs.
+        engine: Options of both engines, without the setting `disable_prefix_cache`.
         shapes: The kinds of rounds.
         batches: Batch sizes.
         prompt, new_tokens: Number of tokens of each prompt and of each answer of the pairs.

@@ -25,8 +25,8 @@ class Boxes:
 
     Use the boxes from one stream at a time. Every rank must make the same calls in the same order.
 
-    An inbox has two slots, which every tile uses alternately. When a rank writes to a slot again, every other
-    rank has emptied it: the rank has already received data that the others sent afterwards.
+    An inbox has two slots, which every tile uses alternately. A rank writes to a slot again only after it has
+    received data that every other rank sent after it had emptied this slot.
 
     Attributes:
         rank: Rank that this view belongs to.

@@ -55,8 +55,8 @@ class PeerSecurity:
     def server_credentials(self) -> grpc.ServerCredentials | None:
         """Return the credentials of a server, or None if there is no certificate.
 
-        If the certificates are from files, every handshake uses the files as they are then, unless they are
-        not valid.
+        If the certificates are from files, every handshake uses the current contents of the files, if these
+        are valid.
         """
         import grpc
 

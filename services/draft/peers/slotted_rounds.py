@@ -65,7 +65,7 @@ class SlottedRounds:
     """The slots and rounds of all targets. Engine thread only, except for `peer`.
 
     A CUDA stream that waits for one target's state blocks the rounds of all other targets. If several targets
-    have sessions, the host therefore starts their rounds.
+    have sessions, their rounds therefore run through the host.
 
     Args:
         engine: The sessions and the drafting strategy.

@@ -61,8 +61,8 @@ class SessionLimits:
         evict_idle_s: If the table is full, the least recently used session may be evicted if it has been idle
             for this many seconds.
         row_source: The input from which the strategy's rows are computed.
-        rewind: Number of rows to compute again when a session is reopened, from the end of the common prefix
-            and in addition to the prefix's last row.
+        rewind: Number of rows before the last row of the common prefix that are computed again when a session
+            is reopened, in addition to this last row.
         usual_shape: The shape of most trees, which the warm-up prepares.
     """
 

@@ -83,8 +83,8 @@ class DraftSession:
         self.live = False
         self.acked = False
         self.have_len = 0
+        self.misled: bool = False
         self.doubts = former is not None and former.misled
-        self.misled = False
         self.held: list[tuple[int, torch.Tensor]] = []
         self.ready = False
         self.joining = False

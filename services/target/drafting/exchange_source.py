@@ -112,7 +112,7 @@ class ExchangeSource(DraftSource):
             and self._slots.are_open()
             and self._slots.fits([group.size for group in self._groups(drafting)])
         )
-        return formed or (not self._exchanges and self._host.waits_for_host(entries))
+        return not self._exchanges and self._host.waits_for_host(entries)
 
     def postponed(self, entries: Seq[Entry]) -> None:
         self._host.postponed(entries)

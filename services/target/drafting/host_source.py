@@ -302,7 +302,10 @@ class HostSource(DraftSource):
 
     def _pack(self, drafts: DraftBatch, members: list[int]) -> None:
         device = self._rounds.batch.nodes.device
-        fields = (drafts.tokens, drafts.parents, drafts.depths, drafts.num_nodes, drafts.ancestors)
+        tokens, parents, depths, num_nodes, ancestors = (
+            part.to(device, non_blocking=True)
+            for part in (drafts.tokens, drafts.parents, drafts.depths, drafts.num_nodes, drafts.ancestors)
+        )
         logprobs = None if drafts.logprobs is None else drafts.logprobs.to(device, non_blocking=True)
-        moved = DraftBatch(*(part.to(device, non_blocking=True) for part in fields), logprobs)
+        moved = DraftBatch(tokens, parents, depths, num_nodes, ancestors, logprobs)
         pack_drafts(self._rounds, moved, upload(members, torch.int32, device))

@@ -44,6 +44,9 @@ class ShapeGroup:
 def shape_groups(drafting: Seq[Entry], batch_sizes: Seq[int]) -> list[ShapeGroup]:
     """Group the entries that draft by their shapes.
 
+    The order of the groups depends only on their shapes, so that fewer combinations of groups occur. The
+    first round with a combination is slower.
+
     Args:
         drafting: The entries that draft.
         batch_sizes: Ascending numbers of rows that a group may have.
@@ -52,7 +55,8 @@ def shape_groups(drafting: Seq[Entry], batch_sizes: Seq[int]) -> list[ShapeGroup
     for entry in drafting:
         by_shape.setdefault(entry.shape, []).append(entry.sequence)
     groups: list[ShapeGroup] = []
-    for shape, sequences in by_shape.items():
+    for shape in sorted(by_shape, key=lambda shape: (shape.topk, shape.depth, shape.max_nodes)):
+        sequences = by_shape[shape]
         batch_size = bucket(batch_sizes, len(sequences))
         assert batch_size is not None, "a round has at most as many entries as there are slots"
         columns = max(shape.columns, *(sequence.fresh_columns for sequence in sequences))

@@ -164,6 +164,11 @@ class Recorder:
         self._checked, self._uncompiled = False, 0
         self._started = self._clock()
 
+    def add(self, recordings: list[Recording]) -> None:
+        """Add further graphs that a request has made necessary. `follow` must list them from now on."""
+        if self._list is not None:
+            self._further.extend(recordings)
+
     def forget(self) -> None:
         """Record no graph any more, because the process must end."""
         self._list = None

@@ -64,7 +64,7 @@ OFFSET_SHARE = 0.25
 """Least divisor of the error of a row's logits, as a share of the logits' root mean square.
 
 The usual divisor is the spread, i.e. the root mean square of the logits minus their mean. If all logits of a
-row are nearly equal, the spread is too small a divisor, because the size of the logits determines rounding.
+row are nearly equal, the spread is too small, because rounding depends on the size of the logits.
 """
 
 

@@ -107,7 +107,7 @@ class StreamExchange(Exchange):
         dispatch: The carrier's method that processes messages other than the trees of a round. The channel
             receives such messages on the engine thread, and keeps only a weak reference to this method.
         relay: Lets the device wait for the word that the host writes. With None, nothing is enqueued ahead.
-        compact: Whether the draft accepts compact states. Otherwise only the unused end of a state is cut.
+        compact: Whether the draft accepts compact states. If not, only the unused end of a state is left out.
     """
 
     def __init__(
