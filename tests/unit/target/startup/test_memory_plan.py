@@ -199,7 +199,7 @@ def test_all_graphs_that_are_recorded_are_counted(requests: int, shape: dict[str
     runner: Any = SimpleNamespace(
         captures=True, capture_prefill=lambda *size: made.add(size), graphs=SimpleNamespace(observed=False)
     )
-    drafts: Any = SimpleNamespace(capture=lambda *draft: made.add(draft))
+    drafts: Any = SimpleNamespace(recording=lambda *draft: lambda: made.add(draft))
     recordings = Recordings(runner, rounds, drafts, drafting=True, refresh=lambda: None)
     listed = list_graphs(recordings, plan)
     for _, record in [*listed.first, *listed.further]:
