@@ -41,11 +41,12 @@ def soak(
     output: Output = None,
     force: Force = False,
 ) -> None:
-    """Restart every service again and again under mixed requests: wrong tokens, leaks, growth of memory.
+    """Restart every service repeatedly under mixed requests; look for wrong tokens, leaks and growth of
+    memory.
 
-    The command starts the services, and records the answer to every request before anything is disturbed.
-    The phases then kill, suspend and terminate the draft, the target and the gateway. The last phase disturbs
-    nothing. Exits with 1 if an answer differs, a request fails without a reason, or something leaks.
+    The command starts the services, and first records the answer to every request. Then it repeatedly kills,
+    suspends and terminates the draft, the target and the gateway, one service per phase. The last phase
+    disturbs nothing. Exits with 1 if an answer differs, a request fails without a reason, or something leaks.
     """
     from outrider.bench.faults.soak import SoakOptions, run_soak
 
@@ -96,8 +97,8 @@ def overload(
     """Offer 1.5 times the capacity in an open loop: TTFT, refusals, memory, and a key beside a flood.
 
     The command starts the services and first measures their capacity. For comparison, it also offers 0.8
-    times the capacity, and the requests of a key within its limits alone. Exits with 1 if a request fails
-    otherwise than with status 429 and Retry-After.
+    times the capacity, and the requests of a single key within its limits. Exits with 1 if a request fails
+    without status 429 and Retry-After.
     """
     from outrider.bench.faults.overload import OverloadOptions, run_overload
 
@@ -139,7 +140,8 @@ def move(
     output: Output = None,
     force: Force = False,
 ) -> None:
-    """Kill one of two targets under streams: tokens, and the pause of the streams that move to the other.
+    """Kill one of two targets that serve streams; check the tokens and measure the pause of the moved
+    streams.
 
     Exits with 1 if a stream gets other tokens than in an undisturbed run.
     """

@@ -194,7 +194,8 @@ def mixed(
             help="Parts to run, each with an optional pattern of names, such as odd:*tree*,soak. odd: speed "
             "beside one request that differs. auto: auto against off. gap: longest pause of streams while a "
             "long prompt prefills. ttft: time to first token by prompt length. soak: clients that differ in "
-            "everything."
+            "everything. form (not by default): answers that must match a JSON schema against free answers, "
+            "and the speed of others beside one."
         ),
     ] = "odd,auto,gap,ttft,soak",
     omit: Omit = "",
@@ -206,11 +207,11 @@ def mixed(
         ),
     ] = None,
     batch: Annotated[
-        int | None, typer.Option(min=1, help="odd: number of equal requests.", show_default="32")
+        int | None, typer.Option(min=1, help="odd and form: number of equal requests.", show_default="32")
     ] = None,
     pairs: Annotated[int, typer.Option(min=1, help="Pairs of runs; the figures are their medians.")] = 5,
-    prompt_tokens: Annotated[int, typer.Option(min=1, help="odd and auto: tokens per prompt.")] = 256,
-    new_tokens: Annotated[int, typer.Option(min=1, help="odd: tokens per answer.")] = 300,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="odd, auto and form: tokens per prompt.")] = 256,
+    new_tokens: Annotated[int, typer.Option(min=1, help="odd and form: tokens per answer.")] = 300,
     auto_batch: Annotated[str | None, typer.Option(help="auto: batch sizes.", show_default="1,16,64")] = None,
     auto_tokens: Annotated[
         str | None, typer.Option(help="auto: tokens per answer.", show_default="256,1500")

@@ -70,8 +70,8 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> t
 def outputs_of_zeros() -> Iterator[None]:
     """Zero-fill the tensors that `empty` allocates inside the block.
 
-    The package `ahead` skips launches inside this block. A later operation may then use the output of a
-    skipped launch as indices, and zeros are safe indices.
+    The package `ahead` skips launches inside this block. A later operation may use the output of a skipped
+    launch as indices. Zeros are safe indices.
     """
     global _zeros
     previous, _zeros = _zeros, True

@@ -1,10 +1,11 @@
-"""`outrider bench move`: kills one of two targets under streams, and measures the pause of the moved ones.
+"""`outrider bench move`: kills one of two targets that serve streams, and measures the pause of these
+streams.
 
-Every stream first runs undisturbed, which gives the expected tokens. In each round, all streams run at the
-same time, and one target gets SIGKILL when all of them have tokens. Its streams continue on the other target,
-which first computes their prompts and their emitted tokens again. To measure this part of the pause, the
-command sends new prompts of the same lengths to the remaining target, beside as many streams as it had, with
-the same modes of speculation.
+Every stream first runs undisturbed, to record the expected tokens. In each round, all streams run at the same
+time. When all of them have tokens, one target gets SIGKILL. Its streams continue on the other target, which
+first computes their prompts and their emitted tokens again. To measure this part of the pause, the command
+sends new prompts of the same lengths to the remaining target. The number of streams beside these prompts and
+their modes of speculation are the same as before.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ class Question:
     """A request without its `speculation` and `stream` fields.
 
     Attributes:
-        kind: What distinguishes the request from the others, such as ``schema``.
+        kind: The feature that the request tests, such as ``schema``.
         path: Route of the request.
         body: The other fields. The request is greedy or has a seed.
     """

@@ -1,7 +1,7 @@
 """`outrider bench soak`: mixes all kinds of requests while every service is killed, stopped and restarted.
 
-The command runs in phases. Each phase disturbs one service again and again, and the last phase disturbs none.
-Between two phases the clients pause, and nothing may be left over in the services.
+The command runs in phases. Each phase repeatedly disturbs one service. The last phase disturbs none. Between
+two phases, the clients pause, and no sequence, session or page may be left over in the services.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from outrider.shared.base.errors import UnavailableError
 STREAMED_SHARE, CANCELLED_SHARE = 0.6, 0.25
 """Share of requests that stream, and share of streams that the client cancels."""
 MOST_EVENTS = 12
-PAUSE_AFTER_FAILURE_S = 0.2
+PAUSE_AFTER_FAILURE_S = 1.0
 WARM_UP_SHARE = 0.1
 SUSPENDED_S = 3.0
 RECOVERY_S = 60.0
@@ -39,8 +39,9 @@ POLL_S = 0.1
 SAMPLE_S = 5.0
 EXAMPLES = 20
 RSS_GOAL, DESCRIPTORS_GOAL = 1.05, 4
-"""Largest growth of a service's memory in the last phase, as a factor, and of its open files in any phase
-after the warm-up, as a number. Processes that have just started fill their caches, so their memory grows."""
+"""Limits of a service's growth: a factor for its memory in the last phase, and a number for its open files in
+any phase after the warm-up. Memory is measured in the last phase only, because new processes fill their
+caches."""
 VOCAB = 1000
 FAULTS = ("kill", "suspend", "terminate")
 PHASES = {

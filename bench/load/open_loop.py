@@ -1,8 +1,7 @@
 """Open-loop and closed-loop loads: each request's timeline (TTFT, ITL, errors) and a summary of all.
 
-In an open-loop load, requests arrive by a Poisson process and do not wait for earlier answers. A closed-loop
-load has a fixed number of clients, and each client sends its next request after the answer to its last
-request.
+In an open-loop load, requests arrive by a Poisson process and do not wait for earlier answers. In a
+closed-loop load, each of a fixed number of clients sends its next request after its last answer.
 """
 
 from __future__ import annotations

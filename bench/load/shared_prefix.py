@@ -87,8 +87,8 @@ class Hits:
     """Counts of the chats of one run.
 
     Attributes:
-        prompt, found, possible: Number of prompt tokens, of those that the server found in its cache, and of
-            those that it could have found.
+        prompt, found, possible: Number of prompt tokens, number of prompt tokens that the server found in its
+            cache, and number of prompt tokens that it could have found.
         accepted, rounds: Number of accepted draft tokens, and number of rounds with drafts.
         seconds: Duration of the run, in seconds.
     """

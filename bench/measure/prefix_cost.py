@@ -1,9 +1,9 @@
 """`outrider bench prefix --shape`: the cost and the gain of the prefix cache, on in-process engines.
 
-Two engines with the same random weights run in this process, one with the cache and one without. Each pair of
-runs gives both engines the same batch of new prompts, and the order alternates from pair to pair. No two
-prompts have a common prefix, so the ratio on ÷ off is the cost of a cache that finds nothing. The pools are
-small, so that this cost includes evictions. Acceptance is synthetic.
+Two engines with the same random weights run in this process, one with the cache and one without. In each pair
+of runs, both engines get the same batch of new prompts, in alternating order. No two prompts have a common
+prefix, so the ratio on ÷ off is the cost of a cache that finds nothing. The pools are small, so that this
+cost includes evictions. Acceptance is synthetic.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class PrefixCostOptions:
     """Options of the measurement, which are flags of `outrider bench prefix`.
 
     Attributes:
-        engine: Both engines. The setting `disable_prefix_cache` is added to theirs.
+        engine: Options of both engines, without the setting `disable_prefix_cache`.
         shapes: The kinds of rounds.
         batches: Batch sizes.
         prompt, new_tokens: Number of tokens of each prompt and of each answer of the pairs.

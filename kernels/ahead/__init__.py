@@ -61,9 +61,9 @@ def compile_ahead(
 ) -> int:
     """Rehearse pieces of work on this thread, and wait until the missing kernels are compiled.
 
-    Each piece must tolerate outputs of zeros: the piece must neither wait for kernel results nor store them.
-    A piece that raises ends the rehearsal. Kernels found missing before the exception are still compiled.
-    Other missing kernels are compiled when they are launched.
+    Each piece must tolerate outputs of zeros: it must neither wait for kernel results nor store them. A piece
+    that raises ends the rehearsal. Missing kernels that were found before are still compiled. All others are
+    compiled when they are launched.
 
     Args:
         device: Device that the work runs on. Only a GPU needs compiled kernels.

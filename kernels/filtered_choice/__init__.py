@@ -10,9 +10,9 @@ Order the tokens of a row by (score descending, id ascending). Each filter keeps
 - min-p keeps the tokens with at least min_p times the probability of the best token.
 
 Two numbers describe a prefix: the score at its end, and how many tokens with exactly that score are kept.
-    These are the tokens with the lowest ids. The search finds the score in several passes over the row. A
-    pass counts the tokens (or sums their weights) at or above each of 16 scores. The next pass searches the
-    range between two of these scores. Each pass thus determines four bits of the score.
+These are the tokens with the lowest ids. The search finds the score in several passes over the row. A pass
+counts the tokens (or sums their weights) at or above each of 16 scores. The next pass searches the range
+between two of these scores. Each pass thus determines four bits of the score.
 """
 
 from __future__ import annotations

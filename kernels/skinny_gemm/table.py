@@ -60,8 +60,8 @@ _trials: dict[str, dict[tuple[_Shape, torch.dtype], _Rows]] = {}  # by device na
 def choose_tile(epilogue: Epilogue, x: torch.Tensor, weight: torch.Tensor) -> Tile:
     """Return the measured tile for a product, or the tile of `guess_tile` if there is no measured tile.
 
-    A tile that was measured for more rows also counts if no tile was measured for exactly this row count.
-    If a product of more than `FEW_ROWS` rows has no measured tile, the library computes the product.
+    Without a tile for exactly this row count, a tile that was measured for more rows is used. The library
+    computes products of more than `FEW_ROWS` rows without a measured tile.
 
     Args:
         epilogue: Operation that follows the product.

@@ -29,9 +29,10 @@ from outrider.kernels.verify.types import SamplingTensors, VerifiedTree
 
 _BLOCK = 4096
 _MANY_ROWS, _LONG_BLOCK = 64, 8192
-"""With at least `_MANY_ROWS` rows, the work per logit determines the time of a plain argmax. To reduce this
-work, the maximum of each block of `_LONG_BLOCK` tokens is found first. The index of the maximum is then
-searched in a single block."""
+"""Number of rows from which the work per logit determines the time of a plain argmax.
+
+To reduce this work, the maximum of each block of `_LONG_BLOCK` tokens is found first. The index of the
+maximum is then searched in a single block."""
 
 _log = logging.getLogger("outrider.kernels")
 

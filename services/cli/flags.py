@@ -47,6 +47,13 @@ TARGET_FLAGS: Mapping[str, ServiceFlag] = {
     "attention_backend": ServiceFlag(
         str, "Attention implementation of the target.", "auto|reference|triton|flashinfer", "auto"
     ),
+    "grammar_backend": ServiceFlag(
+        str,
+        "Library that enforces JSON schemas and other forms; auto: xgrammar for the forms that it enforces "
+        "exactly, else llguidance.",
+        "llguidance|xgrammar|auto",
+        "llguidance",
+    ),
     "enable_torch_compile": ServiceFlag(
         bool, "Compile the norms and MLPs of models that run on transformers' modules."
     ),

@@ -265,7 +265,7 @@ class Target:
             model_id=settings.served_model_id or model_name(settings.model),
             max_running_requests=settings.running_requests,
             describe_draft=self.drafter.describe,
-            grammars=GrammarCompiler.of(settings.model, decoder.config),
+            grammars=GrammarCompiler.of(settings.model, decoder.config, settings.grammar_backend),
         )
         stages.log()
         sizes = {"pages": memory.pages, "page_size": settings.page_size}

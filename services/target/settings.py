@@ -16,6 +16,7 @@ from outrider.services.target.choices import (
     Quantization,
     RoundPlacement,
 )
+from outrider.services.target.grammar.backend import GrammarBackend
 from outrider.services.target.ranks import Ranks
 from outrider.services.target.request import SpeculationLimits
 from outrider.shared.attn.create import AttentionKind
@@ -66,6 +67,10 @@ class TargetSettings(ListenerSettings):
     attention_backend: AttentionKind = Field(
         AttentionKind.AUTO,
         description="auto, reference, triton, or flashinfer (which needs outrider[flashinfer]).",
+    )
+    grammar_backend: GrammarBackend = Field(
+        GrammarBackend.LLGUIDANCE,
+        description="Library for forms such as JSON schemas: llguidance, xgrammar (an extra) or auto.",
     )
     deterministic: bool = Field(
         False, description="Compute the same bits with and without drafts, and in any batch. Slower."
@@ -220,6 +225,7 @@ class TargetSettings(ListenerSettings):
             raise ConfigurationError(
                 "device: cuda was requested, but torch finds no GPU; use --device cpu.", field="device"
             )
+        self.grammar_backend.check_installed()
         self.draft_address()
         self._check_numerics()
         self._check_ineffective()
@@ -328,19 +334,14 @@ class TargetSettings(ListenerSettings):
                 "deterministic uses its own attention; omit --attention-backend or --deterministic.",
                 field="attention_backend",
             )
-        if (
-            self.deterministic
-            and self.quantization is not Quantization.NONE
-            and self.torch_device().type == "cuda"
-        ):
+        on_gpu = self.torch_device().type == "cuda"
+        if self.deterministic and self.quantization is not Quantization.NONE and on_gpu:
             raise ConfigurationError(
                 "deterministic: on a GPU, FP8 products have no batch-invariant kernels; omit --quantization.",
                 field="quantization",
             )
-        if self.kv_cache_dtype is not KvCacheDtype.AUTO and self.attention_backend not in (
-            AttentionKind.AUTO,
-            AttentionKind.TRITON,
-        ):
+        readers = (AttentionKind.AUTO, AttentionKind.TRITON)
+        if self.kv_cache_dtype is not KvCacheDtype.AUTO and self.attention_backend not in readers:
             raise ConfigurationError(
                 f"kv_cache_dtype: {self.attention_backend.value} attention reads K and V in the model's "
                 "type; use auto or triton.",

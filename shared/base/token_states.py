@@ -1,4 +1,4 @@
-"""What the model computed at single tokens, as far as clients may request it: hidden states, routed experts.
+"""The data of single tokens that clients may request: hidden states and routed experts.
 
 The *states* of a token are those of the row that processed the token and predicted the next one. The last
 token of an answer therefore has no states.

@@ -3,15 +3,14 @@
 Life of a stored page (see `prefix_tree` for the tree of pages):
 
 1. `lease` leases the pages of a new sequence: the stored pages of its longest known prefix, then new pages.
-2. `promise` adds new pages to the tree if the prompt will fill them. Other sequences then find out that the
-   pages are being computed, and can wait for them. `publish` lets other sequences read the pages.
+2. `promise` adds new pages to the tree if the prompt will fill them. Other sequences can then wait for these
+   pages. `publish` lets other sequences read them.
 3. `end` adds the pages that the sequence has filled since `promise` was called, and ends the lease.
-4. When the allocator needs pages, it evicts stored pages that no lease reads. The least recently used pages
-   are evicted first. A page is evicted only after all its children in the tree.
+4. When the allocator needs pages, it evicts stored pages that no lease reads, the least recently used first.
+   A page is evicted only after all its children in the tree.
 
-A sequence can read another sequence's page only if the page is full and all of its tokens are committed. A
-stored prefix ends before the last token of the sequence that reads the prefix. For these two reasons, no pass
-writes a page that another sequence reads.
+No pass writes a page that another sequence reads, for two reasons: a shared page is full, and all of its
+tokens are committed.
 """
 
 from __future__ import annotations
@@ -261,8 +260,8 @@ class PrefixCache:
     def disown(self, lease: PageLease) -> None:
         """Remove the pages that a lease has added to the tree, and all pages below them, from the tree.
 
-        Call this if the contents of these pages may be wrong. Afterwards, the lease owns those of the
-        removed pages that no other lease reads. When the sequence ends, none of its pages are stored.
+        Call this if the contents of these pages may be wrong. Afterwards, the lease owns the removed pages,
+        except those that other leases read. When the sequence ends, none of its pages are stored.
         """
         path = self._paths.get(lease)
         if path is None:

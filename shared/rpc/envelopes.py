@@ -1,8 +1,8 @@
 """Encodes and decodes messages of a few numbers and one blob. Copies the blob as rarely as possible.
 
 A protobuf message class copies a blob two or three times when the message is sent, and again when it is
-received. Here the bytes around the blob are encoded before the blob is computed. Sending then copies the blob
-once. Receiving returns a view and copies nothing.
+received. Here, the bytes around the blob are encoded in advance. Sending then copies the blob once, and
+receiving returns a view.
 
 The encoded bytes are those that protobuf would produce. The blob must be the last field of an inner message,
 and the inner message must be the only field of the message that is sent.

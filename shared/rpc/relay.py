@@ -7,10 +7,9 @@ however, the other side of the mailbox is this process's own CPU, which copies b
 
 When a message arrives, the copies and the graph after the wait are already enqueued, so they run immediately.
 
-While a wait is enqueued or running, the host must make no call that returns only after the wait has ended. A
-synchronisation, an allocation or the first launch of a kernel may be such a call. If the host makes such a
-call nevertheless, the watchdog ends the wait at its limit. A kernel that has run before can be launched
-safely on another stream; see `StreamRelay.call`.
+While a wait is enqueued or running, the host must not call anything that waits for the device, such as a
+synchronisation, an allocation or the first launch of a kernel. Otherwise, the watchdog ends the wait at its
+limit. A kernel that has run before can be launched safely on another stream; see `StreamRelay.call`.
 """
 
 from __future__ import annotations
@@ -137,9 +136,8 @@ class StreamRelay:
 
         This method launches a trivial kernel that waits for nothing.
 
-        Processes that share a GPU without MPS are time-sliced. If the GPU switches only when a stream's wait
-        ends, the switch delays the stream by 160 µs (H200). If this method is called early, the GPU switches
-        while the data that ends the wait is still on its way.
+        Processes that share a GPU without MPS are time-sliced, and a switch takes 160 µs (H200). If this
+        method is called early, the GPU switches while the data that ends a stream's wait is still on its way.
         """
         with torch.cuda.stream(self._aside):
             self._trifle.zero_()

@@ -32,9 +32,9 @@ class SeatedGroup(Protocol):
 
         For each session, `rows.counts` is the number of new tokens and features.
 
-        A CUDA graph must be able to capture this method, so it only enqueues. It never synchronises with the
-        host or branches on the contents of tensors. On a CPU, the same code runs immediately. During a
-        capture, all rows are idle, and this method must not write data that a later call would read.
+        A CUDA graph must be able to capture this method. It never synchronises with the host or branches on
+        the contents of tensors. During a capture, all rows are idle, and this method must not write data that
+        a later call would read.
 
         Returns:
             ``[G, N]`` trees, where N is the shape's `max_nodes` and node 0 is the root. Idle rows have
@@ -47,9 +47,9 @@ class DeviceDrafter(Protocol):
     """The part of a `Drafter` that drafts on the target's device, in stream order. Engine thread only.
 
     The tokens and features of one round are the next round's input on the device, so a round is drafted
-    before the host has read the previous one. If a session did not draft in the last round, its feature rows
-    of earlier rounds are missing. `lacking` returns the positions of these rows. Once they are supplied,
-    `catch_up` processes them, so that the session can draft again.
+    before the host has read the previous one. A session that did not draft in the last round lacks feature
+    rows. `lacking` returns their positions, and `catch_up` processes them, so that the session can draft
+    again.
     """
 
     def lacking(self, session_id: int) -> range | None:

@@ -121,9 +121,8 @@ class ProposalRow:
 
     The row contains the sequence's current fence, its root token, and the shape of the tree.
 
-    If `must_wait` is True (speculation mode ON), the row may skip rounds until its tree arrives, and the
-    drafter decides how long the row waits. If `must_wait` is False, the row waits until the request's
-    deadline at most.
+    With `must_wait` (speculation mode ON), the row may skip rounds until its tree arrives, and the drafter
+    decides how long the row waits. Without `must_wait`, the row waits until the request's deadline at most.
     """
 
     fence: Fence

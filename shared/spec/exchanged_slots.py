@@ -54,17 +54,15 @@ class ExchangedRound(Protocol):
     def exchange(self, limit_s: float | None, ahead: bool) -> None:
         """Send the states and receive the trees, in stream order. Never captured.
 
-        Some implementations block the host until the trees have arrived. Others only enqueue the wait for the
-        trees. The wait always has a limit. If the trees do not arrive in time, `trees` returns trees of one
-        node.
+        Some implementations block the host until the trees have arrived, and others only enqueue the wait. If
+        the trees do not arrive within the limit, `trees` returns trees of one node.
 
         Args:
             limit_s: Longest time that the device may wait for the trees. With None, the device waits as long
                 as rows in speculation mode `on` may wait.
-            ahead: True if the device may wait for the host's work in `hand_over` and `carry`. Between
-                `exchange` and these calls, the caller may then enqueue only work that has run before. The
-                first run of a kernel could make the host wait for the device while the device waits for the
-                host.
+            ahead: True if the device may wait for the host's work in `send_state` and `receive_trees`.
+                Between `exchange` and these calls, the caller may then enqueue only work that has run before,
+                because the first run of a kernel could make the host wait for the device.
         """
         ...
 
@@ -76,8 +74,8 @@ class ExchangedRound(Protocol):
 class ExchangedSlots(Protocol):
     """The slots of a drafter in another process, and the rounds of the sessions in them.
 
-    Engine thread only. After every `ExchangedRound.exchange`, call `hand_over` and `carry`, even if the work
-    enqueued between these calls raises an error.
+    Engine thread only. After every `ExchangedRound.exchange`, call `send_state` and `receive_trees`, even if
+    the work enqueued between these calls raises an error.
     """
 
     @property
@@ -144,11 +142,11 @@ class ExchangedSlots(Protocol):
         """
         ...
 
-    def hand_over(self) -> None:
+    def send_state(self) -> None:
         """Do the host's part, if any, of sending the states. Wait until the previous round has ended."""
         ...
 
-    def carry(self, wanted: bool) -> None:
+    def receive_trees(self, wanted: bool) -> None:
         """Do the host's part, if any, of receiving the trees. Waits for the trees only if `wanted`."""
         ...
 

@@ -1,8 +1,7 @@
 """Device rounds between a target and a draft in another process: the states and trees that they exchange.
 
-In the steady state, the devices do not wait until a host has read the previous round. The target's host
-enqueues each round before it reads the result of the round before. The enqueued work sends the state,
-receives the trees and runs the verify pass.
+The target's host enqueues each round before it reads the result of the previous round. The enqueued work
+sends the state, receives the trees and runs the verify pass.
 
 A draft in another process implements the interface in `shared.spec.exchanged_slots`. A drafter in the
 target's own process implements the interface in `shared.spec.device_drafter`.
@@ -32,6 +31,7 @@ from dataclasses import dataclass
 
 import torch
 
+from outrider.kernels.packed_round import GroupRows
 from outrider.shared.base.errors import wrong_size
 
 Buffer = bytes | memoryview
@@ -225,6 +225,19 @@ class RoundState:
     def columns(self) -> int:
         """R, the largest number of tokens that a round may choose per row."""
         return self.tokens.shape[1]
+
+    @property
+    def rows(self) -> GroupRows:
+        """This state without `packed`, as the rows of a group."""
+        return GroupRows(
+            self.committed_lens,
+            self.counts,
+            self.tokens,
+            self.features,
+            self.temperature,
+            self.seeds,
+            self.choices,
+        )
 
     @property
     def layout(self) -> GroupLayout:

@@ -1,6 +1,6 @@
 """Random JSON schemas on the embedded pair: the texts are valid, and equal with and without speculation.
 
-`make test-schemas` runs 1,000 schemas. CI runs a few.
+`make test-schemas` runs 1,000 schemas. CI runs a few, with each grammar library.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ from tokenizers import Tokenizer
 from outrider.services.draft.inproc import drafter_beside
 from outrider.services.draft.settings import DraftSettings
 from outrider.services.target.engine.loop_plan import LoopPlan
-from outrider.services.target.grammar.guidance import GuidanceGrammar, Vocabulary, compile_grammar
+from outrider.services.target.grammar.backend import GrammarBackend, compile_grammar
+from outrider.services.target.grammar.matcher import Grammar
+from outrider.services.target.grammar.vocabulary import Vocabulary
+from outrider.services.target.grammar.xgrammar import XGrammar
 from outrider.services.target.model import tree_forms
 from outrider.shared.base.constraint import Constraint, ConstraintKind
 from outrider.shared.base.generation import FinishReason, SamplingParams, SpeculationMode
@@ -68,16 +71,18 @@ def chat(tokenizer: Tokenizer, text: str) -> list[int]:
     return list(tokenizer.encode(f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n").ids)
 
 
+@pytest.mark.parametrize("backend", [GrammarBackend.LLGUIDANCE, GrammarBackend.AUTO])
 @pytest.mark.parametrize("group", range(-(-SCHEMAS // GROUP)))
 def test_texts_match_their_schemas_and_do_not_depend_on_speculation(
-    decoder: Decoder, tokenizer: Tokenizer, vocabulary: Vocabulary, group: int
+    decoder: Decoder, tokenizer: Tokenizer, vocabulary: Vocabulary, group: int, backend: GrammarBackend
 ) -> None:
     rng = random.Random(group)
     harness, drafter = make_pair(decoder)
-    asked: list[tuple[dict[str, Any], GuidanceGrammar, list[int], SamplingParams]] = []
+    asked: list[tuple[dict[str, Any], Grammar, list[int], SamplingParams]] = []
     for index in range(GROUP):
         schema = random_schema(rng)
-        grammar = compile_grammar(Constraint(ConstraintKind.JSON_SCHEMA, json.dumps(schema)), vocabulary)
+        asks = Constraint(ConstraintKind.JSON_SCHEMA, json.dumps(schema))
+        grammar = compile_grammar(asks, vocabulary, backend)
         sampling = SamplingParams((0.0, 0.7, 1.0)[index % 3], seed=index)
         asked.append((schema, grammar, chat(tokenizer, rng.choice(PROMPTS)), sampling))
     for speculates in (False, True):
@@ -104,6 +109,8 @@ def test_texts_match_their_schemas_and_do_not_depend_on_speculation(
                 value = json.loads(tokenizer.decode(tokens))
                 assert jsonschema_rs.is_valid(schema, value, validate_formats=True), (schema, value)
                 complete += 1
+    by_xgrammar = sum(isinstance(grammar, XGrammar) for _, grammar, _, _ in asked)
+    assert (by_xgrammar > 0) == backend.uses_xgrammar
     assert complete >= 2 * GROUP - 6, "most texts are short enough to end"
 
 
@@ -120,7 +127,8 @@ def test_text_that_the_schema_forces_makes_accepted_runs_longer(
         "required": ["country", "population", "coastal"],
         "additionalProperties": False,
     }
-    grammar = compile_grammar(Constraint(ConstraintKind.JSON_SCHEMA, json.dumps(schema)), vocabulary)
+    asks = Constraint(ConstraintKind.JSON_SCHEMA, json.dumps(schema))
+    grammar = compile_grammar(asks, vocabulary, GrammarBackend.LLGUIDANCE)
     lengths, texts = [], []
     for fits in (True, False):
         if not fits:

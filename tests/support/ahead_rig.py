@@ -72,9 +72,9 @@ class Target:
         message = draft_pb2.RoundsNext(rounds=1, number=number)
         self.channel.exchange(message, self.sent_state, self.trees, self.expected, limit_s, ahead)
 
-    def carry(self) -> None:
-        self.channel.hand_over()
-        self.channel.carry(True)
+    def finish(self) -> None:
+        self.channel.send_state()
+        self.channel.receive_trees(True)
 
     def answer(self, data: bytes, number: int | None = None) -> None:
         def of(request: draft_pb2.SessionRequest) -> draft_pb2.SessionReply:
@@ -137,7 +137,7 @@ class TimedRounds:
             )
 
         self._target.stream.answers.append(answer)
-        self._target.carry()
+        self._target.finish()
 
     def _note_send(self, message: bytes) -> None:
         self._send(message)

@@ -70,7 +70,7 @@ class Target:
         self.tried.append(tried)
         return True
 
-    def take(
+    def receive_state(
         self, message: draft_pb2.RoundsNext, state: StateBlob, expected: torch.Tensor, limit_s: float
     ) -> None:
         expected.fill_(message.number)
@@ -78,7 +78,7 @@ class Target:
             state.packed.copy_(self.state)
             state.packed[:4].view(torch.int32).fill_(message.number)
 
-    def give(self, message: draft_pb2.RoundsNext, blob: torch.Tensor) -> None:
+    def send_trees(self, message: draft_pb2.RoundsNext, blob: torch.Tensor) -> None:
         self.given.append(blob.clone())
 
     def mend(self) -> bool:

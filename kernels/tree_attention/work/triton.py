@@ -9,9 +9,9 @@ the shares is chosen in one of two ways:
    size, so that no program ends much later than the others. A sequence of up to one and a half times the even
    size stays whole, because a merge costs more than the difference in length.
 
-In both cases, the items for second and later splits of all sequences number at most `capacity`: a sequence of
-p blocks and n steps has at most p * n / W of them, where W is the even size, and the sum of p * n / W is at
-most `capacity`.
+In both cases, there are at most `capacity` items for second and later splits. Let W be the even size. A
+sequence of p blocks and n steps has at most p * n / W such items, and the sum of p * n / W is at most
+`capacity`.
 """
 
 from __future__ import annotations

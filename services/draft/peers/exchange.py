@@ -33,7 +33,7 @@ class Exchange(Protocol):
         """
         ...
 
-    def take(
+    def receive_state(
         self, message: draft_pb2.RoundsNext, state: StateBlob, expected: torch.Tensor, limit_s: float
     ) -> None:
         """Receive a round's state into its memory, in stream order.
@@ -48,7 +48,7 @@ class Exchange(Protocol):
         """
         ...
 
-    def give(self, message: draft_pb2.RoundsNext, blob: torch.Tensor) -> None:
+    def send_trees(self, message: draft_pb2.RoundsNext, blob: torch.Tensor) -> None:
         """Send the trees of a round, ``blob [n] uint8``, in stream order."""
         ...
 

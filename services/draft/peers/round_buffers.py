@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 
 import torch
 
-from outrider.kernels.packed_round import GroupRows
 from outrider.services.draft.sessions.session import Session
 from outrider.shared.spec.resident import GroupSize, RoundState, StateBlob, StateLayout, TreesBlob
 
@@ -23,20 +22,6 @@ class RoundBuffers:
     trees: TreesBlob  # the trees to send
     kept: bool  # False if only one round uses this memory, which graphs then must not contain
     sampled: list[Session | None] = field(default_factory=list)  # whose sampling parameters `state` has
-
-    @property
-    def rows(self) -> GroupRows:
-        """The received state as the input of a draft."""
-        state = self.state
-        return GroupRows(
-            state.committed_lens,
-            state.counts,
-            state.tokens,
-            state.features,
-            state.temperature,
-            state.seeds,
-            state.choices,
-        )
 
     @classmethod
     def make(

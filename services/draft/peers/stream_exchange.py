@@ -1,8 +1,8 @@
 """Transfers states and trees of rounds as messages, for targets that share no memory with the draft (gRPC).
 
-If a round with the same recorded graphs has run before, a new round is enqueued when RoundsNext arrives, and
-waits on the device for its state. Any other round is launched when its state arrives. A blob is the packed
-state or the packed trees of one round.
+A round whose recorded graphs have run before is enqueued when RoundsNext arrives, and waits on the device for
+its state. Any other round is launched when its state arrives. A blob is the packed state or the packed trees
+of one round.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ class StreamExchange(Exchange):
         self._ahead = tried and self._relayed and self._may_go_ahead
         return self._ahead
 
-    def take(
+    def receive_state(
         self, message: draft_pb2.RoundsNext, state: StateBlob, expected: torch.Tensor, limit_s: float
     ) -> None:
         """Copy the state that has arrived, or make the stream wait for it."""
@@ -167,7 +167,7 @@ class StreamExchange(Exchange):
         self._staging.load(self._state, message.number, blob, LEAST_STATE_BYTES, expand)
         expected.fill_(message.number)
 
-    def give(self, message: draft_pb2.RoundsNext, blob: torch.Tensor) -> None:
+    def send_trees(self, message: draft_pb2.RoundsNext, blob: torch.Tensor) -> None:
         if self._relayed and self._relay is not None:
             self._relay.give(message.number, blob)
             envelopes = BlobEnvelopes.of(message)

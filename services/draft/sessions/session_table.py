@@ -1,9 +1,8 @@
 """The table of followed sequences: opens, commits, closes, evicts and expires sessions, without any model.
 
 Every message carries a `Fence`: session, epoch, committed length, and hash of the committed tokens. Repeated
-or late messages are dropped and counted. If a message does not fit its session, the draft forgets that one
-sequence and replies RESYNC. The target then opens the sequence again with a higher epoch. Wrong or reordered
-messages cause no other harm.
+or late messages are dropped and counted. If a message does not fit its session, the draft forgets this
+sequence and replies RESYNC. The target then opens the sequence again with a higher epoch.
 
 Ledger of one session (which event ends each resource):
 
@@ -11,9 +10,9 @@ Ledger of one session (which event ends each resource):
     Session in the table        `open`          `close`, `drop_peer`, `expire`, eviction by `open`, any RESYNC
     KV pages (session.lease)    the strategy    `SessionTable._forget` → `release`, in each of these cases
 
-Invariant: ``0 <= cached_rows <= num_rows``. If rows are computed from features, two further conditions hold:
-``cached_rows <= features.contiguous`` and ``num_rows = committed_len - 1``. They hold because the row at
-position t needs the feature of t and the token t + 1 (`RowSource`).
+Invariant: ``0 <= cached_rows <= num_rows``. If rows are computed from features, ``cached_rows <=
+features.contiguous`` and ``num_rows = committed_len - 1`` also hold, because the row at position t needs the
+feature of t and the token t + 1 (`RowSource`).
 """
 
 from __future__ import annotations
@@ -62,8 +61,8 @@ class SessionLimits:
         evict_idle_s: If the table is full, the least recently used session may be evicted if it has been idle
             for this many seconds.
         row_source: The input from which the strategy's rows are computed.
-        rewind: Number of rows to compute again when a session is reopened, from the end of the common prefix
-            and in addition to the prefix's last row.
+        rewind: Number of rows before the last row of the common prefix that are computed again when a session
+            is reopened, in addition to this last row.
         usual_shape: The shape of most trees, which the warm-up prepares.
     """
 

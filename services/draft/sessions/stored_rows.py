@@ -1,12 +1,12 @@
 """The draft's prefix cache: rows of ended and running sessions, with which other sessions can begin.
 
 The cache is a tree of full pages (`shared.kv.prefix_cache`). A page is found by the tokens that its rows were
-computed from, and by the session's salt, which includes the target. A session begins with stored rows only as
-far as its target has stored them too: a target that has found an error in its features, or whose cache was
-emptied, has not. The stored rows beyond that point are removed.
+computed from, and by the session's salt, which includes the target. A session uses stored rows only for
+tokens that its target has stored too, because the target removes its own rows if they are wrong. Stored rows
+beyond these tokens are removed.
 
-A session leases all pages that it reads. Pages that no session leases make room when others need pages, the
-least recently used ones first.
+A session leases all pages that it reads. If pages are needed, the least recently used pages without a lease
+are evicted.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Defines `DraftStrategy`, the interface between the draft engine and the different ways of drafting.
 
 A strategy may be a recurrent head (EAGLE), layers of the target's checkpoint (MTP), a standalone model, a
-table of n-grams, or a block drafter. Every strategy extends sessions by their new rows and returns trees. The
-engine relies on no other property of a strategy.
+table of n-grams, or a block drafter. Every strategy extends sessions by their new rows and returns trees.
 """
 
 from __future__ import annotations
@@ -36,8 +35,8 @@ class StrategyInfo:
         max_len: Largest number of tokens of a session.
         row_source: The input from which the rows of the strategy's KV are computed.
         hidden_size: Hidden size of the strategy's model; 0 if the strategy has no model.
-        rewind: Number of rows to compute again when a session is reopened, from the end of the common prefix
-            and in addition to the prefix's last row.
+        rewind: Number of rows before the last row of the common prefix that are computed again when a session
+            is reopened, in addition to this last row.
         extend_rows: Largest number of rows in one pass over prompts.
     """
 

@@ -12,8 +12,8 @@ LAST_SLOW_BACKOFF_S = 0.2
 LAST_FAULTY_BACKOFF = 10.0
 """Longest back-off of a faulty draft, as a multiple of the fault deadline.
 
-A faulty draft may still answer pings. After each back-off, rows without a deadline then wait for such a draft
-once more. With this back-off, these waits take less than a tenth of the rows' time.
+A faulty draft may still answer pings. Rows without a deadline then wait for it once more after each back-off.
+With this longest back-off, these waits take less than a tenth of the rows' time.
 """
 SHARE, CAPACITY_S = 0.02, 0.15
 """Limits of the time that waits for open sessions may cost rows with a deadline and rows without drafts.

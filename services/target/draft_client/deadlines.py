@@ -70,7 +70,7 @@ class AnswerDeadlines:
         return started if session.in_vain else started + deadline_s
 
     def row_until(self, session: DraftSession, pong_s: float) -> float:
-        """Return the time at which a row without a deadline stops waiting, in whatever round that is.
+        """Return the time at which a row without a deadline stops waiting. This time may be in a later round.
 
         Args:
             session: The session of the row.

@@ -269,7 +269,7 @@ class DraftLink:
     def _probe(self, connection: Connection) -> None:
         """Ping the draft: often while the breaker is open, otherwise just often enough to renew the lease.
 
-        At most one ping is outstanding, so a draft that resumes after a pause finds no backlog of pings.
+        At most one ping is outstanding, so pings do not pile up while a draft is paused.
         """
         nonce = 0
         last_ping = time.monotonic()

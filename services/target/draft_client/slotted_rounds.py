@@ -305,13 +305,13 @@ class SlottedRounds(ExchangedSlots):
         if self._num_rounds >= GOOD_ROUNDS:
             self._pause_s = FIRST_PAUSE_S
 
-    def hand_over(self) -> None:
+    def send_state(self) -> None:
         if self._channel is not None:
-            self._channel.hand_over()
+            self._channel.send_state()
 
-    def carry(self, wanted: bool) -> None:
+    def receive_trees(self, wanted: bool) -> None:
         if self._channel is not None:
-            self._channel.carry(wanted)
+            self._channel.receive_trees(wanted)
 
     def record(self, size: GroupSize, shape: DraftShape) -> None:
         message = draft_pb2.RoundsEnter(

@@ -24,10 +24,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from outrider.kernels.packed_round import pack_trees
 from outrider.services.target.drafting.draft_sessions import DraftSessions
 from outrider.services.target.drafting.draft_source import DraftSource, PreparedDrafts, ProposalWait
 from outrider.services.target.drafting.planner import DraftPlanner, bound_of
+from outrider.services.target.drafting.shape_groups import pack_drafts
 from outrider.services.target.model.outcome import Outcome
 from outrider.services.target.model.packed_batch import Entry
 from outrider.services.target.model.round_runner import RoundRunner
@@ -119,9 +119,6 @@ class HostSource(DraftSource):
     def path(self) -> DraftPath:
         return DraftPath.HOST
 
-    def recording(self, batch_size: int, shape: DraftShape) -> None:
-        """Return None, because the target records no drafting of another process."""
-
     def planned(self, decodes: Seq[Sequence]) -> list[DraftShape | None]:
         planned, self._planned = self._planned, {}
         # The announced request cannot be extended, so rows that join get drafts in the next round at the
@@ -179,12 +176,6 @@ class HostSource(DraftSource):
             for row, nodes in zip(rows, num_nodes, strict=True)
         ]
         return PreparedDrafts(running, lambda: self._pack(drafts, members), may_run_ahead=False)
-
-    def launched(self) -> None:
-        """Do nothing, because the trees have arrived before the launch."""
-
-    def carry(self) -> None:
-        """Do nothing, because the trees have arrived before the launch."""
 
     def take_wait(self) -> ProposalWait | None:
         wait, self._wait = self._wait, None
@@ -310,21 +301,11 @@ class HostSource(DraftSource):
             self._controller.costs.observe_answer(taken * (1.0 if answered else 2.0))
 
     def _pack(self, drafts: DraftBatch, members: list[int]) -> None:
-        batch = self._rounds.batch
-        device = batch.nodes.device
+        device = self._rounds.batch.nodes.device
         tokens, parents, depths, num_nodes, ancestors = (
             part.to(device, non_blocking=True)
             for part in (drafts.tokens, drafts.parents, drafts.depths, drafts.num_nodes, drafts.ancestors)
         )
         logprobs = None if drafts.logprobs is None else drafts.logprobs.to(device, non_blocking=True)
-        pack_trees(
-            tokens,
-            parents,
-            depths,
-            ancestors,
-            num_nodes,
-            logprobs,
-            upload(members, torch.int32, device),
-            batch.entries(batch.rows),
-            batch.trees(batch.rows),
-        )
+        moved = DraftBatch(tokens, parents, depths, num_nodes, ancestors, logprobs)
+        pack_drafts(self._rounds, moved, upload(members, torch.int32, device))

@@ -1,4 +1,4 @@
-"""The target's engine and its `step`: receive, adopt a changed draft, schedule, launch, finish.
+"""The target's engine and its `step`: receive, adopt a changed draft, schedule, launch, finish, flush.
 
 A step enqueues prompt chunks and one round of all decoding sequences. Then it reads the earlier passes, and
 delivers their tokens. A sequence without draft nodes takes part in the same round with a single row.
@@ -259,20 +259,24 @@ class TargetEngine(Steppable):
         """Run one step for every request that can advance."""
         now = time.monotonic()
         self._receive(now)
-        if not self._adopts_draft():
+        self._adopt_draft()
+        if not self._record_when_idle():
             self._loop.launch(self._schedule(now))
             self._loop.finish()
         self._output.flush()
-        self._source.carry()  # last, because it may wait for a draft in another process
+        self._source.receive_trees()  # last, because it may wait for a draft in another process
 
-    def _adopts_draft(self) -> bool:
-        """Adopt a changed draft. Return True if the step called the recorder instead of serving requests."""
+    def _adopt_draft(self) -> None:
+        """Adopt the draft if it has changed since the last step."""
         self.recorder.hear()
         if self._sessions.outdated:
             # Sequences may be prefilled again, to capture the features that the new draft needs.
             self._loop.drain()
             if self._refresh():
                 self.recorder.renew()
+
+    def _record_when_idle(self) -> bool:
+        """Record a graph if one is due and no request is live. Return True if the recorder was called."""
         if self._live:
             self.recorder.live()
         if self._live or self._output.pending or not self.recorder.is_due():

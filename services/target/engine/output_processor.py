@@ -25,7 +25,8 @@ class OutputProcessor:
 
     Attributes:
         generated_tokens: Number of tokens emitted since the start or the last call of `start_counting`.
-        totals: Speculation statistics of the sequences that have ended since the same moment.
+        totals: Speculation statistics of the sequences that have ended since the start or the last call of
+            `start_counting`.
         before_end: Called with every sequence before it ends.
     """
 

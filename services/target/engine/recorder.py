@@ -125,8 +125,8 @@ class Recorder:
     def hear(self) -> None:
         """Note the callers of `ask`. Call this before checking whether the draft has changed.
 
-        The draft may change between this check and a later call of `ask`. The event of a later call is
-        therefore set only after the next check.
+        The event of a caller of `ask` is set after the next check that follows the call, because the draft
+        may have changed since the last check.
         """
         while self._asked:
             self._heard.append(self._asked.popleft())
@@ -163,6 +163,11 @@ class Recorder:
         self._first, self._further = deque(listed.first), deque(listed.further)
         self._checked, self._uncompiled = False, 0
         self._started = self._clock()
+
+    def add(self, recordings: list[Recording]) -> None:
+        """Add further graphs that a request has made necessary. `follow` must list them from now on."""
+        if self._list is not None:
+            self._further.extend(recordings)
 
     def forget(self) -> None:
         """Record no graph any more, because the process must end."""

@@ -23,6 +23,8 @@ DENSE_ROWS = 64
 For larger rounds, padding rows cost little, so only the sizes in `WIDE_ROWS` are recorded.
 """
 WIDE_ROWS = (96, 128, 160, 192, 256, 320, 384, 448, 512)
+MOST_MASKED_ROWS = 256
+"""Largest number of packed rows of a round with forms that is recorded in advance."""
 
 
 class Recordings:
@@ -72,6 +74,17 @@ class Recordings:
         if not self._drafting:
             return []
         return list(mixed_recordings(self._rounds, captures=self._runner.captures))
+
+    def masked(self) -> list[Recording]:
+        """List the graphs of rounds in which outputs have forms. Empty until there was such a round."""
+        if not self._rounds.has_forms or self._runner.graphs.observed:
+            return []
+        captures = self._runner.captures
+        return list(masked_recordings(self._rounds, captures=captures, drafting=self._drafting))
+
+    def on_first_form(self, add: Callable[[list[Recording]], None]) -> None:
+        """Pass the list of `masked` to a function when the first round with a form is launched."""
+        self._rounds.on_first_form = lambda: add(self.masked())
 
     def prompt(self, size: int) -> Recording:
         """Return the recording of the pass over prompt chunks of up to `size` tokens."""
@@ -137,6 +150,22 @@ def mixed_recordings(rounds: RoundRunner, *, captures: bool) -> Iterator[Recordi
             for mode in (SamplingMode.FILTERED, *USUAL_MODES):
                 for width in WIDTHS[1:]:
                     yield _recording(rounds, PassSize(rows, width, mode, captures))
+
+
+def masked_recordings(rounds: RoundRunner, *, captures: bool, drafting: bool) -> Iterator[Recording]:
+    """Yield the recordings of rounds with forms, the largest first.
+
+    Args:
+        rounds: Records verify passes.
+        captures: True if feature rows are stored for a drafter.
+        drafting: True if requests may draft.
+    """
+    most = min(MOST_MASKED_ROWS, rounds.max_rows)
+    for rows in reversed(rounds.buckets.sizes):
+        if rows <= most and (rows <= DENSE_ROWS or rows in WIDE_ROWS):
+            for width in WIDTHS if drafting and rows > 1 else WIDTHS[:1]:
+                for capture in (True, False) if captures and width == 1 else (captures,):
+                    yield _recording(rounds, PassSize(rows, width, SamplingMode.FULL, capture, masked=True))
 
 
 def _recording(rounds: RoundRunner, size: PassSize) -> Recording:

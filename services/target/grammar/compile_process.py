@@ -1,4 +1,4 @@
-"""The process that first compiles a constraint: ``python -m …compile_process TOKENIZER VOCAB_SIZE END…``.
+"""The process that first compiles a constraint: ``python -m …compile_process BACKEND TOKENIZER SIZE END…``.
 
 The process reads one request per line and writes one line in reply to each, both in JSON. A constraint that
 needs too much memory or time ends this process instead of the target.
@@ -12,11 +12,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from outrider.services.target.grammar.guidance import Vocabulary, compile_grammar
+from outrider.services.target.grammar.backend import GrammarBackend, compile_grammar
+from outrider.services.target.grammar.vocabulary import Vocabulary
 from outrider.shared.base.constraint import Constraint, ConstraintKind
 from outrider.shared.base.errors import InvalidRequestError
 
 MEMORY_BYTES = 2 << 30
+"""Memory for compilations, in addition to the memory of the loaded libraries."""
 
 
 def request_line(constraint: Constraint) -> bytes:
@@ -31,21 +33,31 @@ def error_of(line: bytes) -> str:
 
 def main(arguments: list[str]) -> None:
     """Reply to requests until the input ends."""
-    file, vocab_size, *ends = arguments
+    name, file, vocab_size, *ends = arguments
+    backend = GrammarBackend(name)
     vocabulary = Vocabulary(Path(file), int(vocab_size), tuple(int(end) for end in ends))
-    limits: Any = (MEMORY_BYTES, MEMORY_BYTES)
+    # Loads the libraries.
+    compile_grammar(Constraint(ConstraintKind.CHOICE, '["a"]'), vocabulary, backend)
+    most = _memory_bytes() + MEMORY_BYTES
+    limits: Any = (most, most)
     resource.setrlimit(resource.RLIMIT_AS, limits)
     _answer("")
     for line in sys.stdin.buffer:
         kind, source, field = json.loads(line)
         try:
-            compile_grammar(Constraint(ConstraintKind(kind), source, field=field), vocabulary)
+            compile_grammar(Constraint(ConstraintKind(kind), source, field=field), vocabulary, backend)
         except InvalidRequestError as error:
             _answer(error.message)
         except MemoryError:
             _answer(f"{field} needs too much memory.")
         else:
             _answer("")
+
+
+def _memory_bytes() -> int:
+    """Return the size of this process's address space."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    return pages * resource.getpagesize()
 
 
 def _answer(error: str) -> None:

@@ -1,7 +1,7 @@
 """Compiles constraints: first in a separate process, with caps on time and memory, then in the target.
 
-If the process has compiled a constraint, the constraint is harmless. The target then compiles the constraint
-again, because a compiled grammar cannot be sent from one process to another.
+A constraint that the process has compiled is harmless. The target then compiles it again, because a compiled
+grammar cannot be sent from one process to another.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from outrider.services.target.grammar.backend import GrammarBackend, compile_grammar, versions_of
 from outrider.services.target.grammar.compile_process import error_of, request_line
-from outrider.services.target.grammar.guidance import Vocabulary, compile_grammar
 from outrider.services.target.grammar.matcher import Grammar
+from outrider.services.target.grammar.vocabulary import Vocabulary
 from outrider.shared.base.constraint import Constraint
 from outrider.shared.base.errors import InvalidRequestError, OutriderError, OverloadedError
 from outrider.shared.nn.checkpoint.tokenizer_file import TOKENIZER_FILE
@@ -42,15 +43,22 @@ class GrammarCompiler:
         tokenizer: The model's ``tokenizer.json``.
         vocab_size: Number of logits of the model.
         ends: The tokens that end an output.
+        backend: The library that enforces the constraints.
         compile_s: Largest time of one compilation, in seconds.
     """
 
     def __init__(
-        self, tokenizer: Path, vocab_size: int, ends: frozenset[int], compile_s: float = COMPILE_S
+        self,
+        tokenizer: Path,
+        vocab_size: int,
+        ends: frozenset[int],
+        backend: GrammarBackend = GrammarBackend.LLGUIDANCE,
+        compile_s: float = COMPILE_S,
     ) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._ends = tuple(sorted(ends))
+        self._backend = backend
         self._compile_s = compile_s
         self._vocabulary: Vocabulary | None = None
         self._process: _CompileProcess | None = None
@@ -61,9 +69,10 @@ class GrammarCompiler:
         self._closed = threading.Event()
 
     @classmethod
-    def of(cls, model: Path, config: ModelConfig) -> GrammarCompiler:
+    def of(cls, model: Path, config: ModelConfig, backend: GrammarBackend) -> GrammarCompiler:
         """Return the compiler for a model's folder."""
-        return cls(model / TOKENIZER_FILE, config.vocab_size, frozenset(config.eos_token_ids))
+        ends = frozenset(config.eos_token_ids)
+        return cls(model / TOKENIZER_FILE, config.vocab_size, ends, backend)
 
     async def compile(self, constraint: Constraint) -> Grammar:
         """Return the grammar of a constraint. Finding a recently compiled grammar costs one lookup.
@@ -75,7 +84,8 @@ class GrammarCompiler:
         """
         constraint.check()
         self._check_model(constraint)
-        digest = hashlib.sha256(f"{constraint.kind.value}\n{constraint.source}".encode()).digest()
+        key = f"{versions_of(self._backend)}\n{constraint.kind.value}\n{constraint.source}"
+        digest = hashlib.sha256(key.encode()).digest()
         if (found := self._kept.get(digest)) is not None:
             self._kept.move_to_end(digest)
             return found
@@ -123,7 +133,7 @@ class GrammarCompiler:
             self._vocabulary = Vocabulary(self._tokenizer, self._vocab_size, self._ends)
         if self._process is None or self._closed.is_set():
             self._process = _CompileProcess(
-                [str(self._tokenizer), str(self._vocab_size), *[str(end) for end in self._ends]]
+                [self._backend.value, *map(str, (self._tokenizer, self._vocab_size, *self._ends))]
             )
         try:
             error = self._process.ask(constraint, self._compile_s)
@@ -133,7 +143,7 @@ class GrammarCompiler:
             raise failure.error(constraint) from None
         if error:
             raise InvalidRequestError(error, field=constraint.field)
-        return compile_grammar(constraint, self._vocabulary)
+        return compile_grammar(constraint, self._vocabulary, self._backend)
 
 
 class _NoAnswerError(Exception):

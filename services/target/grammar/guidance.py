@@ -3,48 +3,23 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import llguidance
 import numpy as np
 from llguidance.gbnf_to_lark import any_to_lark
 
-from outrider.services.target.grammar.matcher import Grammar, Mask, Matcher
+from outrider.services.target.grammar.formats import FORMATS
+from outrider.services.target.grammar.matcher import Mask, Matcher
+from outrider.services.target.grammar.vocabulary import Vocabulary, VocabularyGrammar
 from outrider.shared.base.constraint import JSON_STYLE, Constraint, ConstraintKind, choices_of
 from outrider.shared.base.errors import InvalidRequestError
 
 MAX_ERROR_CHARS = 400
-_TIME = r"([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\.[0-9]{1,9})?(Z|[+-]([01][0-9]|2[0-3]):[0-5][0-9])"
-_DATE = (
-    "[0-9]{4}-((0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])|(0[469]|11)-(0[1-9]|[12][0-9]|30)"
-    "|02-(0[1-9]|1[0-9]|2[0-8]))"
-)
-_TIMES = {"time": f"^{_TIME}$", "date-time": f"^{_DATE}T{_TIME}$"}
 _DATA = ("const", "default", "enum", "examples")
 """Keywords whose values are no schemas."""
 LIMITS = llguidance.LLParserLimits(max_lexer_states=50_000)
 """With these limits, one grammar needs less than about 100 MB, and one token less than about 15 ms."""
-
-
-class Vocabulary:
-    """The tokens of a model, in the form that llguidance needs.
-
-    Args:
-        file: The model's ``tokenizer.json``.
-        vocab_size: Number of logits, which may exceed the number of tokens.
-        ends: The tokens that end an output, at least one.
-
-    Raises:
-        ValueError: The file cannot be read.
-    """
-
-    def __init__(self, file: Path, vocab_size: int, ends: tuple[int, ...]) -> None:
-        text = file.read_text(encoding="utf-8")
-        self.tokenizer = llguidance.LLTokenizer(text, n_vocab=vocab_size, eos_token=list(ends))
-        self.ends = ends
-        self.vocab_size = vocab_size
-        self.special = {one["content"]: one["id"] for one in json.loads(text).get("added_tokens") or []}
 
 
 def source_of(constraint: Constraint) -> str:
@@ -56,7 +31,7 @@ def source_of(constraint: Constraint) -> str:
     match constraint.kind:
         case ConstraintKind.JSON_SCHEMA:
             try:
-                schema = without_leap_seconds(json.loads(constraint.source))
+                schema = with_exact_formats(json.loads(constraint.source))
                 return llguidance.LLMatcher.grammar_from_json_schema(schema, overrides=JSON_STYLE)  # type: ignore[arg-type]
             except (ValueError, RecursionError) as error:
                 raise _invalid(str(error), constraint) from None
@@ -72,20 +47,17 @@ def source_of(constraint: Constraint) -> str:
             return llguidance.LLMatcher.grammar_from_lark(f"start: {choices}")
 
 
-def without_leap_seconds(schema: Any) -> Any:
-    """Return a schema whose times have at most 59 seconds.
-
-    The library allows second 60 in every minute, but a time with second 60 is valid only at midnight UTC.
-    """
+def with_exact_formats(schema: Any) -> Any:
+    """Return a schema in which patterns replace the formats that the library does not enforce exactly."""
     if isinstance(schema, list):
-        return [without_leap_seconds(one) for one in schema]
+        return [with_exact_formats(one) for one in schema]
     if not isinstance(schema, dict):
         return schema
-    made = {name: value if name in _DATA else without_leap_seconds(value) for name, value in schema.items()}
+    made = {name: value if name in _DATA else with_exact_formats(value) for name, value in schema.items()}
     form = made.get("format")
-    if isinstance(form, str) and form in _TIMES and made.get("type") == "string" and "pattern" not in made:
+    if isinstance(form, str) and form in FORMATS and made.get("type") == "string" and "pattern" not in made:
         del made["format"]
-        made["pattern"] = _TIMES[form]
+        made["pattern"] = f"^({FORMATS[form]})$"
     return made
 
 
@@ -110,33 +82,16 @@ def compile_grammar(constraint: Constraint, vocabulary: Vocabulary) -> GuidanceG
     return GuidanceGrammar(matcher, vocabulary)
 
 
-class GuidanceGrammar(Grammar):
-    """A compiled grammar."""
+class GuidanceGrammar(VocabularyGrammar):
+    """A compiled grammar of llguidance."""
 
     def __init__(self, matcher: llguidance.LLMatcher, vocabulary: Vocabulary) -> None:
+        super().__init__(vocabulary)
         self._matcher = matcher
-        self._vocabulary = vocabulary
-
-    @property
-    def vocab_size(self) -> int:
-        """Number of logits."""
-        return self._vocabulary.vocab_size
 
     def matcher(self) -> Matcher:
         """Return a matcher at the beginning of the output."""
-        return GuidanceMatcher(self._matcher.deep_copy(), self._vocabulary.ends)
-
-    def text_of(self, token: int) -> bytes:
-        """Return the bytes of a token, including those of special tokens."""
-        return self._vocabulary.tokenizer.decode_bytes([token])
-
-    def ends(self) -> tuple[int, ...]:
-        """Return the tokens that end an output."""
-        return self._vocabulary.ends
-
-    def token_of(self, text: str) -> int | None:
-        """Return the added token with exactly this text, or None."""
-        return self._vocabulary.special.get(text)
+        return GuidanceMatcher(self._matcher.deep_copy(), self.ends())
 
 
 class GuidanceMatcher(Matcher):

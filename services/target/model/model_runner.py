@@ -37,7 +37,8 @@ from outrider.shared.spec.drafter import FeatureSpec
 LIBRARY_ROWS = 1024
 """From this many rows on, a pass replays no graph of our attention kernel if a library's kernel is faster.
 
-For this many rows, a large GPU takes as long to run the kernels of a pass as the host takes to launch them.
+With this many rows, a large GPU needs as much time to run the kernels of a pass as the host needs to launch
+them.
 """
 
 
@@ -261,12 +262,14 @@ class ModelRunner:
             [(chunk.start, chunk.stop - chunk.start) for chunk in chunks], kept.num_heads * kept.head_dim
         )
 
-    def _unrecorded(self, chunks: Seq[PrefillChunk], capture: bool) -> tuple[DecoderOutput, torch.Tensor]:
+    def _unrecorded(
+        self, chunks: Seq[PrefillChunk], capture: bool
+    ) -> tuple[DecoderOutput, torch.Tensor | slice]:
         """Enqueue one pass over chunks of any size.
 
         Returns:
-            The output of all rows, one chunk after the other, and ``[n] int64``, the last rows of the n
-            chunks that complete their prompts.
+            The output of all rows, one chunk after the other, and the index of the last rows of those chunks
+            that complete their prompts.
         """
         starts = [chunk.start for chunk in chunks]
         counts = [chunk.stop - chunk.start for chunk in chunks]
@@ -280,7 +283,7 @@ class ModelRunner:
         if capture:
             self._store_prefill_features(output, chunks, batch.slots)
         ends = [end - 1 for end, chunk in zip(accumulate(counts), chunks, strict=True) if chunk.is_last]
-        return output, self._int64(ends)
+        return output, self._int64(ends) if ends else slice(0)
 
     def use_slots(self, table: SlotTable) -> None:
         """Enable recorded passes over prompts of sequences with slots. These passes read the page table."""

@@ -1,7 +1,7 @@
 """Takes the states of tokens from passes: hidden states, routed experts, and logprobs of named tokens.
 
-Only passes with sequences whose clients request such data do this work, and these passes are not recorded
-into CUDA graphs. All other passes stay as they are.
+Only passes with sequences whose clients request such data do this work. These passes are not recorded into
+CUDA graphs.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class PromptStates:
 def take_prompts(
     hidden: torch.Tensor, experts: torch.Tensor | None, chunks: Seq[PrefillChunk]
 ) -> list[PromptStates]:
-    """Enqueue the copies of the states that clients want of the tokens of these chunks.
+    """Enqueue copies of the states of these chunks' tokens, as far as clients want them.
 
     Args:
         hidden: ``[rows, hidden_size]``, the output rows of all chunks, one chunk after the other.
@@ -183,7 +183,7 @@ class RoundTap:
                 self._requested[index] = to_host(logprobs)
 
     def states_of(self, index: int, first: int, count: int) -> TokenStates | None:
-        """Return the states behind the first `count` tokens that the round chose for an entry.
+        """Return the states of the rows that chose the first `count` tokens of an entry.
 
         Args:
             index: Index of the entry.

@@ -20,8 +20,8 @@ LOOK_SHARE = 0.005
 FIRST_ROUNDS = 2.0
 """Initial balance of the budget, as a number of plain rounds.
 
-The first look may cost twice this balance. Otherwise, a drafter with slow rounds would not be measured during
-the first requests of the server."""
+The first look may cost twice this balance, so that even a drafter with slow rounds is measured during the
+first requests."""
 MOST_ROUNDS = 24.0
 """Largest balance of the budget, as a number of plain rounds."""
 LOOK_ROWS = 4

@@ -44,7 +44,7 @@ spare pages."""
 LONG_PREFIX = 256
 """A sequence waits if another sequence is computing at least this many tokens of a prefix that both share.
 
-A sequence also waits for fewer tokens if they are at least half of the tokens that it still lacks."""
+A sequence also waits for fewer tokens, if they are at least half of the tokens that it has to compute."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,8 +181,8 @@ class Scheduler:
         """Prefill an active sequence again, e.g. to capture missing features.
 
         The results of passes in flight become void. The caller must flush the prefix cache first. A sequence
-        that shares pages with other sequences gives up its pages and waits, and so does a sequence that lacks
-        room for its next round.
+        that shares pages with other sequences, or that lacks room for its next round, gives up its pages and
+        waits.
         """
         sequence.feature_len = 0
         if not sequence.cached_len:

@@ -225,9 +225,8 @@ class Sequence:
     def sharable_len(self) -> int:
         """Largest number of leading tokens that may come from the prefix cache.
 
-        The last token is always computed. If the client wants logprobs of prompt tokens, the rows that
-        predict the tokens whose logprobs it has not received are computed too. If it wants states, the tokens
-        whose states it has not received are computed too.
+        The last token is always computed. Prompt tokens are also computed if the client wants their logprobs
+        or states, and has not received them yet. For the logprob of a token, the row before it is computed.
         """
         last = len(self.tokens) - 1
         if self.request.states.wanted:

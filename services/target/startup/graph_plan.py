@@ -176,6 +176,7 @@ def record_graphs(
         lambda: list_graphs(engine.recordings, plan),
         partial(compiled_or_soon, graphs.device) if rehearses else always,
     )
+    engine.recordings.on_first_form(recorder.add)
     if rehearses:
         # These kernels are compiled in the background, so that the first requests find them.
         compile_ahead(graphs.device, _recordings_of_one(engine.recordings, plan), limit_s=None)
@@ -194,6 +195,7 @@ def list_graphs(recordings: Recordings, plan: GraphPlan) -> RecordingList:
 
     Before the server is ready, only greedy rounds are recorded: plain rounds of a few sizes, and the default
     tree of a single request. Rounds of equal requests, prompts, and rounds of mixed requests follow.
+    Rounds with forms follow as soon as a request has had a form.
 
     Larger graphs are recorded first, so that smaller graphs can reuse their memory.
     """
@@ -206,6 +208,7 @@ def list_graphs(recordings: Recordings, plan: GraphPlan) -> RecordingList:
         *recordings.rounds(plan.batches),
         *recordings.rounds(plain, [SamplingMode.FILTERED]),
         *mixed[1:],
+        *recordings.masked(),
     ]
     return RecordingList(recordings.rounds(plan.first_batches, [SamplingMode.GREEDY]), further)
 

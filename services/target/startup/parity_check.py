@@ -168,8 +168,8 @@ def _worst(found: torch.Tensor, bound: torch.Tensor, limits: Limits) -> Parity:
 def _tokens(runner: ModelRunner, prompt: int) -> list[int]:
     """Return tokens that follow the prompt, one per row of a pass. If possible, all tokens are different.
 
-    The model does not choose these tokens, because models with random weights tend to repeat one token. If
-    all tokens were equal, a mask that hides an ancestor would hardly change the results.
+    The model does not choose these tokens, because models with random weights tend to repeat one token. With
+    equal tokens, a mask that wrongly hides an ancestor would hardly change the results.
     """
     vocab_size = runner.decoder.config.vocab_size
     return [(3 + 17 * index + 29 * prompt) % vocab_size for index in range(_NUM_NODES)]

@@ -64,7 +64,7 @@ OFFSET_SHARE = 0.25
 """Least divisor of the error of a row's logits, as a share of the logits' root mean square.
 
 The usual divisor is the spread, i.e. the root mean square of the logits minus their mean. If all logits of a
-row are nearly equal, the spread is too small a divisor, because the size of the logits determines rounding.
+row are nearly equal, the spread is too small, because rounding depends on the size of the logits.
 """
 
 
@@ -133,8 +133,8 @@ def limits_of(decoder: Decoder, pool: KVPool) -> Limits:
 def errors(expected: Stages, found: Stages) -> torch.Tensor:
     """Return the error of each row at each stage, ``[rows, layers + 1] fp32``. The last stage is the logits.
 
-    Before logits are compared, the mean of each row's logits is subtracted, because a common offset does not
-    change any probability.
+    The mean of each row's logits is subtracted first, because a common offset does not change any
+    probability.
     """
     layers = _rms(found.layers - expected.layers) / _rms(expected.layers).clamp(min=_tiny())
     size, spread = _rms(expected.logits), _rms(_centred(expected.logits))

@@ -107,7 +107,7 @@ class StreamExchange(Exchange):
         dispatch: The carrier's method that processes messages other than the trees of a round. The channel
             receives such messages on the engine thread, and keeps only a weak reference to this method.
         relay: Lets the device wait for the word that the host writes. With None, nothing is enqueued ahead.
-        compact: Whether the draft accepts compact states. Otherwise only the unused end of a state is cut.
+        compact: Whether the draft accepts compact states. If not, only the unused end of a state is left out.
     """
 
     def __init__(
@@ -128,8 +128,8 @@ class StreamExchange(Exchange):
         self._relay = relay
         self._staging = BlobStaging()
         self._arrived: deque[draft_pb2.RoundTrees] = deque()
-        # The round whose exchange `hand_over` and `carry` complete, and the time until which to wait for the
-        # trees. None if no round is enqueued ahead, or if enqueuing failed.
+        # The round whose exchange `send_state` and `receive_trees` complete, and the time until which to wait
+        # for the trees. None if no round is enqueued ahead, or if enqueuing failed.
         self._enqueued: _Round | None = None
         self._until = 0.0
         # The times when the last state was sent and when the last trees were written, and the measured
@@ -181,7 +181,7 @@ class StreamExchange(Exchange):
                 self._distrust(error)
         self._poll_window.rest()
 
-    def hand_over(self) -> None:
+    def send_state(self) -> None:
         """Send the state of a round that was enqueued ahead, once the device has written the state."""
         enqueued = self._enqueued
         if enqueued is None or self._relay is None:
@@ -199,7 +199,7 @@ class StreamExchange(Exchange):
         # If the host was late, it has measured only an upper bound for the time of the pass.
         self._verified_s = min(verified_s, self._verified_s or verified_s) if late else verified_s
 
-    def carry(self, wanted: bool) -> None:
+    def receive_trees(self, wanted: bool) -> None:
         """Receive the trees of a round that was enqueued ahead, and let the device continue."""
         enqueued, self._enqueued = self._enqueued, None
         if enqueued is None or self._relay is None:
@@ -250,7 +250,7 @@ class StreamExchange(Exchange):
         trees: torch.Tensor,
         expected: torch.Tensor,
     ) -> None:
-        """Enqueue the device's part of the exchange. `hand_over` and `carry` do the host's part."""
+        """Enqueue the device's part of the exchange. `send_state` and `receive_trees` do the host's part."""
         try:
             relay.give(coming.number, coming.state)
             self._enqueued = coming

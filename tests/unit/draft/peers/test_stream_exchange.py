@@ -60,12 +60,12 @@ class Draft:
         if not self.exchange.goes_ahead(message, tried):
             return False
         self.take(message)
-        self.exchange.give(message, self.trees)
+        self.exchange.send_trees(message, self.trees)
         return True
 
     def take(self, message: draft_pb2.RoundsNext) -> None:
         state = StateBlob(self.blob, StateLayout([LAYOUT]))
-        self.exchange.take(message, state, torch.zeros(1, dtype=torch.int32), 1.0)
+        self.exchange.receive_state(message, state, torch.zeros(1, dtype=torch.int32), 1.0)
 
     def finish(self, number: int, state: bytes = bytes(SIZE)) -> bool:
         return self.exchange.state_arrived(draft_pb2.RoundState(rounds=1, number=number, state=state))
@@ -259,7 +259,7 @@ def test_a_round_may_wait_for_its_state_on_the_host(ahead: bool, tried: bool, ro
     draft.exchange.keep_state(state)
     message = draft_pb2.RoundsNext(rounds=1, number=1)
     draft.take(message)
-    draft.exchange.give(message, draft.trees)
+    draft.exchange.send_trees(message, draft.trees)
     assert draft.relay.came == {1: state} if room else draft.blob[4:].tolist() == [5] * (SIZE - 4)
     assert not draft.relay.waits
     assert draft.outlet.said == [RoundTrees(1, 1, bytes([1]) * SIZE)]
@@ -277,7 +277,7 @@ def test_a_draft_whose_driver_cannot_wait_goes_on_without(draft: Draft) -> None:
     draft.exchange.keep_state(bytes([5]) * SIZE)
     message = draft_pb2.RoundsNext(rounds=1, number=2)
     draft.take(message)
-    draft.exchange.give(message, draft.trees)
+    draft.exchange.send_trees(message, draft.trees)
     assert draft.blob[4:].tolist() == [5] * (SIZE - 4)
     assert draft.outlet.said == [RoundTrees(1, 1, b""), RoundTrees(1, 2, bytes([1]) * SIZE)]
 

@@ -8,8 +8,11 @@ from typing import Any
 
 from outrider.services.target.engine.recordings import (
     DENSE_ROWS,
+    MOST_MASKED_ROWS,
     MOST_MIXED_ROWS,
     USUAL_MODES,
+    Recordings,
+    masked_recordings,
     mixed_recordings,
     round_recordings,
 )
@@ -121,3 +124,45 @@ def test_mixed_rounds_are_recorded_in_every_mode_but_full_the_largest_first() ->
 
 def test_mixed_rounds_keep_to_the_limit_of_packed_rows() -> None:
     assert {size.rows for size in mixed(20)} == {2, 4, 8, 16, 20}
+
+
+def test_rounds_with_forms_are_recorded_in_every_width() -> None:
+    recorder = Recorder(2048)
+    rounds: Any = recorder
+    for _description, record in masked_recordings(rounds, captures=True, drafting=True):
+        record()
+    made = recorder.made
+    assert all(size.masked and size.mode is SamplingMode.FULL for size in made)
+    assert max(size.rows for size in made) == MOST_MASKED_ROWS
+    assert [size.rows for size in made] == sorted((size.rows for size in made), reverse=True)
+    assert {(size.width, size.capture) for size in made if size.rows == 8} == {
+        (1, True),
+        (1, False),
+        (8, True),
+        (64, True),
+    }
+    assert {size.width for size in made if size.rows == 1} == {1}
+    recorder.made.clear()
+    for _description, record in masked_recordings(rounds, captures=False, drafting=False):
+        record()
+    assert {(size.width, size.capture) for size in recorder.made} == {(1, False)}
+
+
+def test_rounds_with_forms_are_listed_once_there_was_one() -> None:
+    rounds: Any = SimpleNamespace(
+        has_forms=False, buckets=RowBuckets.up_to(4), max_rows=4, on_first_form=lambda: None
+    )
+    runner: Any = SimpleNamespace(captures=False, graphs=SimpleNamespace(observed=False))
+    recordings = Recordings(runner, rounds, None, drafting=False, refresh=lambda: None)
+    added: list[Any] = []
+    recordings.on_first_form(added.extend)
+    assert recordings.masked() == []
+    rounds.has_forms = True
+    rounds.on_first_form()
+    assert [description for description, _record in added] == [
+        "rounds of 4 rows",
+        "rounds of 2 rows",
+        "rounds of 1 rows",
+    ]
+    runner.graphs.observed = True
+    assert recordings.masked() == [], "several ranks do not record such rounds"

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from outrider.services.target.grammar import compiler as module
+from outrider.services.target.grammar.backend import GrammarBackend
 from outrider.services.target.grammar.compiler import GrammarCompiler
 from outrider.shared.base.constraint import MAX_SOURCE_BYTES, Constraint, ConstraintKind
 from outrider.shared.base.errors import InvalidRequestError, OverloadedError
@@ -109,3 +110,12 @@ async def test_a_model_without_a_tokenizer_or_an_end_refuses(compiler_of: object
 async def test_a_source_that_is_too_large_is_refused(compiler: GrammarCompiler) -> None:
     with pytest.raises(InvalidRequestError, match="bytes"):
         await compiler.compile(regex("a" * (MAX_SOURCE_BYTES + 1)))
+
+
+async def test_the_process_loads_xgrammar_and_still_has_memory_for_compilations() -> None:
+    compiler = GrammarCompiler(FILE, 4096, frozenset([2]), GrammarBackend.XGRAMMAR, compile_s=20)
+    first = await compiler.compile(regex("[ab]+"))
+    with pytest.raises(InvalidRequestError, match="not supported"):
+        await compiler.compile(regex(r"\w+"))
+    assert await compiler.compile(regex("[ab]+")) is first
+    compiler.close()

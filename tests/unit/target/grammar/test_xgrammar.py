@@ -1,0 +1,64 @@
+"""Grammars of xgrammar: what is refused, and the cap on the time per token."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from outrider.services.target.grammar import xgrammar
+from outrider.services.target.grammar.matcher import words_of
+from outrider.services.target.grammar.vocabulary import Vocabulary
+from outrider.services.target.grammar.xgrammar import compile_grammar
+from outrider.shared.base.constraint import Constraint, ConstraintKind
+from outrider.shared.base.errors import InvalidRequestError
+
+FILE = Path(__file__).parents[4] / "models" / "demo" / "target" / "tokenizer.json"
+SIZE, ENDS = 4099, (0, 2)
+KINDS = ConstraintKind
+
+
+@pytest.fixture(scope="module")
+def vocabulary() -> Vocabulary:
+    return Vocabulary(FILE, SIZE, ENDS)
+
+
+@pytest.mark.parametrize(
+    ("kind", "source", "part"),
+    [
+        (KINDS.JSON_SCHEMA, '{"a', "Unterminated"),
+        (KINDS.JSON_SCHEMA, '{"$defs": {"a": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}', "no text"),
+        (KINDS.REGEX, "(a", "not closed"),
+        (KINDS.REGEX, "a)", "not opened"),
+        (KINDS.REGEX, r"\w", "not supported"),
+        (KINDS.REGEX, "(?=a)b", "error"),
+        (KINDS.GRAMMAR, "root ::= missing", "missing"),
+        (KINDS.GRAMMAR, 'start: "a"', "lexer error"),
+        (KINDS.CHOICE, "[]", "list"),
+        (KINDS.CHOICE, '["\\ud800"]', "surrogate"),
+    ],
+)
+def test_what_cannot_be_enforced_is_refused(
+    vocabulary: Vocabulary, kind: ConstraintKind, source: str, part: str
+) -> None:
+    with pytest.raises(InvalidRequestError, match=part) as caught:
+        compile_grammar(Constraint(kind, source, field="a_field"), vocabulary)
+    assert caught.value.field == "a_field"
+    assert caught.value.message.startswith("a_field")
+    assert len(caught.value.message) < 600
+
+
+def test_a_mask_that_takes_too_long_fails_this_output_only(
+    vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grammar = compile_grammar(Constraint(KINDS.REGEX, "[ab]+"), vocabulary)
+    slow, mask = grammar.matcher(), np.zeros(words_of(SIZE), dtype=np.int32)
+    monkeypatch.setattr(xgrammar, "MASK_CPU_S", -1.0)
+    slow.fill(mask)
+    assert not mask.any()
+    monkeypatch.undo()
+    slow.fill(mask)
+    assert not mask.any()
+    grammar.matcher().fill(mask)
+    assert mask.any()
