@@ -149,6 +149,22 @@ def test_chats_and_other_salts(head_pair: Pair, tmp_path: Path) -> None:
         assert pages.free == pages.total, "stored pages make room"
 
 
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_requests_that_run_at_the_same_time_share_rows(head_pair: Pair, scheme: str, tmp_path: Path) -> None:
+    plain = generate_plain(head_pair.decoder, NoDrafter(), PROMPT, NEW_TOKENS, ignore_eos=True)
+    with behind(head_pair, tmp_path, scheme) as (drafter, service):
+        harness = make_harness(head_pair.decoder, drafter, plan=PLANS["device"], prefill_chunk=30)
+        for name in "abcd":
+            harness.submit(PROMPT, NEW_TOKENS, request_id=name, shape=SHAPE, ignore_eos=True)
+        harness.run()
+        (rest,) = answer(harness, "later")
+        assert rest.start == STORED
+        service.loop.call(service.engine.check)
+    for name in (*"abcd", "later"):
+        assert_same_tokens(head_pair.decoder, PROMPT, plain, harness.sink.tokens[name])
+        assert accept_length(harness, name) >= 0.99 * accept_length(harness, "a") > 1
+
+
 def test_a_target_that_lacks_a_prefix_lets_the_draft_forget_it(head_pair: Pair, tmp_path: Path) -> None:
     with behind(head_pair, tmp_path) as (drafter, _service):
         harness = make_harness(head_pair.decoder, drafter)
