@@ -72,7 +72,7 @@ class TargetSettings(ListenerSettings):
     )
     grammar_backend: GrammarBackend = Field(
         GrammarBackend.LLGUIDANCE,
-        description="Library for forms such as JSON schemas: llguidance, or (installed apart) xgrammar or auto.",
+        description="Library for JSON schemas and other forms: llguidance, or (an extra) xgrammar or auto.",
     )
     deterministic: bool = Field(
         False, description="Compute bit-identical logits with and without drafts, in any batch. Slower."
