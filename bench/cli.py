@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from outrider.bench.fault_commands import move, overload, soak
 from outrider.bench.load_commands import mixed, prefix, serve
 from outrider.bench.options import (
     AnswerTokens,
@@ -271,6 +272,9 @@ def auto(
 bench.command()(serve)
 bench.command()(mixed)
 bench.command()(prefix)
+bench.command()(move)
+bench.command()(overload)
+bench.command()(soak)
 bench.command()(plot)
 
 

@@ -194,7 +194,8 @@ def mixed(
             help="Parts to run, each with an optional pattern of names, such as odd:*tree*,soak. odd: speed "
             "beside one request that differs. auto: auto against off. gap: longest pause of streams while a "
             "long prompt prefills. ttft: time to first token by prompt length. soak: clients that differ in "
-            "everything."
+            "everything. form (not by default): answers that must match a JSON schema against free answers, "
+            "and the speed of others beside one."
         ),
     ] = "odd,auto,gap,ttft,soak",
     omit: Omit = "",
@@ -206,11 +207,11 @@ def mixed(
         ),
     ] = None,
     batch: Annotated[
-        int | None, typer.Option(min=1, help="odd: number of equal requests.", show_default="32")
+        int | None, typer.Option(min=1, help="odd and form: number of equal requests.", show_default="32")
     ] = None,
     pairs: Annotated[int, typer.Option(min=1, help="Pairs of runs; the figures are their medians.")] = 5,
-    prompt_tokens: Annotated[int, typer.Option(min=1, help="odd and auto: tokens per prompt.")] = 256,
-    new_tokens: Annotated[int, typer.Option(min=1, help="odd: tokens per answer.")] = 300,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="odd, auto and form: tokens per prompt.")] = 256,
+    new_tokens: Annotated[int, typer.Option(min=1, help="odd and form: tokens per answer.")] = 300,
     auto_batch: Annotated[str | None, typer.Option(help="auto: batch sizes.", show_default="1,16,64")] = None,
     auto_tokens: Annotated[
         str | None, typer.Option(help="auto: tokens per answer.", show_default="256,1500")
@@ -296,6 +297,23 @@ def prefix(
     long_prompt: Annotated[
         int, typer.Option(min=1, help="Tokens of a prompt that is sent twice; 8192 for large models.")
     ] = 1536,
+    shape: Annotated[
+        str | None,
+        typer.Option(
+            help="Measure in-process engines with random weights instead, with and without the cache: "
+            "llama3.1-8b, tiny … Only --long-prompt and the flags below count then.",
+            show_default="a server is measured",
+        ),
+    ] = None,
+    rounds: Annotated[
+        str, typer.Option(help="With --shape: kinds of rounds, as in `bench latency`.")
+    ] = "plain,chain5@3.5",
+    batch: Annotated[str, typer.Option(help="With --shape: batch sizes.")] = "1,16,64",
+    prompt: Annotated[int, typer.Option(min=1, help="With --shape: tokens per prompt.")] = 512,
+    new_tokens: Annotated[int, typer.Option(min=3, help="With --shape: tokens per answer.")] = 128,
+    pairs: Annotated[
+        int, typer.Option(min=1, help="With --shape: pairs of runs with and without the cache.")
+    ] = 7,
     clients: Annotated[int, typer.Option(min=1, help="Number of chats at the same time.")] = 8,
     vocab: Annotated[
         int, typer.Option(min=32, help="The token ids of prompts are below this number.")
@@ -309,10 +327,28 @@ def prefix(
     output: Output = None,
     force: Force = False,
 ) -> None:
-    """Measure how much of the prompts of many chats the prefix cache finds, with and without speculation."""
+    """Measure how much of the prompts of many chats the prefix cache finds, with and without speculation.
+
+    With --shape, measure what the cache costs when it finds nothing.
+    """
     from outrider.bench.load.shared_prefix import Chats, PrefixOptions, run_prefix
 
     leave_on_terminate()
+    if shape is not None:
+        from outrider.bench.measure.prefix_cost import cost_options, run_prefix_cost
+        from outrider.bench.options import placement
+        from outrider.bench.stacks.engine_stack import EngineOptions
+        from outrider.bench.stacks.remote_draft import DraftTransport
+        from outrider.bench.stacks.shapes import named_shape
+        from outrider.shared.obs.logging import configure_logging
+
+        configure_logging("bench", "warning")
+        way = DraftTransport("inproc" if transport is Transport.AUTO else transport.value)
+        engine = EngineOptions(named_shape(shape), device, dtype, way, max_batch=1, max_len=1)
+        sizes = numbers(batch, "--batch")
+        measured = cost_options(engine, rounds, sizes, prompt, new_tokens, pairs, long_prompt)
+        path = result_file(output, "prefix-cost", placement(device, dtype)[0].type, force)
+        raise typer.Exit(run_prefix_cost(measured, path))
     options = PrefixOptions(
         stack=StackOptions(
             target=target or DEMO_TARGET,

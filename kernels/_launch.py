@@ -70,8 +70,8 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> t
 def outputs_of_zeros() -> Iterator[None]:
     """Zero-fill the tensors that `empty` allocates inside the block.
 
-    The package `ahead` skips launches inside this block. A later operation may then use the output of a
-    skipped launch as indices, and zeros are safe indices.
+    The package `ahead` skips launches inside this block. A later operation may use the output of a skipped
+    launch as indices. Zeros are safe indices.
     """
     global _zeros
     previous, _zeros = _zeros, True
@@ -100,11 +100,9 @@ def dependent(tensor: torch.Tensor) -> dict[str, bool]:
     This is programmatic dependent launch (PDL), available from Hopper on. Such a kernel takes
     ``PDL: tl.constexpr`` and follows two rules:
 
-    1. ``gdc_wait`` comes before the first read of data written by the previous kernel, and before every
-       write. Every program calls ``gdc_wait``, even a program without work, so a kernel completes only after
-       all earlier kernels. Data written by kernels older than the previous one is therefore complete.
-    2. ``gdc_launch_dependents`` comes just before the final stores. With an earlier trigger, the next
-       kernel takes registers and shared memory while programs of this kernel still run. Measurements showed
-       that this is slower.
+    1. Every program calls ``gdc_wait``, before it reads data of the previous kernel and before it writes. A
+       kernel therefore completes only after all earlier kernels, and data of older kernels is complete.
+    2. ``gdc_launch_dependents`` comes just before the final stores. An earlier trigger measured slower,
+       because the next kernel then takes registers and shared memory from this kernel.
     """
     return {"PDL": True, "launch_pdl": True} if _overlaps(tensor.device) else {"PDL": False}

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 import torch
 
 FEW_ROWS = 64
-"""Largest number of rows for which a product is bound by reading the matrix. `skinny_gemm`'s own kernels
-compute such products for every shape. Up to this number, each row's norm is spread over several programs, and
-the kernel that reads the stream applies the norm's division. Beyond this number, one program per row is
-enough to fill the GPU, and each program norms its row."""
+"""Largest number of rows for which a product is bound by reading the matrix.
+
+`skinny_gemm`'s own kernels compute such products for every shape. Up to this number, each row's norm is
+spread over several programs, and the kernel that reads the stream applies the norm's division. Beyond it, one
+program per row fills the GPU, and each program norms its row."""
 
 MANY_ROWS = 512
 """Largest number of rows for which products use the method that measured fastest."""
@@ -19,9 +20,9 @@ MANY_ROWS = 512
 def normed_on_write(rows: int, dtype: torch.dtype) -> bool:
     """Return whether rows of a stream are divided by their root mean square when they are written.
 
-    This is the case for streams of more than `FEW_ROWS` rows. It is also the case for all fp16 streams,
-    because values can exceed the range of fp16 before the division. For example, a residual of 1000 and a
-    norm weight of 100 are not unusual, and their product exceeds 65504.
+    This is the case for streams of more than `FEW_ROWS` rows, and for all fp16 streams, because values can
+    exceed the range of fp16 before the division. For example, the product of a residual of 1000 and a norm
+    weight of 100 exceeds 65504.
 
     Example:
         >>> import torch
@@ -36,9 +37,8 @@ def normed_on_write(rows: int, dtype: torch.dtype) -> bool:
 class Stream:
     """Rows of a residual stream, with the next norm computed except for the division by the root mean square.
 
-    The norm of a row is ``scaled * rsqrt(sum(sums) / width + eps)``. The division commutes with the matrix
-    product that follows. The kernel that reads the product can therefore apply the division, and no kernel
-    has to see a whole row before the product begins.
+    The norm of a row is ``scaled * rsqrt(sum(sums) / width + eps)``. The division can follow the matrix
+    product, so no kernel has to see a whole row before the product begins.
 
     Attributes:
         residual: ``[rows, width]``; rows may be strided.

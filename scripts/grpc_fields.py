@@ -18,6 +18,10 @@ BEGIN, END = "<!-- gRPC fields: begin -->\n", "<!-- gRPC fields: end -->"
 
 SHARED: dict[str, str] = {
     **{name: f"options.{option.grpc}" for option in OPTIONS for name in option.rest},
+    "return_hidden_states": "options.states.hidden_states",
+    "return_routed_experts": "options.states.routed_experts",
+    "routed_experts_start_len": "options.states.start",
+    "token_ids_logprob": "options.logprobs.token_ids",
     "logprob_start_len": "options.logprobs.prompt_start",
     "logprobs": "options.logprobs.top",
     "model": "model",

@@ -62,16 +62,16 @@ bootstrap_host bootstrap_port bootstrap_room cache_salt chat_template_kwargs con
 custom_labels custom_logit_processor custom_params data_parallel_rank ebnf extra_key ignore_eos images_config
 input_ids json_schema lora_path min_p min_tokens no_stop_trim priority regex repetition_penalty
 return_cached_tokens_details return_hidden_states return_prompt_token_ids return_routed_experts
-return_token_ids rid routed_dp_rank sampling_seed separate_reasoning session_params skip_special_tokens
-stop_regex stop_token_ids stream_reasoning task top_k
+return_token_ids rid routed_dp_rank routed_experts_start_len sampling_seed separate_reasoning session_params
+skip_special_tokens stop_regex stop_token_ids stream_reasoning task top_k
 """)
 SGLANG_NATIVE = _names("""
 audio_data background bootstrap_host bootstrap_port bootstrap_room cache_salt conversation_id custom_labels
 custom_logit_processor data_parallel_rank extra_key image_data input_embeds input_ids log_metrics
 logprob_start_len lora_path max_thinking_tokens modalities no_logs priority return_entropy
 return_hidden_states return_logprob return_prompt_token_ids return_routed_experts return_sampling_mask
-return_text_in_logprobs rid routed_dp_rank sampling_params session_params stream text token_ids_logprob
-top_logprobs_num video_data
+return_text_in_logprobs rid routed_dp_rank routed_experts_start_len sampling_params session_params stream text
+token_ids_logprob top_logprobs_num video_data
 """)
 SGLANG_SAMPLING = _names("""
 custom_params ebnf frequency_penalty ignore_eos json_schema logit_bias max_new_tokens min_new_tokens min_p n

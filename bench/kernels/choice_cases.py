@@ -23,8 +23,8 @@ MIXED_VOCAB = 128_256
 def mixed_cases(sizes: Sizes, options: KernelOptions) -> Iterator[Case]:
     """Yield cases of choosing tokens in batches in which no row, one row in 32, or every row has filters.
 
-    The cost that a request with filters imposes on other requests is the difference between two times: that
-    of a batch of greedy rows, and that of the same batch with filters on one row in 32.
+    A request with filters costs the other requests the difference between two of these times: the time of a
+    greedy batch with filters on one row in 32, minus its time without filters.
     """
     vocab = sizes.vocab if options.small else MIXED_VOCAB
     for rows in (1, 5) if options.small else MIXED_ROWS:

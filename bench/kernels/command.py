@@ -1,10 +1,9 @@
 """`outrider bench kernels`: times each kernel against its floor.
 
 A floor is the time that a kernel needs to read its bytes or to do its operations, at the rates measured on
-this machine. Each case is timed in a CUDA graph that cycles through distinct copies of the case's data.
-Together, the copies are larger than every cache. The case `forward` is the target's whole pass, and `propose`
-is a whole round of drafting. On a CPU, the command runs the reference versions of the kernels in small sizes,
-as a test.
+this machine. Each case is timed in a CUDA graph with several copies of the case's data, which together are
+larger than every cache. The case `forward` is the target's whole pass, and `propose` is a whole round of
+drafting. On a CPU, the command runs the reference versions of the kernels in small sizes, as a test.
 """
 
 from __future__ import annotations

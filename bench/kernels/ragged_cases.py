@@ -1,8 +1,8 @@
 """Cases of `outrider bench kernels` for attention over unequal sequences, with and without a work list.
 
-Both variants get the same inputs. As in the engine, a batch with a work list has as many sequences as rows.
-Most of these sequences have no rows, and each sequence has its own row of the page table. Making the work
-list is a case of its own, because the engine makes the list only once per pass.
+Both variants get the same inputs. As in the engine, a batch with a work list has as many sequences as rows,
+and most of these sequences have no rows. Making the work list is a case of its own, because the engine makes
+the list only once per pass.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Open-loop and closed-loop loads: each request's timeline (TTFT, ITL, errors) and a summary of all.
 
-In an open-loop load, requests arrive by a Poisson process and do not wait for earlier answers. A closed-loop
-load has a fixed number of clients, and each client sends its next request after the answer to its last
-request.
+In an open-loop load, requests arrive by a Poisson process and do not wait for earlier answers. In a
+closed-loop load, each of a fixed number of clients sends its next request after its last answer.
 """
 
 from __future__ import annotations
@@ -53,6 +52,8 @@ class Experience:
         tokens: Number of tokens in the answer, as the server counts them.
         accept_length, draft_tokens: Accept length and number of draft tokens that the server reports.
         error: Error of a failed request. Empty if the request succeeded.
+        status: HTTP status of a refused request. 0 for other requests.
+        retry_after_s: The ``Retry-After`` of a refused request, or None.
     """
 
     sent: float
@@ -62,6 +63,8 @@ class Experience:
     accept_length: float = 0.0
     draft_tokens: int = 0
     error: str = ""
+    status: int = 0
+    retry_after_s: float | None = None
 
     @property
     def first_token_s(self) -> float:

@@ -60,6 +60,9 @@ class RestLoad(LoadClient):
         async with self._http.stream("POST", CHAT if request.is_chat else COMPLETIONS, json=body) as response:
             if response.status_code != httpx.codes.OK:
                 text = (await response.aread()).decode(errors="replace")
+                experience.status = response.status_code
+                retry_after = response.headers.get("retry-after", "")
+                experience.retry_after_s = float(retry_after) if retry_after.isdecimal() else None
                 raise refusal(response.status_code, text, body, LENGTHS, "--route")
             async for line in response.aiter_lines():
                 if line.startswith("data:") and (data := line.removeprefix("data:").strip()) != "[DONE]":
@@ -107,10 +110,9 @@ def _note(event: dict[str, Any], experience: Experience) -> None:
 def _has_tokens(choice: dict[str, Any]) -> bool:
     """Return whether a choice of a streamed event contains a piece of the answer.
 
-    A token may have no text, because its bytes are incomplete, because it is a special token, or because the
-    server has no tokenizer. In a text completion, such a token still has an event, so an event without text
-    counts unless it only ends the stream. In a chat, an event without content only opens the answer and does
-    not count.
+    A token has no text if its bytes are incomplete, if it is a special token, or if the server has no
+    tokenizer. In a text completion, an event without text therefore counts, unless it only ends the stream.
+    In a chat, an event without content only opens the answer and does not count.
     """
     if choice.get("text") or choice.get("token_ids"):
         return True

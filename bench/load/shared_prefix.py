@@ -2,13 +2,15 @@
 
 All chats begin with the same system prompt. Each turn of a chat repeats the earlier turns and their answers,
 and adds new tokens. The chats run once without speculation and once with it. Each run starts with an empty
-cache. Afterwards, one long prompt is sent twice.
+cache. Afterwards, long prompts are sent twice, and the accept lengths of equal conversations are compared.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
+import statistics
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -19,6 +21,7 @@ from typing import Any
 import httpx
 
 from outrider.bench.load.server import find_server, key_headers, refusal
+from outrider.bench.measure.prompts import HELDOUT_PROMPTS, Messages, load_prompts
 from outrider.bench.report.record import Result, Row, finish
 from outrider.services.stack.launch import running_stack
 from outrider.services.stack.options import StackOptions
@@ -29,6 +32,8 @@ FIRST_ID = 10
 TIMEOUT_S = 600.0
 REPEATS = 5
 """Pairs of equal long prompts; the figures are their medians."""
+TALKS, TALK_TOKENS = 12, 128
+"""Number of conversations whose accept lengths are compared, and number of tokens per answer."""
 LENGTHS = "--system-tokens, --turn-tokens, --answer-tokens, --turns or --long-prompt"
 
 
@@ -82,8 +87,8 @@ class Hits:
     """Counts of the chats of one run.
 
     Attributes:
-        prompt, found, possible: Number of prompt tokens, of those that the server found in its cache, and of
-            those that it could have found.
+        prompt, found, possible: Number of prompt tokens, number of prompt tokens that the server found in its
+            cache, and number of prompt tokens that it could have found.
         accepted, rounds: Number of accepted draft tokens, and number of rounds with drafts.
         seconds: Duration of the run, in seconds.
     """
@@ -141,7 +146,7 @@ def run_prefix(options: PrefixOptions) -> int:
             raise ConfigurationError(
                 f"--url: the server ({server.owner or 'unknown'}) is not Outrider.", field="--url"
             )
-        off, on, first_ms, second_ms = asyncio.run(_measure(options, url))
+        off, on, times, lengths = asyncio.run(_measure(options, url))
     settings = {
         "device": options.stack.device if options.url is None else "remote",
         "server": server.as_json(),
@@ -159,9 +164,12 @@ def run_prefix(options: PrefixOptions) -> int:
         for name, hits in (("off", off), ("auto", on))
     ]
     rows += [
-        Row("a long prompt, the first time", first_ms, "ms"),
-        Row("the same prompt again", second_ms, "ms"),
+        Row("a long prompt, the first time", statistics.median(times[0]), "ms"),
+        Row("the same prompt again", statistics.median(times[1]), "ms"),
     ]
+    if lengths is not None:
+        first, second = lengths
+        rows.append(Row("accept length of a second, equal prompt", second, "tokens", first, "the first"))
     more = {
         name: {
             "prompt_tokens": hits.prompt,
@@ -175,7 +183,9 @@ def run_prefix(options: PrefixOptions) -> int:
     return finish(Result("prefix", settings, rows, more), options.output)
 
 
-async def _measure(options: PrefixOptions, url: str) -> tuple[Hits, Hits, float, float]:
+async def _measure(
+    options: PrefixOptions, url: str
+) -> tuple[Hits, Hits, tuple[list[float], list[float]], tuple[float, float] | None]:
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(
         base_url=url, headers=key_headers(options.api_key), timeout=TIMEOUT_S, limits=limits, trust_env=False
@@ -189,8 +199,50 @@ async def _measure(options: PrefixOptions, url: str) -> tuple[Hits, Hits, float,
                 began = time.perf_counter()
                 await _generate(client, prompt, 1, "off")
                 measured.append((time.perf_counter() - began) * 1e3)
-    first, second = (sorted(measured)[REPEATS // 2] for measured in times)
-    return off, on, first, second
+        return off, on, times, await accept_lengths(client)
+
+
+async def accept_lengths(client: httpx.AsyncClient) -> tuple[float, float] | None:
+    """Return the accept lengths of the first and of the second answers to the same conversations.
+
+    A conversation consists of two embedded prompts, with the server's answer to the first of them. Both
+    answers are greedy. Return None if the server has no chat template, or if it does not speculate.
+    """
+    counts = ([0, 0], [0, 0])
+    for index, (before, prompt) in enumerate(itertools.pairwise(load_prompts(HELDOUT_PROMPTS, TALKS + 1))):
+        opening = await _complete(client, before, "before")
+        if opening is None:
+            return None
+        answer = opening["choices"][0]["message"]["content"]
+        messages = [*before, {"role": "assistant", "content": answer}, *prompt]
+        for count in counts:
+            # The salt lets the first answer find nothing, not even the shorter conversation.
+            reply = await _complete(client, messages, f"talk {index}")
+            report = (reply or {}).get("speculation") or {}
+            if report.get("draft_tokens"):
+                count[0] += report["accepted_tokens"]
+                count[1] += sum(report["accepted_histogram"])
+    if not all(rounds for _, rounds in counts):
+        return None
+    first, second = (1 + accepted / rounds for accepted, rounds in counts)
+    return first, second
+
+
+async def _complete(client: httpx.AsyncClient, messages: Messages, salt: str) -> dict[str, Any] | None:
+    """Return a greedy answer to a conversation. None if the server refuses conversations."""
+    body = {
+        "messages": messages,
+        "max_tokens": TALK_TOKENS,
+        "temperature": 0.0,
+        "cache_salt": salt,
+        "speculation": {"mode": "on"},
+    }
+    response = await client.post("/v1/chat/completions", json=body)
+    if response.status_code == httpx.codes.BAD_REQUEST:
+        return None
+    response.raise_for_status()
+    reply: dict[str, Any] = response.json()
+    return reply
 
 
 async def _chat(client: httpx.AsyncClient, options: PrefixOptions, mode: str) -> Hits:

@@ -28,7 +28,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class QuantizedSizes:
-    """Sizes, in bytes, of the target's quantized numbers. With None, the numbers have the usual dtype.
+    """Sizes, in bytes, of the target's quantized numbers. None means that the numbers have the usual dtype.
 
     Attributes:
         products: Bytes of one weight in the layers and the output head.

@@ -1,10 +1,10 @@
 """`outrider bench speculation`: compares speculative and plain decoding, end to end over REST at batch 1.
 
 For each prompt and temperature, the benchmark sends four requests, one after another. Three go to a server
-with a draft, one in each speculation mode (on, auto, off). The fourth goes to a second server, which was
-started with ``--draft none``. The order rotates, so that no kind of request always comes first. Each ratio
-compares two requests with the *same* prompt, and the figures are medians of these ratios. Such medians are
-robust against slow drifts of the machine's speed.
+with a draft, one in each speculation mode (on, auto, off). The fourth goes to a second server with ``--draft
+none``. The order rotates, so that no kind of request always comes first. Each ratio compares two requests
+with the *same* prompt, and the figures are medians of these ratios, so slow drifts of the machine's speed
+hardly matter.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ class Section(Enum):
     GAP = "gap"
     TTFT = "ttft"
     SOAK = "soak"
+    FORM = "form"
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,10 +30,12 @@ class Kind:
     Attributes:
         speculation: The `speculation` object of the request.
         sampling: The sampling fields of the request.
+        schema: JSON schema that the answer must match, or None.
     """
 
     speculation: Mapping[str, Any] = field(default_factory=lambda: OFF)
     sampling: Sampling = field(default_factory=lambda: GREEDY)
+    schema: Mapping[str, Any] | None = None
 
     @property
     def is_plain(self) -> bool:
@@ -46,15 +49,40 @@ class Kind:
 
     def as_json(self) -> dict[str, Any]:
         """Return the kind as JSON values."""
-        return {"speculation": dict(self.speculation), "sampling": dict(self.sampling)}
+        made: dict[str, Any] = {"speculation": dict(self.speculation), "sampling": dict(self.sampling)}
+        return made if self.schema is None else {**made, "schema": dict(self.schema)}
 
     def sampled(self, sampling: Sampling) -> Kind:
         """Return this kind with another sampling."""
         return replace(self, sampling=sampling)
 
+    def formed(self) -> Kind:
+        """Return this kind with answers that must match `SCHEMA`."""
+        return replace(self, schema=SCHEMA)
+
     def traced(self) -> Kind:
         """Return this kind with a trace of every round."""
         return replace(self, speculation={**self.speculation, "trace": True})
+
+
+SCHEMA: Mapping[str, Any] = {
+    "type": "array",
+    "minItems": 500,
+    "items": {
+        "type": "object",
+        "properties": {
+            "name": {"type": "string", "maxLength": 24},
+            "kind": {"enum": ["river", "lake", "sea"]},
+            "depth": {"type": "integer"},
+            "salty": {"type": "boolean"},
+        },
+        "required": ["name", "kind", "depth", "salty"],
+        "additionalProperties": False,
+    },
+}
+"""The schema of the part `form`.
+
+Its texts are longer than the answers of a measurement, so all answers have the same number of tokens."""
 
 
 def _tree(depth: int, topk: int, max_nodes: int) -> Kind:
@@ -77,6 +105,7 @@ class Sizes:
         prompt, new: Lengths of the prompt and of the answer in `odd`. `prompt` is also the length of the
             prompts of `auto`.
         auto_batches: Numbers of requests that `auto` runs at the same time.
+        form_batches: Numbers of requests with a schema that `form` runs at the same time.
         auto_new: Lengths of the answers of `auto`.
         longest: Length of the long prompt of `gap`, and of the longest prompt of `soak`.
         stream: Length of the longest answer of the running streams of `gap`.
@@ -93,6 +122,7 @@ class Sizes:
     prompt: int
     new: int
     auto_batches: Sequence[int]
+    form_batches: Sequence[int]
     auto_new: Sequence[int]
     longest: int
     stream: int
@@ -113,8 +143,7 @@ class Pairing:
         usual: Kind of the batch's requests.
         odd: Kind of the other request. For comparison, the batch also runs beside one more request of the
             usual kind.
-        goal: Smallest ratio of the batch's two speeds that is good enough. None if no goal was set, because
-            the odd request has costs of its own, namely its nodes and the time of its draft.
+        goal: Smallest ratio of the batch's two speeds that is good enough. None if no goal was set.
     """
 
     name: str
@@ -161,6 +190,12 @@ PAIRINGS: Sequence[Pairing] = (
     Pairing("chain 3 beside one tree", CHAIN, TREE, CHAINS_BESIDE_TREE_GOAL),
 )
 """The cases of `odd`."""
+
+FORM_GOALS: Mapping[int, float] = {1: 0.909, 16: 0.833}
+"""Goals of the speed of a batch with a schema ÷ its speed without, by the size of the batch."""
+BESIDE_FORM = Pairing("plain beside one with a schema", PLAIN, PLAIN.formed(), 0.93)
+FORMED: Mapping[str, Kind] = {"plain": PLAIN, "chain 3": CHAIN, "tree": TREE}
+"""The cases of `form`: the kinds of requests that run with and without a schema."""
 
 STREAMS: Mapping[str, Kind] = {"plain": PLAIN, "tree": TREE}
 """The cases of `gap`: the kinds of the running streams and of the long prompt."""

@@ -68,7 +68,9 @@ class NativeFormat:
     path = "/generate"
 
     def body(self, prompt: list[int], new: int, kind: Kind, ignore_eos: bool, stream: bool) -> dict[str, Any]:
-        sampling = {**kind.sampling, "max_new_tokens": new, "ignore_eos": ignore_eos}
+        sampling: dict[str, Any] = {**kind.sampling, "max_new_tokens": new, "ignore_eos": ignore_eos}
+        if kind.schema is not None:
+            sampling["json_schema"] = kind.schema
         return {
             "input_ids": prompt,
             "sampling_params": sampling,
@@ -94,6 +96,9 @@ class OpenAIFormat:
     def body(self, prompt: list[int], new: int, kind: Kind, ignore_eos: bool, stream: bool) -> dict[str, Any]:
         body = {"model": self._model, "prompt": prompt, "max_tokens": new, **kind.sampling}
         body |= {"ignore_eos": ignore_eos, "stream": stream}
+        if kind.schema is not None:
+            named = {"name": "bench", "schema": kind.schema}
+            body["response_format"] = {"type": "json_schema", "json_schema": named}
         return body | ({"stream_options": {"include_usage": True}} if stream else {})
 
     def without(self, body: dict[str, Any], omitted: Collection[str]) -> dict[str, Any]:

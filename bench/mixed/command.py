@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from outrider.bench.load.server import Server, find_server
-from outrider.bench.mixed.cases import Section
+from outrider.bench.mixed.cases import FORM_GOALS, Section
 from outrider.bench.mixed.client import Api, MixedClient
 from outrider.bench.mixed.figures import Figure, figure_table
 from outrider.bench.mixed.plan import (
@@ -98,8 +98,10 @@ def _roomy(options: MixedOptions) -> StackOptions:
     """Return the options of a stack that runs all requests of a batch at the same time."""
     wishes = options.wishes
     needed = []
-    if Section.ODD in options.only:
+    if Section.ODD in options.only or Section.FORM in options.only:
         needed.append((wishes.batch or BATCH) + 1)
+    if Section.FORM in options.only:
+        needed += FORM_GOALS
     if Section.AUTO in options.only:
         needed += wishes.auto_batches or AUTO_BATCHES
     return replace(options.stack, max_running_requests=max(needed)) if needed else options.stack

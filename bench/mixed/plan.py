@@ -11,6 +11,9 @@ from outrider.bench.load.samplings import Sampling
 from outrider.bench.load.server import Server
 from outrider.bench.mixed.cases import (
     AUTO,
+    BESIDE_FORM,
+    FORM_GOALS,
+    FORMED,
     MIXES,
     PAIRINGS,
     PLAIN,
@@ -25,7 +28,7 @@ from outrider.bench.mixed.cases import (
 from outrider.bench.mixed.client import Api, MixedClient
 from outrider.bench.mixed.figures import Figure
 from outrider.bench.mixed.pauses import measure_gap, measure_ttft
-from outrider.bench.mixed.ratios import measure_auto, measure_odd
+from outrider.bench.mixed.ratios import measure_auto, measure_form, measure_odd
 from outrider.bench.mixed.soak import measure_soak
 from outrider.shared.base.errors import ConfigurationError
 
@@ -117,7 +120,7 @@ def sizes_for(wishes: Wishes, server: Server, only: Only) -> Sizes:
     for flag, tokens, limit in checks:
         _check(flag, tokens, limit, "tokens of context", "")
     fix = " or start the server with a higher --max-running-requests"
-    if Section.ODD in only:
+    if Section.ODD in only or Section.FORM in only:
         _check("--batch plus one", (wishes.batch or 0) + 1, running, "running requests", fix)
     if Section.AUTO in only:
         _check("--auto-batch", max(wishes.auto_batches or (0,)), running, "running requests", fix)
@@ -129,6 +132,7 @@ def sizes_for(wishes: Wishes, server: Server, only: Only) -> Sizes:
         prompt=prompt,
         new=new,
         auto_batches=wishes.auto_batches or _fitting(AUTO_BATCHES, running),
+        form_batches=_fitting(tuple(FORM_GOALS), running),
         auto_new=wishes.auto_new or _fitting(AUTO_NEW, context - prompt),
         longest=wishes.longest or min(LONGEST, context - longest_answer),
         stream=min(max(2 * new, SHORTEST_STREAM), context - prompt),
@@ -178,6 +182,13 @@ def _all_cases(sizes: Sizes, samplings: Sequence[Sampling]) -> Iterable[Case]:
         for new in sizes.auto_new:
             measure = partial(measure_auto, batch=batch, new=new, sizes=sizes)
             yield Case(Section.AUTO, f"batch {batch}, {new} tokens", (AUTO, PLAIN), measure)
+    for name, kind in FORMED.items():
+        for batch in sizes.form_batches:
+            case = f"{name} at batch {batch}"
+            measure = partial(measure_form, name=case, kind=kind, batch=batch, sizes=sizes)
+            yield Case(Section.FORM, case, (kind, kind.formed()), measure)
+    beside = partial(measure_odd, pairing=BESIDE_FORM, sizes=sizes, section=Section.FORM)
+    yield Case(Section.FORM, BESIDE_FORM.name, (BESIDE_FORM.usual, BESIDE_FORM.odd), beside)
     for name, kind in STREAMS.items():
         yield Case(Section.GAP, name, (kind,), partial(measure_gap, name=name, kind=kind, sizes=sizes))
     for length in sizes.ttft:

@@ -1,5 +1,6 @@
 """Cases that compare two speeds.
 
+- `form`: requests whose answers must match a JSON schema, against the same requests without.
 - `odd`: a batch beside one different request, against the same batch beside one more request of its kind.
 - `auto`: speculation `auto`, against `off`.
 
@@ -15,7 +16,7 @@ import time
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 
-from outrider.bench.mixed.cases import AUTO, AUTO_GOAL, PLAIN, Kind, Pairing, Section, Sizes
+from outrider.bench.mixed.cases import AUTO, AUTO_GOAL, FORM_GOALS, PLAIN, Kind, Pairing, Section, Sizes
 from outrider.bench.mixed.client import MixedClient, together
 from outrider.bench.mixed.figures import Figure
 from outrider.shared.base.errors import UnavailableError
@@ -27,7 +28,9 @@ Speed = Callable[[Kind, int], Awaitable[float]]
 """Returns tokens/s for a kind of request and a length of answers."""
 
 
-async def measure_odd(client: MixedClient, pairing: Pairing, sizes: Sizes) -> list[Figure]:
+async def measure_odd(
+    client: MixedClient, pairing: Pairing, sizes: Sizes, section: Section = Section.ODD
+) -> list[Figure]:
     """Measure the speed of a batch of equal requests while one odd request runs beside it.
 
     The ratio is this speed ÷ the speed of the same batch while one more request of the usual kind runs beside
@@ -40,7 +43,7 @@ async def measure_odd(client: MixedClient, pairing: Pairing, sizes: Sizes) -> li
     alike, unlike, ratios = await _in_pairs(speed, pairing.usual, pairing.odd, sizes.new, sizes.pairs)
     return [
         Figure(
-            Section.ODD,
+            section,
             pairing.name,
             unlike,
             "tok/s",
@@ -57,13 +60,32 @@ async def measure_odd(client: MixedClient, pairing: Pairing, sizes: Sizes) -> li
     ]
 
 
+async def measure_form(client: MixedClient, name: str, kind: Kind, batch: int, sizes: Sizes) -> list[Figure]:
+    """Measure the speed of a batch whose answers must match a schema, and its ratio to that without."""
+    speed = _speed_of(client, batch, sizes)
+    free, formed, ratios = await _in_pairs(speed, kind, kind.formed(), sizes.new, sizes.pairs)
+    return [
+        Figure(
+            Section.FORM,
+            name,
+            formed,
+            "tok/s",
+            statistics.median(ratios),
+            FORM_GOALS.get(batch),
+            more={
+                "tok_s_free": round(free, 1),
+                "ratios": _rounded(ratios),
+                "batch": batch,
+                "new_tokens": sizes.new,
+                "usual": kind.as_json(),
+            },
+        )
+    ]
+
+
 async def measure_auto(client: MixedClient, batch: int, new: int, sizes: Sizes) -> list[Figure]:
     """Measure the speed of a batch of `auto` requests, and its ratio to the speed of `off`."""
-
-    async def speed(kind: Kind, tokens: int) -> float:
-        bodies = [client.body(sizes.prompt, tokens, kind) for _ in range(batch)]
-        return await _speed(client, bodies, tokens)
-
+    speed = _speed_of(client, batch, sizes)
     off, auto, ratios = await _in_pairs(speed, PLAIN, AUTO, new, sizes.pairs)
     return [
         Figure(
@@ -81,6 +103,16 @@ async def measure_auto(client: MixedClient, batch: int, new: int, sizes: Sizes) 
             },
         )
     ]
+
+
+def _speed_of(client: MixedClient, batch: int, sizes: Sizes) -> Speed:
+    """Return the function that measures the speed of a batch of equal requests."""
+
+    async def speed(kind: Kind, tokens: int) -> float:
+        bodies = [client.body(sizes.prompt, tokens, kind) for _ in range(batch)]
+        return await _speed(client, bodies, tokens)
+
+    return speed
 
 
 async def _in_pairs(

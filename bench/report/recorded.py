@@ -72,7 +72,7 @@ class RecordedResult:
         return ids[index] if index < len(ids) else None
 
     def distance(self, other: RecordedResult) -> tuple[bool, bool, bool, timedelta]:
-        """Return a sort key that is smaller the more similar the circumstances of two runs are.
+        """Return a sort key that is small if the circumstances of two runs are similar.
 
         The GPU counts most, because two GPUs of the same model differ by several percent. The visible GPUs,
         the usable cores and the time between the runs count next, in this order.

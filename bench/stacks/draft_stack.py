@@ -56,7 +56,7 @@ def drafting_round(
             fence = Fence(session, 1, context, extend_prefix_hash(FNV_OFFSET, tokens))
             drafter.open([SequenceOpen(fence, tokens, seed=session, temperature=0.0)])
             drafter.features(session, 0, _features(decoder, context - 1))
-        if not drafter.device_resident:
+        if drafter.on_device is None:
             raise UnavailableError("The draft does not support device-resident rounds on this device.")
         drafter.catch_up(sessions)
         # 3. Seat the sequences in a round, as if the previous round had chosen one token for each of them.

@@ -1,7 +1,7 @@
 """Deterministic top-k, in the order that all kernels use: value descending, then index ascending.
 
-torch.topk does not define the order of ties. These functions define the order, because a node of a draft tree
-must never rank before its parent if both have the same score.
+torch.topk does not define the order of ties. These functions do, because a node of a draft tree must never
+rank before a parent with the same score.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
 """ahead: compiles Triton kernels in several processes before the code that launches them runs.
 
-The first start on a machine compiles about a hundred kernel variants, and each takes about a third of a
-second. Without this package, the variants are compiled one after the other. Only the launching code
-determines which variants are needed. This package therefore rehearses that code:
+The first start on a machine compiles about a hundred kernel variants, each in about a third of a second. Only
+the launching code determines which variants are needed. This package therefore rehearses that code:
 
-1. The code runs as usual, but no kernel is launched. Outputs are zeros (`_launch.empty`).
-2. A worker process compiles each missing kernel into Triton's cache on disk. The process receives the
-   kernel's name, and the types and constants of the kernel's arguments.
-3. The real run then finds every kernel in the cache.
+1. The code runs as usual, but launches no kernel. Outputs are zeros (`_launch.empty`).
+2. Worker processes compile the missing kernels into Triton's cache on disk. A process receives a kernel's
+   name, and the types and constants of its arguments.
+3. The real run finds every kernel in the cache.
 """
 
 from __future__ import annotations
@@ -62,18 +61,18 @@ def compile_ahead(
 ) -> int:
     """Rehearse pieces of work on this thread, and wait until the missing kernels are compiled.
 
-    Each piece must tolerate outputs of zeros: the piece must neither wait for kernel results nor store them.
-    A piece that raises ends the rehearsal. Kernels found missing before the exception are still compiled.
-    Other missing kernels are compiled when they are launched.
+    Each piece must tolerate outputs of zeros: it must neither wait for kernel results nor store them. A piece
+    that raises ends the rehearsal. Missing kernels that were found before are still compiled. All others are
+    compiled when they are launched.
 
     Args:
         device: Device that the work runs on. Only a GPU needs compiled kernels.
         works: The pieces of work. If the first `PIECES_TO_SEE` pieces miss no kernel, all further pieces
             are skipped.
         tell: Progress callback, called with the number of compiled kernels and the total.
-        limit_s: Longest wait in seconds. Kernels whose compilation has not started when the wait ends are
-            compiled when they are launched. With None, the function does not wait, and
-            all kernels are compiled in the background.
+        limit_s: Longest wait in seconds. Kernels whose compilation has not started by then are compiled when
+            they are launched. With None, the function does not wait, and all kernels are compiled in the
+            background.
 
     Returns:
         The number of kernels that were compiled; 0 if `device` is not a GPU.
@@ -130,9 +129,8 @@ def state_of(device: torch.device, work: Work) -> Compiled:
 def compiled_or_soon(device: torch.device, work: Work) -> bool:
     """Return whether all kernels of a piece of work are compiled, and start to compile the missing ones.
 
-    Kernels that cannot be compiled ahead count as compiled, because only their launch can compile them.
-    On a GPU, the work is rehearsed to find its kernels. On any other device, the work is not rehearsed and
-    counts as compiled.
+    On a GPU, the work is rehearsed to find its kernels. On any other device, the work counts as compiled.
+    Kernels that cannot be compiled ahead also count as compiled.
 
     Example:
         >>> import torch

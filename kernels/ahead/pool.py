@@ -94,12 +94,10 @@ class CompilerPool:
     ) -> None:
         """Wait until all submitted kernels are done, no worker is left, or the time limit is reached.
 
-        When the wait ends, kernels whose compilation has not started are dropped, so later calls do not wait
-        for these kernels. Compilations that have started continue.
+        When the wait ends, compilations that have started continue, and all other kernels are dropped.
 
         Args:
-            since: An earlier value of `submitted`. Kernels that were submitted before `submitted` had this
-                value do not count as progress.
+            since: An earlier value of `submitted`. Only kernels that were submitted later count as progress.
             tell: Progress callback, called with the number of compiled kernels and the total.
             limit_s: Longest wait in seconds.
         """

@@ -71,8 +71,7 @@ def _tuples(kind: Any) -> Any:
 def main() -> None:
     """Reply to every line of input. The reply is "compiled", or the error that prevented compilation.
 
-    If compilation fails here, the process that launches the kernel compiles the kernel again and reports the
-    error.
+    If compilation fails here, the process that launches the kernel compiles it again and reports the error.
     """
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # output that compilers print must not mix with the replies

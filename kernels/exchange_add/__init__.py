@@ -1,8 +1,8 @@
 """exchange_add: one launch that sums a product over tensor-parallel ranks and adds it to the residual.
 
 This op is meant for few rows. Every rank writes its part into the inboxes of all ranks and polls its own
-inbox. An empty inbox contains a reserved word, so a rank can see which numbers have arrived, and no flags are
-needed. Parts are added in rank order, so all ranks compute the same bits.
+inbox. Empty elements contain a reserved word, so a rank sees which numbers have arrived without flags. Parts
+are added in rank order, so all ranks compute the same bits.
 
 The scheme is the "Lamport" all-reduce of TensorRT-LLM. Inboxes are emptied as they are read, so two slots per
 inbox are enough.

@@ -1,13 +1,12 @@
 """Triton version of exchange_add. The package documents the contract.
 
-A program handles a block of columns of one row. The program polls until no element contains the word that
-means "no number yet", so the order of stores does not matter. Every store only has to become visible to the
-other ranks. `.wt` stores and volatile loads ensure this visibility, because such stores and loads are strong
-at system scope.
+A program handles a block of columns of one row. It polls until no element contains the word that means "no
+number yet", so the order of stores does not matter. Stores only have to become visible to the other ranks.
+`.wt` stores and volatile loads ensure this, because they are strong at system scope.
 
 This launch releases the next kernel immediately, so that the next kernel can load its weights during the
-exchange. The next kernel cannot displace the programs of this launch, because these programs are few, small
-and already resident on the device.
+exchange. The programs of this launch are few, small and already resident, so the next kernel cannot displace
+them.
 """
 
 from __future__ import annotations

@@ -15,8 +15,8 @@ BLOCK = 512
 ABSENT = -0x7FFF8000
 """Word that marks a number that has not been written yet: 0x80008000.
 
-In fp32, this word is a denormal number, which does not occur in normal sums. As two 16-bit numbers, the word
-is -0 twice. If a rank nevertheless computes one of these numbers, the rank sends +0 instead."""
+In fp32, this word is a denormal number. As two 16-bit numbers, it is -0 twice. If a rank computes one of
+these numbers, it sends +0 instead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,9 +25,8 @@ class Boxes:
 
     Use the boxes from one stream at a time. Every rank must make the same calls in the same order.
 
-    An inbox has two slots, which every tile uses alternately. Before a rank writes to a slot
-    again, every other rank has emptied that slot. The rank can rely on this, because it has received data
-    that the other ranks sent after they had emptied the slot.
+    An inbox has two slots, which every tile uses alternately. A rank writes to a slot again only after it has
+    received data that every other rank sent after it had emptied this slot.
 
     Attributes:
         rank: Rank that this view belongs to.

@@ -1,9 +1,7 @@
 """filtered_choice: applies top-k, top-p and min-p on a GPU, by a search instead of by sorting.
 
-The Triton version of `verify.choose_tokens` (CUDA tensors) runs this search if a row with temperature above 0
-has a filter. On each device, a check first compares the search with sorting. If the search failed this check,
-or if the check could not run yet because a CUDA graph was being captured, `kernels/verify/filters.py` filters
-by sorting. The torch reference (CPU tensors) always filters with `kernels/verify/filters.py`.
+The Triton version of `verify.choose_tokens` runs this search if a row with temperature above 0 has a filter.
+`kernels/verify/triton.py` explains when filters are applied by sorting instead.
 
 Order the tokens of a row by (score descending, id ascending). Each filter keeps a prefix of that order:
 
@@ -12,9 +10,9 @@ Order the tokens of a row by (score descending, id ascending). Each filter keeps
 - min-p keeps the tokens with at least min_p times the probability of the best token.
 
 Two numbers describe a prefix: the score at its end, and how many tokens with exactly that score are kept.
-Among these tokens, those with the lowest ids are kept. The search finds the score in several passes over the
-row. A pass counts the tokens (or sums their weights) at or above each of 16 scores, and the next pass
-searches the range between two of these scores. Each pass thus determines four bits of the score.
+These are the tokens with the lowest ids. The search finds the score in several passes over the row. A pass
+counts the tokens (or sums their weights) at or above each of 16 scores. The next pass searches the range
+between two of these scores. Each pass thus determines four bits of the score.
 """
 
 from __future__ import annotations

@@ -12,12 +12,10 @@ The vocabulary of each row is split over programs. The launches are:
                                  that key in every part
     choose        1 launch       finds the best kept token of every part, with noise
 
-At the start of a part, a program adds up the results that the previous launch stored for the parts of the
-row, always in the same order.
+At the start of a part, a program adds up the previous launch's results for the row, always in the same order.
 
-Every launch between the first and the last distributes the parts of the listed rows over a bounded number of
-programs. A row without a filter is therefore read only once, by the last launch. If few rows among many have
-a filter, these launches cost little.
+The launches between the first and the last only process the listed rows. Only the last launch reads a row
+without a filter. If few rows have a filter, the other launches therefore cost little.
 """
 
 from __future__ import annotations

@@ -3,13 +3,12 @@
 The package documents the contract.
 
 A library chooses tiles and splits by the number of rows, so the order of a row's summation changes with the
-size of the batch. Here, a program multiplies BLOCK_OUT rows of the weight by BLOCK_ROWS rows of x, and masks
-rows past the end of x. The program covers one of SPLITS shares of the width. All of these constants depend on
-the weight only. Every element of a tile results from the same chain of dot products, regardless of its
-position in the tile.
+size of the batch. Here, the tile (BLOCK_OUT rows of the weight by BLOCK_ROWS rows of x) and the number of
+shares of the width (SPLITS) depend on the weight only. Every element of a tile results from the same chain of
+dot products.
 
-No kernel is specialised on the number of rows. Otherwise, a single row would run different code, which adds
-in another order.
+No kernel is specialised on the number of rows, because a single row would then run other code, which adds in
+another order.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Triton version of kv_compact: one launch for all planes. The package documents the contract.
 
 Rows are moved as integers, so that planes of any dtype and width share the launch. A program moves some
-columns of one plane for one sequence, and no other program touches these columns. The program loads the
-source rows of all accepted nodes before it stores any row.
+columns of one plane for one sequence. It loads the source rows of all accepted nodes before it stores any
+row.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """logit_rules: penalties, biases and forbidden tokens, applied to the logits after each node of a tree.
 
-A rule may depend on earlier tokens. For example, a penalty counts how often a token has occurred. For a tree
-node, the earlier tokens are the tokens of the sequence and the tokens on the node's own path. Speculation
-therefore does not change which tokens are generated.
+A rule may depend on earlier tokens. For example, a penalty counts how often a token has occurred. At a tree
+node, the tokens on the node's path also count as earlier tokens. Speculation therefore does not change which
+tokens are generated.
 
-The device counts the tokens of each sequence, because the host reads the results of a round only after the
-host has launched the next round. A round uses three ops:
+The device counts the tokens, because the host launches a round before it has read the previous one. A round
+uses three ops:
 
 1. `locate_rules` finds the rules and the path of every row of `packed_round`.
 2. `apply_rules` returns the changed logits, from which `choose_tokens` then chooses tokens.

@@ -1,8 +1,8 @@
 """Triton version of logit_rules: each op is one launch. The package documents the contract.
 
-`locate_rules` and `record_outputs` launch one program per packed row, because a round has at most one entry
-per packed row. Program i handles entry i if there is such an entry, and writes row i if this row is padding.
-`apply_rules` launches one program per row and part of the vocabulary.
+`locate_rules` and `record_outputs` launch one program per packed row. Program i handles entry i, if there is
+one, and writes row i, if it is padding. A round has at most one entry per packed row. `apply_rules` launches
+one program per row and part of the vocabulary.
 """
 
 from __future__ import annotations

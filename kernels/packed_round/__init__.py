@@ -1,12 +1,11 @@
 """packed_round: prepares and finishes rounds in which the trees of all sequences lie in packed rows.
 
-A slot holds the state of one decoding sequence, and never moves while the sequence decodes. A round has a
-list of *entries*. Each entry names a slot and an upper bound of the number of nodes of the slot's tree. The
-round computes the nodes of all entries as packed rows, one entry behind the other.
+A slot holds the state of one decoding sequence. A round has a list of *entries*. Each entry names a slot and
+an upper bound of the number of nodes of its tree. The nodes of all entries are packed rows, one entry behind
+the other.
 
-An entry takes part in the round if three conditions hold: the entry has rows, its slot has a token from the
-last round (the root of the next tree), and the slot has not reached its limit. Otherwise the entry is idle,
-and nothing is stored or accepted for it.
+An entry is live if it has rows, its slot has a token from the last round (the root of the next tree), and the
+slot has not reached its limit. Otherwise the entry is idle, and nothing is stored or accepted for it.
 
 A round uses four ops:
 

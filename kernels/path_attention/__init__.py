@@ -1,9 +1,9 @@
 """path_attention: batch-invariant attention of each row to its own history, read in token order.
 
-Two rows with the same history may read it from different slots, because a row may be a node of a tree, the
-row of a plain decode step, or a row of a prompt chunk. This op reads the history by logical index, in blocks
+A row may be a node of a tree, the row of a plain decode step, or a row of a prompt chunk. Rows with equal
+histories may therefore read them from different slots. This op reads the history by logical index, in blocks
 of fixed size that start at index 0, and folds the blocks in that order. Rows with equal histories therefore
-get results with equal bits.
+get equal bits.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 A program folds one part of a row's history for the query heads that share a K/V head. Part i consists of PART
 tokens, starting at index i * PART. A second launch merges the parts of a row in order.
 
-The parts of a row depend only on the row's own history, and not on the number or the lengths of other rows.
-For the same reason, no kernel is specialised on a number that depends on other rows.
+The parts of a row depend only on the row's own history. No kernel is specialised on a number that depends on
+other rows.
 
 WIDEN converts the operands of a dot to fp32. It is set under Triton's interpreter, whose dot interprets the
 bits of a bf16 as an integer.

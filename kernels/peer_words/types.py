@@ -21,9 +21,8 @@ class Mail:
 
     Use the mail from one stream at a time. Every rank must make the same calls in the same order.
 
-    A letter is a 64-bit element that contains a word of a message and the number of the message. Letters are
-    written atomically. A tile is written again only after its reader has sent the receipt for the previous
-    message.
+    A letter is a 64-bit element with a word of a message and the number of the message. Letters are written
+    atomically. A tile is written again only after its reader has sent the receipt for the previous message.
 
     Attributes:
         rank: Rank that this view belongs to.

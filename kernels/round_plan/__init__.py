@@ -43,13 +43,12 @@ def round_plan(
         depth: Depth of the trees, at least 1.
         topk: Width of each level of the trees, at least 1.
         page_size: Tokens per page.
-        lead: Number of stable rows (see `RoundPlan`) minus ``committed_lens - 1``, if `behind` is 0. The
-            value is 0 if a row pairs a token with the feature of the preceding token, and 1 if a row
-            represents a single token.
-        behind: Number of stable rows that are missing at the end of a sequence. In a chain of MTP layers, a
-            later layer reads tokens that are further ahead, so this layer has fewer stable rows. The
-            positions of the sequence's rows decrease by `behind`. Rows whose position would be below 0 have
-            no slots.
+        lead: 0 if a row pairs a token with the feature of the preceding token, 1 if a row represents a single
+            token. Without `behind`, a sequence has ``committed_lens - 1 + lead`` stable rows (see
+            `RoundPlan`).
+        behind: Number of stable rows that are missing at the end of a sequence, because a later layer of a
+            chain of MTP layers reads tokens that are further ahead. Positions decrease by `behind`. Rows
+            whose position would be below 0 have no slots.
 
     Returns:
         The plan.

@@ -10,13 +10,12 @@ import torch
 class RoundPlan(NamedTuple):
     """Layout of the rows of a drafting round.
 
-    The stable rows of a sequence are the draft's cached rows of committed tokens. A round adds R rows to the
-    stable rows. After these R rows, it adds ``depth - 1`` tree levels of `topk` rows each.
+    The *stable* rows of a sequence are the draft's cached rows of committed tokens. A round adds R rows
+    behind them, and then ``depth - 1`` tree levels of `topk` rows each.
 
-    The last round committed c tokens, which have no stable rows yet. Their rows are the fresh rows, which are
-    the **last** c of the R rows. With this order, causal attention ends at the last stable row, and the state
-    from which the tree grows is always in row R - 1. The rows before the fresh rows are padding and store
-    nothing.
+    The last round committed c tokens, which have no stable rows yet. Their rows are the *fresh* rows, the
+    **last** c of the R rows. The rows before them are padding and store nothing. With this order, the state
+    from which the tree grows is always in row R - 1.
 
     Attributes:
         tokens: ``[bs * R] int32``, tokens of the R rows of each sequence; 0 for padding.

@@ -1,8 +1,8 @@
 """skinny_gemm: few rows times a large matrix, fused with the operation that follows in a decoder layer.
 
-Such products take as long as reading the matrix takes. Products of up to `FEW_ROWS` rows use the kernels in
-this package's `triton`. Products of more rows use the kernels in `wide` for the shapes at which these
-kernels measured faster than torch's library.
+Such a product takes as long as reading the matrix. Products of up to `FEW_ROWS` rows use the kernels in this
+package's `triton`. Products of more rows use the kernels in `wide`, for shapes at which they measured faster
+than torch's library.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ def project_normed(stream: Stream, weight: torch.Tensor, *, tile: Tile | None = 
     """Return ``norm(stream) @ weight.T``, or partial sums of this product, which the next kernel must add.
 
     This is `project` plus the norm's last step, a division by the root mean square. The methods DOT and STAY
-    divide in their epilogue. SUM has many more programs, and each program would have to read all sums of
-    squares. With SUM, a separate launch therefore norms the row first.
+    divide in their epilogue. With SUM, a separate launch norms the row first, because each of its many
+    programs would have to read all sums of squares.
 
     Args:
         stream: The residual stream; the row limit of `project` applies.
@@ -119,9 +119,8 @@ def project_add(
 ) -> Stream:
     """Return the residual stream after ``residual + x @ weight.T + bias``, prepared for the next norm.
 
-    In fp16, `add_sums` adds and norms in a separate launch. The reason is that fp16 rows must be divided by
-    their root mean square when they are written (`normed_on_write`), and no program of a product sees a whole
-    row.
+    In fp16, `add_sums` adds and norms in a separate launch: fp16 rows must be divided by their root mean
+    square when they are written (`normed_on_write`), and no program of a product sees a whole row.
 
     Args:
         x: Rows to multiply, as in `project`.

@@ -10,9 +10,8 @@ from outrider.kernels.skinny_gemm import reference
 def project(x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor | None, splits: int) -> torch.Tensor:
     """Compute `outrider.kernels.skinny_gemm.project`.
 
-    With splits > 1, the result is a batch of partial products in fp32, which the next kernel adds. If the
-    library split a product itself, the library would add the parts in a separate launch, and in the weight's
-    dtype.
+    With splits > 1, the result is a batch of partial products in fp32, which the next kernel adds. The
+    library itself would add such parts in a separate launch, and in the weight's dtype.
     """
     # Scaled weights, uneven shares and strided columns cannot be viewed as a batch: compute one whole
     # product.

@@ -60,8 +60,8 @@ _trials: dict[str, dict[tuple[_Shape, torch.dtype], _Rows]] = {}  # by device na
 def choose_tile(epilogue: Epilogue, x: torch.Tensor, weight: torch.Tensor) -> Tile:
     """Return the measured tile for a product, or the tile of `guess_tile` if there is no measured tile.
 
-    A tile that was measured for more rows also counts if no tile was measured for exactly this row count.
-    If a product of more than `FEW_ROWS` rows has no measured tile, the library computes the product.
+    Without a tile for exactly this row count, a tile that was measured for more rows is used. The library
+    computes products of more than `FEW_ROWS` rows without a measured tile.
 
     Args:
         epilogue: Operation that follows the product.
@@ -95,9 +95,9 @@ def measured_tile(product: Product, device: str) -> Tile | None:
 def needs_trial(product: Product, device: str) -> bool:
     """Return whether a product has not been measured yet on this kind of device.
 
-    On `STORED_OF`, a product with a tile in ``tiles.json`` counts as measured. Otherwise, a product counts as
-    measured only after a trial of exactly this row count. A trial of more rows is not enough, because an
-    interrupted run may have tried only some row counts.
+    On `STORED_OF`, a product with a tile in ``tiles.json`` counts as measured. Otherwise, it counts as
+    measured only after a trial of exactly this row count, because an interrupted run may have tried only some
+    row counts.
     """
     if device == STORED_OF and _nearest(_stored_rows(product), product.rows) is not None:
         return False

@@ -6,10 +6,10 @@ few activations form the narrow side.
 Splits: with SPLIT > 1, each program sums a part of the columns and stores fp32 partial sums. The next kernel,
 or the program that finishes last, adds the partial sums in order, so results do not depend on timing.
 
-FP8: for a dot with an FP8 weight, a separate launch converts the rows of x to FP8 as well. Both operands then
-move from shared memory to the tensor cores unchanged. Widening the weight in registers measured slower than
-reading it in bf16. Tensor cores accumulate FP8 products in few bits, so the kernel adds their result to
-an fp32 sum after each BLOCK_K columns. The kernels in `rows`, for 1 to 4 rows, do not convert x.
+FP8: for a dot with an FP8 weight, a separate launch converts x to FP8. Both operands then move from shared
+memory to the tensor cores unchanged. Widening the weight in registers measured slower than reading it in
+bf16. Tensor cores accumulate FP8 products in few bits, so the kernel adds their result to an fp32 sum after
+each BLOCK_K columns. The kernels in `rows`, for 1 to 4 rows, do not convert x.
 
 WIDEN converts x to fp32. It is set under Triton's interpreter, whose dot interprets the bits of a bf16 as an
 integer.

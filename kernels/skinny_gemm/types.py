@@ -38,10 +38,9 @@ class Epilogue(Enum):
 class Overlap(Enum):
     """How far a product may overlap with the kernels before and after it (programmatic dependent launch).
 
-    A kernel that starts early still waits for the end of the previous kernel. An early start takes registers
-    and shared memory only from programs that have not started yet. However, the programs of the early kernel
-    are placed wherever there is room at that time, so they are spread unevenly over the multiprocessors.
-    Measurements therefore determine the best choice.
+    A kernel that starts early still waits for the end of the previous kernel. Its programs are placed
+    wherever there is room at that time, so they are spread unevenly over the multiprocessors. Measurements
+    therefore determine the best choice.
     """
 
     LATE = 0
@@ -81,10 +80,9 @@ class Tile:
         method: Way to compute the product.
         block_n: Outputs per program: rows of the weight, or pairs of rows if gated or rotated.
         block_k: Columns per step (DOT, WIDE).
-        splits: Number of programs that share the columns of an output. Products with method SUM and
-            products of pairs have one split. The next kernel adds the programs' sums in order. If the method
-            is DOT and the product is added to a residual, the program that finishes last adds the sums
-            instead.
+        splits: Number of programs that share the columns of an output. SUM and products of pairs have one
+            split. The next kernel adds the programs' sums in order. With DOT and a residual, the program that
+            finishes last adds them.
         warps: Warps per program.
         stages: Pipeline stages of a program.
         block_m: Rows per program (WIDE).

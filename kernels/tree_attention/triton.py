@@ -5,9 +5,8 @@ read once for the whole group. The program folds token indices into three values
 accumulator (see `fold`).
 
 If a batch has too few blocks to fill the GPU, the token indices are split over programs, and each program
-stores its three values. A small number of splits is merged by the program that ends last. A large number of
-splits is merged by a second launch. Splits are always merged in order. The number of splits depends on host
-integers only.
+stores its three values. The program that ends last merges few splits, and a second launch merges many. Splits
+are always merged in order. Their number depends on host integers only.
 
 With a work list (WORK), a program takes its block of pairs and its token indices from an item of the list.
 

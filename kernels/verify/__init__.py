@@ -3,11 +3,9 @@
 The token is a function of (logits, sampling parameters, seed, absolute position), so speculative and plain
 decoding choose the same tokens. Top-k, top-p and min-p are computed in one of two places:
 
-- `kernels/filtered_choice` searches for the tokens to keep. The Triton version (CUDA tensors) normally uses
-  this search.
-- `kernels/verify/filters.py` sorts. The torch reference (CPU tensors) always uses sorting. On each device,
-  the Triton version first checks the search against sorting. It uses sorting only if the search failed this
-  check, or if the check could not run yet because a CUDA graph was being captured.
+- `kernels/filtered_choice` searches for the tokens to keep. The Triton version normally uses this search.
+- `kernels/verify/filters.py` sorts. The torch reference always sorts. The Triton version sorts in the cases
+  that `kernels/verify/triton.py` explains.
 """
 
 from __future__ import annotations

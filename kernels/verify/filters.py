@@ -1,9 +1,7 @@
 """Applies top-k, top-p and min-p by sorting: always on a CPU, and as a fallback on a GPU.
 
-The torch reference of `choose_tokens` (CPU tensors) always uses this module. The Triton version (CUDA
-tensors) normally uses the search of `kernels/filtered_choice`. On each device, the Triton version first
-checks the search against sorting. It uses this module only if the search failed this check, or if the check
-could not run yet because a CUDA graph was being captured.
+The torch reference of `choose_tokens` always uses this module. The Triton version normally uses the search of
+`kernels/filtered_choice`. `kernels/verify/triton.py` explains when it uses this module instead.
 
 The filters are torch ops on scaled logits. On a GPU, none of these ops waits for the device.
 """

@@ -4,9 +4,9 @@
   a merge.
 - If a row with temperature above 0 has a filter (top-k, top-p or min-p), the launches of `filtered_choice`
   replace the first launch and apply the filters by search.
-- On each device, a check compares the search with sorting (`_searches`). If the search failed this check, or
-  if the check could not run yet because a CUDA graph was being captured, the search is not used. `filters.py`
-  then applies the filters by sorting, before the two launches of the first item.
+- On each device, a check first compares the search with sorting (`_searches`). Until the search has passed
+  this check, `filters.py` applies the filters by sorting, before the two launches of the first item. The
+  check cannot run while a CUDA graph is being captured.
 - The walk through the tree is one launch.
 """
 
@@ -29,9 +29,10 @@ from outrider.kernels.verify.types import SamplingTensors, VerifiedTree
 
 _BLOCK = 4096
 _MANY_ROWS, _LONG_BLOCK = 64, 8192
-"""With at least `_MANY_ROWS` rows, the work per logit determines the time of a plain argmax. To reduce this
-work, the maximum of each block of `_LONG_BLOCK` tokens is found first. The index of the maximum is then
-searched in a single block."""
+"""Number of rows from which the work per logit determines the time of a plain argmax.
+
+To reduce this work, the maximum of each block of `_LONG_BLOCK` tokens is found first. The index of the
+maximum is then searched in a single block."""
 
 _log = logging.getLogger("outrider.kernels")
 

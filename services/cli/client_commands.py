@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import ssl
 import sys
 from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -136,6 +139,14 @@ def health(
         ),
     ] = None,
     service: Annotated[str, typer.Option(help="With --grpc: name of the gRPC service to check.")] = "",
+    own_tls: Annotated[
+        bool,
+        typer.Option(
+            "--own-tls",
+            help="Check the gateway of this environment: if OUTRIDER_GATEWAY_TLS_CERT is set, connect by TLS "
+            "with the gateway's own certificate, and do not verify it. For health checks of containers.",
+        ),
+    ] = False,
 ) -> None:
     """Report whether the services accept requests.
 
@@ -149,9 +160,16 @@ def health(
             status = probe.status()
         typer.echo(f"{grpc_address} {service} {status}".replace("  ", " "))
         raise typer.Exit(0 if status == "SERVING" else 1)
-    from outrider.services.clients.rest import RestClient
+    from outrider.services.clients.rest import RestClient, gateway_url
 
-    with RestClient(url) as client:
+    verify: ssl.SSLContext | bool = True
+    if own_tls and os.environ.get("OUTRIDER_GATEWAY_TLS_CERT"):
+        from outrider.services.stack.own_certificate import probe_context
+
+        cert, key, ca = (os.environ.get(f"OUTRIDER_GATEWAY_TLS_{name}") for name in ("CERT", "KEY", "CA"))
+        verify = probe_context(*(Path(file) if file else None for file in (cert, key, ca)))
+        url = f"https://{gateway_url(url).partition('://')[2]}"
+    with RestClient(url, verify=verify) as client:
         answers = {path: client.status(path) for path in ("/health", "/ready")}
     for path, (status_code, body) in answers.items():
         typer.echo(f"{client.url}{path} {status_code or 'no answer'} {body or ''}".rstrip())

@@ -6,6 +6,7 @@ Any client for OpenAI's API can be used instead. This client also returns the `s
 from __future__ import annotations
 
 import json
+import ssl
 import time
 from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -67,7 +68,8 @@ class RestClient:
         url: URL of the gateway, as `gateway_url` reads it.
         api_key: API key to send, if any.
         timeout_s: Time limit of each network read and write, in seconds.
-        verify: True to require a valid certificate from an https URL.
+        verify: True to require a valid certificate from an https URL. A context decides about certificates
+            itself, and may contain a certificate of the client.
 
     Raises:
         UnavailableError: No server answers at the URL, or the connection breaks.
@@ -79,7 +81,7 @@ class RestClient:
         url: str = DEFAULT_URL,
         api_key: str | None = None,
         timeout_s: float = 600.0,
-        verify: bool = True,
+        verify: bool | ssl.SSLContext = True,
     ) -> None:
         headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
         self.url = gateway_url(url)

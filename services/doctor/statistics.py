@@ -26,9 +26,9 @@ class TensorStatistics:
     """Statistics of a floating-point tensor, or of a sample of it.
 
     The three spreads measure whether rows or columns differ. Each spread is a standard deviation, divided by
-    the deviation that is expected if all numbers are independent and have the same kurtosis. A spread of 1
-    therefore means independent numbers. Trained weights have higher spreads, because their rows and columns
-    differ in size. For vectors, the spreads are 0.
+    its expected value for independent numbers with the same kurtosis. A spread of 1 therefore means
+    independent numbers. Trained weights have higher spreads, because their rows and columns differ in size.
+    For vectors, the spreads are 0.
 
     Attributes:
         numbers: Number of examined numbers.

@@ -1,12 +1,11 @@
 """The draft engine: batches requests for trees, reserves KV memory, and extends prompts while idle.
 
-The engine combines the session table with one drafting strategy. It is synchronous and single-threaded, and
-is driven by the draft service's loop or by the in-process drafter. The engine also evicts idle sessions when
-KV memory is short, and drops requests whose deadline has passed.
+The engine combines the session table with one drafting strategy. It is single-threaded. The draft service's
+loop or the in-process drafter calls it. The engine also evicts idle sessions when KV memory is short, and
+drops requests whose deadline has passed.
 
 For a target in the same process, `seat` prepares the sessions that draft in the next round. Drafting and
-verification then alternate on the GPU, where each of them leaves its results for the other. The host learns
-the results one round late (see `growth.slot_rounds`).
+verification then alternate on the GPU. The host reads the results one round late (see `growth.slot_rounds`).
 
     messages       → sessions   Stale messages are dropped by their fences; contradictions cause a resync.
     ready sessions → extend     Feed the target's features of committed tokens, never drafted features.
@@ -92,7 +91,7 @@ class DraftEngine:
         self.strategy = strategy
         self.metrics = metrics
         self.spans = SessionSpans()
-        self.sessions = SessionTable(limits, strategy.release)
+        self.sessions = SessionTable(limits, strategy.release, strategy.begin)
         self._clock = clock
         self._slot_rounds = None if strategy.rounds is None else SlotRounds(strategy.rounds.memory, clock)
 

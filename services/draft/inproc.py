@@ -25,8 +25,8 @@ from outrider.shared.spec.device_drafter import DeviceDrafter, SeatedGroup
 from outrider.shared.spec.drafter import (
     Commit,
     Commits,
+    Drafter,
     DrafterState,
-    EagerDrafter,
     FeatureSpec,
     ProposalRequest,
     ProposalRow,
@@ -66,7 +66,7 @@ def drafter_beside(
     return InprocDrafter(engine, spec, decoder.device)
 
 
-class InprocDrafter(EagerDrafter, DeviceDrafter):
+class InprocDrafter(Drafter, DeviceDrafter):
     """A `Drafter` that uses a `DraftEngine` in the same process. Only the target's engine thread may call it.
 
     Args:
@@ -76,7 +76,6 @@ class InprocDrafter(EagerDrafter, DeviceDrafter):
     """
 
     def __init__(self, engine: DraftEngine, spec: FeatureSpec, device: torch.device) -> None:
-        self._device_resident = engine.strategy.rounds is not None
         self._engine = engine
         self._spec = spec
         self._device = device
@@ -84,8 +83,9 @@ class InprocDrafter(EagerDrafter, DeviceDrafter):
         self._reasons: dict[int, str] = {}
 
     @property
-    def device_resident(self) -> bool:
-        return self._device_resident
+    def on_device(self) -> DeviceDrafter | None:
+        """Return this drafter if its strategy drafts on the device."""
+        return None if self._engine.strategy.rounds is None else self
 
     def feature_spec(self) -> FeatureSpec | None:
         return self._spec

@@ -45,7 +45,7 @@ class DraftSettings(ListenerSettings):
         None,
         description="The target's folder or ORG/NAME, to read borrowed tensors, MTP layers and tokenizer.",
     )
-    revision: str = Field("", description="Branch, tag or commit of a target on the hub; by default main.")
+    revision: str = Field("", description="Branch, tag or commit of a target on the hub. Default: main.")
     draft_revision: str = Field("", description="Branch, tag or commit of a draft on the hub.")
     speculative_algorithm: Algorithm = Field(
         Algorithm.AUTO,
@@ -56,8 +56,8 @@ class DraftSettings(ListenerSettings):
         description="FR-Spec: file with the ids of the only tokens to draft, .pt, .safetensors or .json; "
         "for heads with a full vocabulary.",
     )
-    ngram_min_match: int = Field(1, ge=1, description="NGRAM: least number of matching context tokens.")
-    ngram_max_match: int = Field(12, ge=1, description="NGRAM: largest number of context tokens compared.")
+    ngram_min_match: int = Field(1, ge=1, description="NGRAM: smallest number of tokens that must match.")
+    ngram_max_match: int = Field(12, ge=1, description="NGRAM: largest number of tokens that are compared.")
     ngram_corpus: Path | None = Field(
         None, description="NGRAM: additional texts: .json or .jsonl of token ids or texts, or lines."
     )
@@ -67,28 +67,27 @@ class DraftSettings(ListenerSettings):
     dtype: Dtype = Field(Dtype.AUTO, description="auto, float32, bfloat16 or float16.")
     attention_backend: AttentionKind = Field(AttentionKind.AUTO, description="auto, reference or triton.")
     disable_tile_trial: bool = Field(
-        False, description="Do not tune kernel tiles at startup, and ignore the results of earlier tuning."
+        False,
+        description="Do not search for faster tiles of products at start, and ignore earlier searches.",
     )
     max_sessions: int = Field(256, ge=1, description="Largest number of sequences followed at the same time.")
     max_steps: int = Field(16, ge=1, description="Largest tree depth that a target may request.")
-    max_topk: int = Field(16, ge=1, description="Largest branching that a target may request.")
+    max_topk: int = Field(16, ge=1, description="Largest number of branches that a target may request.")
     max_nodes: int = Field(128, ge=1, description="Largest number of tree nodes that a target may request.")
     num_steps: int = Field(
-        5, ge=1, description="Depth of the trees prepared at startup; the target's own default."
+        5, ge=1, description="Depth of the trees prepared at start. Use the target's default."
     )
-    topk: int = Field(4, ge=1, description="Branching of the trees prepared at startup.")
+    topk: int = Field(4, ge=1, description="Number of branches per level of the trees prepared at start.")
     num_draft_tokens: int = Field(
-        16, ge=1, description="Nodes of the trees prepared at startup, the root included."
+        16, ge=1, description="Number of nodes, including the root, of the trees prepared at start."
     )
     cuda_graph_max_bs: int = Field(
-        256, ge=1, description="Largest batch with CUDA graphs; larger batches run without."
+        256, ge=1, description="Largest number of sequences in a round for which CUDA graphs are recorded."
     )
-    disable_cuda_graph: bool = Field(
-        False, description="Capture no CUDA graphs; launch the kernels of every round one by one."
-    )
+    disable_cuda_graph: bool = Field(False, description="Record no CUDA graphs. Launch kernels one by one.")
     page_size: int = Field(16, ge=1, le=1024, description="Tokens per page of the draft's KV cache.")
     kv_tokens: int | None = Field(
-        None, ge=1, description="Size of the draft's KV cache in tokens; by default limited by memory."
+        None, ge=1, description="Size of the draft's KV cache in tokens. Default: limited by memory."
     )
     mem_fraction_static: float | None = Field(
         None,
@@ -100,19 +99,17 @@ class DraftSettings(ListenerSettings):
     threads: int | None = Field(
         None,
         ge=1,
-        description="CPU threads of the draft; by default 1 for a small draft, else torch's default.",
+        description="Number of CPU threads of the draft. Default: 1 for a small draft, else torch's default.",
     )
-    lease_s: float = Field(
-        10.0, gt=0, description="Seconds of silence after which a target loses its sessions."
-    )
+    lease_s: float = Field(10.0, gt=0, description="Time of silence after which a target loses its sessions.")
     evict_idle_s: float = Field(
-        1.0, ge=0, description="Seconds after which an idle session may be evicted to make room for another."
+        1.0, ge=0, description="Time after which an idle session may be evicted to make room for another."
     )
-    drain_grace_s: float = Field(2.0, ge=0, description="Seconds to finish the current step on SIGTERM.")
+    drain_grace_s: float = Field(2.0, ge=0, description="On SIGTERM: time to finish the current step.")
     log_level: str = Field(
         "info", pattern="^(debug|info|warning|error)$", description="debug, info, warning or error."
     )
-    log_json: bool = Field(False, description="Write one JSON object per log line.")
+    log_json: bool = Field(False, description="Write each log line as a JSON object.")
 
     def check(self) -> None:
         """Check the conditions that involve several fields or depend on the machine.

@@ -44,8 +44,8 @@ def warm_up(
 ) -> list[Work]:
     """Extend a made-up sequence and grow trees of the default shapes, greedy and with noise.
 
-    Only this work must finish before the draft serves, so a restarted draft serves soon. On a GPU, the work
-    that this function returns does the same for batches of several sizes.
+    The draft serves as soon as this work is done. On a GPU, the work that this function returns does the same
+    for batches of several sizes.
 
     Args:
         engine: An engine without sessions.
@@ -112,8 +112,8 @@ def compiled_batches(engine: DraftEngine) -> tuple[int, ...]:
     """Return the batch sizes to prepare: 1, 2, 4 … up to the largest batch, limited by the cache.
 
     Triton compiles separate kernels for a size of 1, for multiples of 16, and for each power of two to which
-    sizes are padded. The warm-up prepares all of them, because a compilation while sessions are open takes
-    longer than a target waits for a tree.
+    sizes are padded. The warm-up prepares all of them, because a target does not wait for a tree as long as a
+    compilation takes.
     """
     pages, rounds = engine.strategy.pages(), engine.strategy.rounds
     most = engine.sessions.limits.max_sessions

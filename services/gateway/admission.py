@@ -1,4 +1,4 @@
-"""Admission control: limits the number of sequences and of prompt tokens that wait for the target.
+"""Admission control: limits the sequences and prompt tokens that wait for the target, and their time.
 
 A request above a limit is refused immediately with status 429.
 """
@@ -6,7 +6,7 @@ A request above a limit is refused immediately with status 429.
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from types import TracebackType
 
@@ -15,22 +15,41 @@ from outrider.shared.base.queue_share import exceeds_share
 
 MIN_RETRY_S = 1.0
 MAX_RETRY_S = 60.0
-# Weight of the newest sample in the moving average of the time between two departures from the queue.
-DRAIN_ALPHA = 0.2
+# Sequences leave the queue in bursts, because several answers may end in one step of the target. The time
+# between two departures is therefore a mean over this many departures.
+DRAIN_WINDOW = 16
+# Number of departures of a busy queue from which their mean replaces that of an earlier busy queue.
+ENOUGH_DEPARTURES = 8
 
 
 class Admission:
     """Counts waiting sequences. A sequence waits from its admission until its first token.
 
     Use the object on the event loop only.
+
+    Args:
+        max_requests: Maximum number of waiting sequences.
+        max_prompt_tokens: Maximum number of prompt tokens of waiting sequences.
+        clock: Returns the time in seconds.
+        max_wait_s: Maximum expected wait of a new request, in seconds. 0 sets no limit.
     """
 
-    def __init__(self, max_requests: int, max_prompt_tokens: int, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        max_requests: int,
+        max_prompt_tokens: int,
+        clock: Callable[[], float],
+        max_wait_s: float = 0.0,
+    ) -> None:
         self._max_requests = max_requests
         self._max_prompt_tokens = max_prompt_tokens
+        self._max_wait_s = max_wait_s or math.inf
         self._clock = clock
-        self._drain_interval_s: float | None = None
-        self._last_departure: float | None = None
+        # Mean time between two departures from an earlier busy queue, and the latest departures from the
+        # present one. The list is cleared when the queue is empty, because a gap that includes a time without
+        # a queue would not measure how fast the queue drains.
+        self._earlier_interval_s: float | None = None
+        self._departures: deque[float] = deque(maxlen=DRAIN_WINDOW)
         self.waiting = 0
         self.waiting_tokens = 0
         self.active = 0
@@ -38,7 +57,9 @@ class Admission:
         self._waiting_of: Counter[str] = Counter()
         self._tokens_of: Counter[str] = Counter()
 
-    def admit(self, sequences: int, tenant: str = "") -> Slot:
+    def admit(
+        self, sequences: int, tenant: str = "", *, deadline_s: float = math.inf, priority: int = 0
+    ) -> Slot:
         """Reserve room for `sequences` sequences.
 
         A tenant is the name of an API key. Each tenant may fill only a share of the queue, so that other
@@ -46,8 +67,17 @@ class Admission:
 
         Use the returned slot as a context manager around the whole request.
 
+        Args:
+            sequences: Number of sequences of the request.
+            tenant: The tenant, or an empty text.
+            deadline_s: Seconds until the client's deadline. A request whose expected wait is longer is
+                refused.
+            priority: Priority of the request. The expected wait of a request with a priority above 0 is not
+                limited, because it does not wait for all others.
+
         Raises:
-            OverloadedError: If the queue is full, or if this tenant's share of the queue is full.
+            OverloadedError: If the queue or this tenant's share of the queue is full, or if the request would
+                probably wait too long for its first token.
         """
         if self.waiting and self.waiting + sequences > self._max_requests:
             raise self._overloaded(
@@ -56,6 +86,11 @@ class Admission:
         held = self._waiting_of[tenant]
         if tenant and held and exceeds_share(held + sequences, self.waiting, self._max_requests):
             raise self._overloaded(f"{held} sequences of this API key are already waiting, its share")
+        limit = min(self._max_wait_s, deadline_s)
+        if priority <= 0 and (expected := self._expected_wait_s(tenant)) > limit:
+            raise self._overloaded(
+                f"the first token would arrive in about {expected:.1f} s (limit {limit:.1f} s)"
+            )
         return Slot(self, sequences, tenant)
 
     def _overloaded(self, why: str) -> OverloadedError:
@@ -65,8 +100,27 @@ class Admission:
 
     def retry_after_s(self) -> float:
         """Return a retry delay in whole seconds: the time to drain half of the queue at the measured rate."""
-        expected = (self._drain_interval_s or MIN_RETRY_S) * max(1, self.waiting) / 2
+        expected = (self._drain_interval_s() or MIN_RETRY_S) * max(1, self.waiting) / 2
         return float(min(MAX_RETRY_S, max(MIN_RETRY_S, math.ceil(expected))))
+
+    def _drain_interval_s(self) -> float | None:
+        """Return the mean time between two departures from the queue, or None before it is known."""
+        count = len(self._departures)
+        if count < 2 or (count < ENOUGH_DEPARTURES and self._earlier_interval_s is not None):
+            return self._earlier_interval_s
+        first, last = self._departures[0], self._departures[-1]
+        # If nothing leaves the queue for long, the mean must grow.
+        return max((last - first) / (count - 1), (self._clock() - first) / count)
+
+    def _expected_wait_s(self, tenant: str) -> float:
+        """Return the time that a new request of a tenant will probably wait for its first token.
+
+        The target serves tenants in turn, so a tenant waits only for its own requests and as many of each
+        other tenant. The result is 0 until the speed of the queue is known.
+        """
+        others = len(self._waiting_of.keys() - {tenant})
+        ahead = min(self.waiting, self._waiting_of[tenant] * (1 + others))
+        return ahead * (self._drain_interval_s() or 0.0)
 
     def _enter_tokens(self, tokens: int, tenant: str) -> None:
         # Admit a prompt above the limit if no other prompt waits. Otherwise a long prompt could never run.
@@ -89,17 +143,11 @@ class Admission:
 
     def _leave(self, tenant: str, sequences: int, tokens: int, served: bool) -> None:
         self._count(tenant, -sequences, -tokens)
-        if not served:
-            return
-        now = self._clock()
-        if self._last_departure is not None:
-            interval = now - self._last_departure
-            previous = self._drain_interval_s
-            self._drain_interval_s = (
-                interval if previous is None else previous + DRAIN_ALPHA * (interval - previous)
-            )
-        # A sample that includes a time with an empty queue would not measure how fast the queue drains.
-        self._last_departure = now if self.waiting else None
+        if served:
+            self._departures.append(self._clock())
+        if not self.waiting:
+            self._earlier_interval_s = self._drain_interval_s()
+            self._departures.clear()
 
 
 class Slot:

@@ -48,6 +48,7 @@ from outrider.shared.base.errors import ConfigurationError, OutriderError
 from outrider.shared.base.lifecycle import watch_stop_signals
 from outrider.shared.base.version import installed_version
 from outrider.shared.obs.logging import configure_logging, get_logger
+from outrider.shared.rpc.certificate_files import CHECK_S, CertificateFiles
 from outrider.shared.rpc.server import AioServer, aio_server
 
 PUBLIC_PATHS = frozenset(["/health", "/ping", "/ready"])
@@ -123,6 +124,7 @@ class GatewayServer:
         self._http_task: asyncio.Task[None] | None = None
         self._readiness: asyncio.Task[None] | None = None
         self._keys: asyncio.Task[None] | None = None
+        self._certificates: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Start the REST and gRPC servers. The gateway becomes ready when the target becomes ready."""
@@ -164,6 +166,10 @@ class GatewayServer:
         self._readiness = asyncio.create_task(self._follow_target(), name="readiness")
         if settings.api_keys_file is not None:
             self._keys = asyncio.create_task(self._follow_keys(), name="keys")
+        if (files := settings.front_security().files) is not None:
+            self._certificates = asyncio.create_task(
+                self._follow_certificates(config, files), name="certificates"
+            )
 
     async def drain(self) -> None:
         """Shut down gracefully.
@@ -175,7 +181,7 @@ class GatewayServer:
         """
         settings, core = self._settings, self.core
         core.lifecycle.draining = True
-        for task in (self._readiness, self._keys):
+        for task in (self._readiness, self._keys, self._certificates):
             if task:
                 task.cancel()
         if self._grpc:
@@ -204,6 +210,18 @@ class GatewayServer:
         while True:
             await asyncio.sleep(KEYS_POLL_S)
             self.core.ring.reload_if_changed()
+
+    async def _follow_certificates(self, config: uvicorn.Config, files: CertificateFiles) -> None:
+        """Use renewed certificates for new REST connections. gRPC reads its certificates itself."""
+        settings = self._settings
+        while True:
+            await asyncio.sleep(CHECK_S)
+            if files.changed() is None or config.ssl is None:
+                continue
+            assert settings.tls_cert is not None
+            config.ssl.load_cert_chain(settings.tls_cert, settings.tls_key)
+            if settings.tls_ca is not None:
+                config.ssl.load_verify_locations(settings.tls_ca)
 
     async def _follow_target(self) -> None:
         """Log `ready` once, and report the target's readiness in gRPC health checks."""

@@ -138,6 +138,8 @@ class ChatTurn:
     async def run(self, job: Job) -> AsyncGenerator[Started | Piece | TurnEnd, None]:
         """Run a turn with one answer, and yield the pieces of the answer as they arrive.
 
+        If the job asks for logprobs, the pieces of the text contain their tokens.
+
         Raises:
             OutriderError: For the same reasons as `GatewayCore.generate`.
         """
@@ -149,13 +151,19 @@ class ChatTurn:
                         reader = self.reader()
                         yield start
                     case Chunk() as chunk:
-                        for piece in reader.push(chunk.text, len(chunk.token_ids)):
+                        for piece in self._pieces(reader, chunk):
                             yield piece
                     case Finished() as end:
                         check_not_aborted(end)
                         for piece in reader.finish():
                             yield piece
                         yield TurnEnd(end, reader.answer)
+
+    def _pieces(self, reader: AnswerReader, chunk: Chunk) -> list[Piece]:
+        if not chunk.logprobs:
+            return reader.push(chunk.text, len(chunk.token_ids))
+        tokens = list(zip(chunk.token_ids, chunk.logprobs, strict=False))
+        return reader.push_scored(chunk.text, tokens, self.core.token_bytes)
 
 
 def _of_calls(

@@ -22,6 +22,7 @@ from outrider.shared.base.generation import (
 )
 from outrider.shared.rpc.convert_constraint import constraint_to_proto
 from outrider.shared.rpc.convert_logprobs import logprob_from_proto, logprobs_to_proto, set_rules
+from outrider.shared.rpc.convert_states import state_params_to_proto, states_from_proto
 from outrider.shared.rpc.target_version import TargetFeature, agree_with_target
 from outrider.target.v1 import target_pb2
 
@@ -98,6 +99,7 @@ def request_to_proto(request: GenerationRequest, timeout_s: float) -> target_pb2
         constraint=constraint_to_proto(request.constraint),
         traceparent=request.traceparent,
         resume_ids=request.resume_ids,
+        states=state_params_to_proto(request.states),
     )
 
 
@@ -108,6 +110,7 @@ def delta_from_proto(delta: target_pb2.TokenDelta) -> TargetDelta:
         tuple(round_from_proto(one) for one in delta.rounds),
         tuple(logprob_from_proto(one) for one in delta.logprobs),
         tuple(logprob_from_proto(one) for one in delta.prompt_logprobs),
+        states_from_proto(delta.states) if delta.HasField("states") else None,
     )
 
 
@@ -153,6 +156,10 @@ def info_from_proto(reply: target_pb2.GetInfoReply) -> ServedTarget:
         speculation_state=speculation.state,
         resumes=TargetFeature.RESUME in features,
         constrains=TargetFeature.CONSTRAINT in features,
+        reports_states=TargetFeature.STATES in features,
+        hidden_size=reply.hidden_size,
+        routed_layers=reply.routed_layers,
+        experts_per_token=reply.experts_per_token,
     )
 
 

@@ -23,6 +23,7 @@ from outrider.services.gateway.parsers.registry import ParserNames
 from outrider.services.gateway.recent_errors import RecentErrors
 from outrider.services.gateway.request import ChoiceEvent, Chunk
 from outrider.services.gateway.request_note import RequestNote, current_note
+from outrider.services.gateway.requested_states import check_states
 from outrider.services.gateway.sampling_defaults import NO_DEFAULTS, SamplingDefaults
 from outrider.services.gateway.served_target import unknown_model
 from outrider.services.gateway.settings import GatewaySettings
@@ -89,7 +90,10 @@ class GatewayCore:
         self.errors = RecentErrors()
         self.ring = KeyRing(settings.fixed_keys(), settings.api_keys_file, time.monotonic, self.metrics.keys)
         self.admission = Admission(
-            settings.max_queued_requests, settings.max_queued_prompt_tokens, time.monotonic
+            settings.max_queued_requests,
+            settings.max_queued_prompt_tokens,
+            time.monotonic,
+            settings.max_queue_wait_s,
         )
         self.targets = _target_pool(settings, self.metrics)
         self.lifecycle = Lifecycle()
@@ -206,7 +210,12 @@ class GatewayCore:
             job = _allowed(job, caller)
         with (
             caller.admit(job.sequences) if caller is not None else nullcontext(),
-            self.admission.admit(job.sequences, caller.name if caller is not None else "") as slot,
+            self.admission.admit(
+                job.sequences,
+                caller.name if caller is not None else "",
+                deadline_s=self._timeout_s(job),
+                priority=job.parameters.priority,
+            ) as slot,
         ):
             names: list[tuple[str, str]] = []
             self.lifecycle.began()
@@ -221,6 +230,7 @@ class GatewayCore:
                     for parameters, part in _parts(job, prompts)
                     for request in self.builder.build(part, parameters, job.surface, info, deadline)
                 ]
+                check_states(requests, info, self.settings.max_state_bytes, job.surface.prefix)
                 if caller is not None:
                     requests = [replace(request, tenant=caller.name) for request in requests]
                 if traceparent := note.span.traceparent:

@@ -30,6 +30,7 @@ from outrider.services.gateway.trace_text import TraceTexts
 from outrider.shared.base.errors import DeadlineExceededError, OutriderError
 from outrider.shared.base.generation import FinishReason, RoundTrace, SpeculationReport
 from outrider.shared.base.logit_rules import TokenLogprob
+from outrider.shared.base.token_states import TokenStates
 
 # Seconds to wait for statistics after a stop string. The target normally sends them within two rounds.
 FINISH_WAIT_S = 2.0
@@ -96,6 +97,8 @@ class Generator:
                     prompt, found = request.prompt_ids, event.prompt_logprobs
                     yield ChoiceEvent(index, Chunk("", (), prompt_logprobs=found, prompt_ids=prompt))
                 if request.prompt_only:
+                    if event.states is not None:
+                        yield ChoiceEvent(index, Chunk("", (), states=event.states))
                     continue
                 scores.extend(event.logprobs)
                 for token_ids, rounds in _by_round(event):
@@ -106,6 +109,8 @@ class Generator:
                         yield ChoiceEvent(index, _scored(replace(piece, rounds=rounds), scores))
                     if assembler.matched_stop is not None:
                         break
+                if (states := _of_text(event.states, request, assembler)) is not None:
+                    yield ChoiceEvent(index, Chunk("", (), states=states))
                 # 4. A stop string matched. Cancel the sequence on the target, but wait for its statistics.
                 if assembler.matched_stop is not None:
                     stream.cancel(keep_tokens=assembler.num_tokens)
@@ -214,6 +219,15 @@ def _finished(
     if stop_string is None:
         return Finished(end.reason, end.matched_token, usage, end.speculation, e2e_s)
     return Finished(FinishReason.STOP, stop_string, usage, end.speculation, e2e_s)
+
+
+def _of_text(
+    states: TokenStates | None, request: GenerationRequest, assembler: TextAssembler
+) -> TokenStates | None:
+    """Return the states without those of tokens after a stop string."""
+    if states is None or assembler.matched_stop is None:
+        return states
+    return states.between(states.first, len(request.prompt_ids) + assembler.num_tokens - 1)
 
 
 def _scored(chunk: Chunk, scores: deque[TokenLogprob]) -> Chunk:

@@ -152,6 +152,28 @@ def native_logprobs(
     return own, tops
 
 
+def requested_logprobs(
+    token_ids: Sequence[int], logprobs: Sequence[TokenLogprob | None], bytes_of: BytesOf | None
+) -> list[list[list[Any]] | None]:
+    """Return SGLang's list of the logprobs of named tokens: one list of [logprob, id, text] per token.
+
+    Args:
+        token_ids: The tokens that the client has named.
+        logprobs: One entry for each token of the sequence. None marks a token without logprob.
+        bytes_of: Returns the bytes of a token. With None, the text is left out.
+    """
+    named = [
+        (token, None if bytes_of is None else bytes_of(token).decode("utf-8", "replace"))
+        for token in token_ids
+    ]
+    return [
+        None
+        if one is None
+        else [[_finite(logprob), *names] for logprob, names in zip(one.requested, named, strict=False)]
+        for one in logprobs
+    ]
+
+
 def _top_object(token: int, one: TokenLogprob, bytes_of: BytesOf, ids_as_text: bool) -> Mapping[str, float]:
     """Return the logprobs of the alternatives and of the token itself, by name.
 

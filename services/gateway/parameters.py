@@ -28,6 +28,8 @@ from outrider.services.gateway.requested_rules import (
     RequestedLogprobs,
     RequestedRules,
 )
+from outrider.services.gateway.requested_speculation import check_speculation
+from outrider.services.gateway.requested_states import NO_REQUESTED_STATES, RequestedStates
 from outrider.services.gateway.sampling_defaults import NO_DEFAULTS, SamplingDefaults
 from outrider.services.gateway.served_target import ServedTarget, unknown_model
 from outrider.services.gateway.settings import GatewaySettings
@@ -42,7 +44,6 @@ GREEDY_TEMPERATURE = 1e-6
 MAX_SALT_CHARS = 256
 # Some clients read JSON numbers as doubles. A double represents every integer of up to 53 bits exactly.
 DRAWN_SEED_BITS = 53
-DEFAULT_MAX_STEPS, DEFAULT_MAX_TOPK, DEFAULT_MAX_NODES = 16, 16, 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +110,7 @@ class Parameters:
     logprobs: RequestedLogprobs = NO_REQUESTED_LOGPROBS
     may_be_empty: bool = False
     constraint: Constraint | None = None
+    states: RequestedStates = NO_REQUESTED_STATES
 
     @classmethod
     def of(cls, values: OptionValues, **others: Any) -> Parameters:
@@ -247,7 +249,7 @@ class RequestBuilder:
             InvalidRequestError: If a prompt is empty or too long, a token id is outside the vocabulary, or a
                 speculation option exceeds the target's limit.
         """
-        self._check_speculation(parameters.speculation, surface, info)
+        check_speculation(parameters.speculation, surface.speculation, info)
         if (form := parameters.constraint) is not None and not info.constrains:
             raise InvalidRequestError(f"{form.field} needs a newer target.", field=form.field)
         parameters = _with_defaults(parameters, self._defaults)
@@ -294,6 +296,7 @@ class RequestBuilder:
                         logprobs=parameters.logprobs.wanted,
                         prompt_only=parameters.max_tokens == 0,
                         constraint=parameters.constraint,
+                        states=parameters.states.wanted,
                     )
                 )
         return requests
@@ -314,22 +317,6 @@ class RequestBuilder:
         if keep == -1:
             keep = max(1, info.max_model_len - (parameters.max_tokens or 1))
         return prompt_ids if keep is None else prompt_ids[len(prompt_ids) - min(keep, len(prompt_ids)) :]
-
-    @staticmethod
-    def _check_speculation(asked: RequestedSpeculation, surface: Surface, info: ServedTarget) -> None:
-        caps = (
-            ("depth", asked.depth, info.max_steps or DEFAULT_MAX_STEPS),
-            ("topk", asked.topk, info.max_topk or DEFAULT_MAX_TOPK),
-            ("max_nodes", asked.max_nodes, info.max_nodes or DEFAULT_MAX_NODES),
-        )
-        for name, value, cap in caps:
-            if value is not None and not 1 <= value <= cap:
-                counts_root = name == "max_nodes" and value < 1
-                hint = " It counts the root: 1 means no draft nodes." if counts_root else ""
-                field = f"{surface.speculation}.{name}"
-                raise InvalidRequestError(
-                    f"{field} must be between 1 and {cap} on this server, not {value}.{hint}", field=field
-                )
 
 
 def _check(valid: bool, field: str, allowed: str, value: object) -> None:

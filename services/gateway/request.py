@@ -14,6 +14,13 @@ from outrider.shared.base.generation import (
     SpeculationReport,
 )
 from outrider.shared.base.logit_rules import NO_LOGPROBS, LogprobParams, TokenLogprob
+from outrider.shared.base.token_states import (
+    NO_STATES,
+    NO_TOKEN_STATES,
+    StateParams,
+    TokenStates,
+    join_states,
+)
 
 FINISH_NAMES = {
     FinishReason.STOP: "stop",
@@ -85,6 +92,7 @@ class GenerationRequest:
         traceparent: The request's span, sent to the target for tracing. Empty if the request is not traced.
         resume_ids: Tokens that another target emitted for this request before it was lost. They count as
             output.
+        states: The states of tokens that the target reports.
     """
 
     request_id: str
@@ -102,6 +110,7 @@ class GenerationRequest:
     constraint: Constraint | None = None
     traceparent: str = ""
     resume_ids: tuple[int, ...] = ()
+    states: StateParams = NO_STATES
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,13 +126,15 @@ class Usage:
 class TargetDelta:
     """Tokens that the target emitted together, with their rounds and logprobs if the request asked for them.
 
-    `prompt_logprobs` contains logprobs of prompt tokens. It continues where the previous delta ended.
+    `prompt_logprobs` contains logprobs of prompt tokens. It continues where the previous delta ended, and so
+    does `states`, which contains the states of tokens.
     """
 
     token_ids: tuple[int, ...]
     rounds: tuple[RoundTrace, ...] = ()
     logprobs: tuple[TokenLogprob, ...] = ()
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    states: TokenStates | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +175,8 @@ class Chunk:
 
     If the request asked for logprobs, `logprobs` has one entry per token. `prompt_logprobs` contains logprobs
     of prompt tokens, and continues where the previous chunk ended. A chunk with logprobs of the prompt also
-    contains the tokens of the whole prompt.
+    contains the tokens of the whole prompt. `states` contains the states of the next tokens, if the request
+    asked for them.
     """
 
     text: str
@@ -173,6 +185,7 @@ class Chunk:
     logprobs: tuple[TokenLogprob, ...] = ()
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     prompt_ids: tuple[int, ...] = ()
+    states: TokenStates | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,6 +243,14 @@ class Completion:
     def prompt_logprobs(self) -> list[TokenLogprob]:
         """The logprobs of the prompt's tokens."""
         return [one for chunk in self.chunks for one in chunk.prompt_logprobs]
+
+    @property
+    def states(self) -> TokenStates:
+        """The states of all tokens, from the first token that the request asked for."""
+        found = [chunk.states for chunk in self.chunks if chunk.states is not None]
+        usage = self.finished.usage
+        stop = usage.prompt_tokens + max(0, usage.completion_tokens - 1)
+        return join_states(found).between(0, stop) or NO_TOKEN_STATES
 
     @property
     def rounds(self) -> list[RoundTrace]:

@@ -15,6 +15,8 @@ class ServedTarget:
     `num_steps`, `topk` and `num_draft_tokens` define the default tree shape. `max_steps`, `max_topk` and
     `max_nodes` limit the speculation options of requests. `resumes` is true if the target can continue an
     answer that another target has begun. `constrains` is true if the target can enforce a form of the output.
+    `reports_states` is true if it can report hidden states, routed experts and logprobs of named tokens.
+    `routed_layers` and `experts_per_token` are the numbers of routed experts, and 0 if there are none.
     """
 
     model_id: str
@@ -38,6 +40,10 @@ class ServedTarget:
     speculation_state: str
     resumes: bool = False
     constrains: bool = False
+    reports_states: bool = False
+    hidden_size: int = 0
+    routed_layers: int = 0
+    experts_per_token: int = 0
 
 
 @dataclass(frozen=True, slots=True)

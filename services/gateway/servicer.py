@@ -35,6 +35,7 @@ from outrider.services.gateway.parsers.pieces import Piece, Reasoning, Text, Too
 from outrider.services.gateway.request import ChoiceEvent, Chunk, Finished, RequestedSpeculation, Started
 from outrider.services.gateway.request_note import RequestNote, current_note
 from outrider.services.gateway.requested_rules import RequestedLogprobs
+from outrider.services.gateway.requested_states import RequestedStates
 from outrider.shared.base.constraint import Constraint
 from outrider.shared.base.errors import InvalidRequestError
 from outrider.shared.obs.logging import get_logger
@@ -42,6 +43,7 @@ from outrider.shared.obs.tracing import TRACEPARENT, checked_traceparent
 from outrider.shared.rpc.convert import report_to_proto, round_to_proto
 from outrider.shared.rpc.convert_constraint import constraint_from_proto
 from outrider.shared.rpc.convert_logprobs import logprob_to_proto, logprobs_from_proto
+from outrider.shared.rpc.convert_states import state_params_from_proto, states_to_proto
 
 SERVICE_NAME = "outrider.gateway.v1.Inference"
 HEALTH_PREFIX = "/grpc.health.v1.Health/"
@@ -219,6 +221,7 @@ class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
                             rounds=[round_to_proto(each) for each in rounds],
                             logprobs=[logprob_to_proto(each) for each in event.logprobs],
                             prompt_logprobs=[logprob_to_proto(each) for each in event.prompt_logprobs],
+                            states=states_to_proto(event.states),
                         )
                         for position, piece in enumerate(pieces or [Text("")]):
                             chunk = gateway_pb2.Chunk(index=index) if position else first
@@ -333,6 +336,7 @@ def _parameters(options: gateway_pb2.GenerationOptions) -> Parameters:
         logprobs=RequestedLogprobs(logprobs_from_proto(options.logprobs)),
         may_be_empty=options.logprobs.HasField("prompt_top"),
         constraint=_constraint(options),
+        states=RequestedStates(state_params_from_proto(options.states)),
     )
 
 

@@ -30,8 +30,8 @@ class GatewaySettings(PeerSettings):
         description="Host address on which a container's ports are published. "
         "If set, it decides instead of --host whether an API key is required.",
     )
-    port: int = Field(8000, ge=0, le=65535, description="Port of the REST API; 0 picks a free port.")
-    grpc_port: int = Field(0, ge=0, le=65535, description="Port of the gRPC API; 0 disables it.")
+    port: int = Field(8000, ge=0, le=65535, description="Port of the REST API. 0 chooses a free port.")
+    grpc_port: int = Field(0, ge=0, le=65535, description="Port of the gRPC API. 0 turns gRPC off.")
     target: tuple[str, ...] = Field(
         ("127.0.0.1:7001",),
         description="Addresses of the targets: host:port, unix:/path, file:///path (a file with one address "
@@ -43,10 +43,10 @@ class GatewaySettings(PeerSettings):
     target_wait_s: float = Field(
         15.0,
         ge=0,
-        description="How long a request whose target is lost waits for another one, if there are several.",
+        description="Longest wait for another target after the loss of a target, if there are several.",
     )
     target_probe_timeout_s: float = Field(
-        8.0, gt=0, description="Not ready if the target owes the answer to a health check for this long."
+        8.0, gt=0, description="Time after which a target that does not answer a health check is not ready."
     )
     tokenizer: Path | None = Field(
         None,
@@ -80,7 +80,7 @@ class GatewaySettings(PeerSettings):
         description="Format of the model's reasoning: auto (by the chat template), "
         f"{', '.join(REASONING_NAMES[1:-1])} or {REASONING_NAMES[-1]}.",
     )
-    any_model: bool = Field(False, description="Accept any model name in requests.")
+    any_model: bool = Field(False, description="Accept every model name in requests.")
     api_key: tuple[str, ...] = Field(
         (), description="Accepted API keys (bearer tokens). Without any, requests are not authenticated."
     )
@@ -118,16 +118,24 @@ class GatewaySettings(PeerSettings):
         "their calls need an API key if keys are set.",
     )
     max_queued_requests: int = Field(
-        512, ge=1, description="Maximum number of sequences waiting for their first token; more get 429."
+        512, ge=1, description="Maximum number of sequences that wait for their first token. More get 429."
     )
     max_queued_prompt_tokens: int = Field(
-        1_000_000, ge=1, description="Maximum number of prompt tokens of waiting sequences; more get 429."
+        1_000_000, ge=1, description="Maximum number of prompt tokens of waiting sequences. More get 429."
+    )
+    max_queue_wait_s: float = Field(
+        0.0,
+        ge=0,
+        description="Maximum expected time until the first token; requests that would wait longer get 429. "
+        "0 sets no limit.",
     )
     max_connections: int = Field(
-        0, ge=0, description="Maximum number of REST connections; 0: what the limit of open files allows."
+        0,
+        ge=0,
+        description="Maximum number of REST connections. 0: as many as the limit of open files allows.",
     )
     head_timeout_s: float = Field(
-        10.0, gt=0, description="Close a connection that sends no complete request head for this long."
+        10.0, gt=0, description="Time after which a connection without a complete request head is closed."
     )
     max_body_bytes: int = Field(8 * MIB, ge=1024, description="Maximum size of a request body.")
     max_choices: int = Field(16, ge=1, le=1024, description="Maximum n of a request.")
@@ -136,13 +144,18 @@ class GatewaySettings(PeerSettings):
         32, ge=1, le=1024, description="Maximum number of stop strings of a request."
     )
     max_stop_chars: int = Field(256, ge=1, le=65536, description="Maximum length of a stop string.")
+    max_state_bytes: int = Field(
+        16 * MIB,
+        ge=0,
+        description="Maximum size of the hidden states and routed experts of a reply, as 4-byte numbers.",
+    )
     max_messages: int = Field(1024, ge=1, le=4096, description="Maximum number of messages in a chat.")
     request_timeout_s: float = Field(
         600.0, gt=0, description="Maximum duration of a request. Clients can set a shorter deadline."
     )
-    keep_alive_s: float = Field(10.0, gt=0, description="Send a comment on a stream after this much silence.")
+    keep_alive_s: float = Field(10.0, gt=0, description="Silence after which a stream gets a comment.")
     slow_reader_timeout_s: float = Field(
-        30.0, gt=0, description="Abort a stream that its client does not read for this long."
+        30.0, gt=0, description="Time without reading after which a stream is aborted."
     )
     slow_reader_bytes: int = Field(
         64 * 1024, ge=1024, description="Pause a sequence when its stream has this many unread bytes."

@@ -2,11 +2,10 @@
 
 A template comes from the model's folder and is untrusted code. The sandbox enforces two rules:
 
-1. Every step that may take noticeable time checks the clock. Such steps are calls, lookups, arithmetic,
-   filters, and each turn of a loop.
-2. The size of every value that a template creates is limited. The size of a container includes all values in
-   the container, and a value that occurs several times counts each time. This rule also limits the time
-   of a single operation on values, such as a comparison.
+1. Every call, lookup, arithmetic operation, filter and turn of a loop checks the clock.
+2. The size of every value that a template creates is limited. The size of a container includes all of its
+   values, each as often as it occurs. This rule also limits the time of a single operation, such as a
+   comparison.
 """
 
 from __future__ import annotations
@@ -240,8 +239,8 @@ def _check_method(value: Any, name: str, args: tuple[Any, ...], kwargs: dict[str
 def _check_format(text: str, mark: str, arguments: Iterable[Any]) -> None:
     """Refuse a format string whose result could be too long.
 
-    The estimate assumes that all arguments together replace every mark. If the string contains a digit, which
-    may be a width, the estimate also adds the largest padding to every mark.
+    The estimate assumes that every mark is replaced by all arguments together. A digit in the string may be a
+    width. The estimate then also adds the largest padding to every mark.
     """
     if _WIDE_FIELD.search(text):
         raise SecurityError("a format width is too large")

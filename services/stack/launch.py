@@ -8,6 +8,7 @@ import os
 import secrets
 import shutil
 import socket
+import ssl
 import sysconfig
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -26,6 +27,7 @@ from outrider.services.stack.service_checks import (
     check_gateway_flags,
     check_model_folder,
     check_target_flags,
+    gateway_context,
 )
 from outrider.services.stack.shared_cache import shared_kv_tokens
 from outrider.services.stack.supervisor import ChildSpec, Echo, Supervisor, Surroundings
@@ -338,16 +340,21 @@ def running_stack(
         )
         around = replace(around, before_start=partial(restore, runtime_dir))
         supervisor = cleanup.enter_context(Supervisor(plan.children, echo, around))
-        _wait_until_ready(plan, supervisor, progress, stopped)
+        verify = gateway_context(options)
+        _wait_until_ready(plan, supervisor, progress, stopped, verify())
         supervisor.settle()
-        probes = service_probes(plan.url, plan.target_address, plan.draft_address, cleanup)
+        probes = service_probes(plan.url, plan.target_address, plan.draft_address, cleanup, verify)
         sockets = service_sockets(plan.target_address, plan.draft_address)
         cleanup.enter_context(Liveness(supervisor, probes, sockets))
         yield Stack(plan, supervisor)
 
 
 def _wait_until_ready(
-    plan: StackPlan, supervisor: Supervisor, progress: Progress, stopped: Callable[[], bool]
+    plan: StackPlan,
+    supervisor: Supervisor,
+    progress: Progress,
+    stopped: Callable[[], bool],
+    verify: ssl.SSLContext | bool,
 ) -> None:
     from outrider.services.clients.health import DRAFT_SERVICE, TARGET_SERVICE, ServingProbe
     from outrider.services.clients.rest import RestClient
@@ -355,7 +362,7 @@ def _wait_until_ready(
 
     started = time.monotonic()
     with ExitStack() as cleanup:
-        gateway = cleanup.enter_context(RestClient(plan.url, verify=False))
+        gateway = cleanup.enter_context(RestClient(plan.url, verify=verify))
         target = cleanup.enter_context(ServingProbe(plan.target_address, TARGET_SERVICE))
         waiting: dict[str, Callable[[], bool]] = {}
         if plan.draft_address:

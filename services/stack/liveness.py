@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ssl
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -126,7 +127,11 @@ class Liveness:
 
 
 def service_probes(
-    url: str, target_address: str, draft_address: str | None, cleanup: ExitStack
+    url: str,
+    target_address: str,
+    draft_address: str | None,
+    cleanup: ExitStack,
+    verify: Callable[[], ssl.SSLContext | bool] = lambda: False,
 ) -> dict[str, Probe]:
     """Return a probe for each service of a stack. Any answer counts, even from a service that drains.
 
@@ -135,16 +140,24 @@ def service_probes(
         target_address: gRPC address of the target.
         draft_address: Address of the draft. None if the draft has no process of its own.
         cleanup: Closes the connections of the probes.
+        verify: Returns how to connect to a gateway with TLS: `own_certificate.probe_context`.
     """
     from outrider.services.clients.health import DRAFT_SERVICE, TARGET_SERVICE, ServingProbe
     from outrider.services.clients.rest import RestClient
     from outrider.shared.rpc.address import grpc_address
 
-    # The probe sends no secret, so the certificate of the gateway need not name the loopback address.
-    gateway = cleanup.enter_context(RestClient(url, verify=False))
+    lasting = None if verify() else cleanup.enter_context(RestClient(url, verify=False))
+
+    def gateway_answers() -> bool:
+        if lasting is not None:
+            return lasting.status("/health")[0] != 0
+        # The certificate of a client may have been renewed.
+        with RestClient(url, verify=verify()) as gateway:
+            return gateway.status("/health")[0] != 0
+
     target = cleanup.enter_context(ServingProbe(target_address, TARGET_SERVICE))
     probes: dict[str, Probe] = {
-        "gateway": lambda: gateway.status("/health")[0] != 0,
+        "gateway": gateway_answers,
         "target": target.answers,
     }
     if draft_address:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import ssl
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from outrider.services.stack.options import StackOptions
+from outrider.services.stack.own_certificate import check_own_certificate, probe_context
 from outrider.shared.base.errors import ConfigurationError
 from outrider.shared.base.model_paths import dangling_links
 
@@ -13,7 +17,8 @@ def check_gateway_flags(options: StackOptions) -> None:
     """Check the gateway's flags with the gateway's own settings class, before the gateway starts.
 
     Raises:
-        ConfigurationError: A value is invalid, or other hosts could connect without an API key.
+        ConfigurationError: A value is invalid, other hosts could connect without an API key, or the gateway
+            would refuse its own certificate.
     """
     from outrider.services.gateway.settings import GatewaySettings
 
@@ -21,12 +26,19 @@ def check_gateway_flags(options: StackOptions) -> None:
         {"host": options.host, "port": options.port, "grpc_port": options.grpc, **options.gateway_settings}
     )
     settings.check()
-    if settings.tls_ca is not None:
-        raise ConfigurationError(
-            "tls_ca: `outrider up` has no certificate with which to check its gateway. Use `outrider serve "
-            "gateway`.",
-            field="tls_ca",
-        )
+    if settings.tls_ca is not None and settings.tls_cert is not None:
+        check_own_certificate(settings.tls_cert, settings.tls_key, settings.tls_ca)
+
+
+def gateway_context(options: StackOptions) -> Callable[[], ssl.SSLContext | bool]:
+    """Return a function that returns how to connect to the gateway: the parameter `verify` of a RestClient.
+
+    Each call reads the files again, because they may have been renewed.
+    """
+    from outrider.services.gateway.settings import GatewaySettings
+
+    settings = GatewaySettings.load(dict(options.gateway_settings))
+    return partial(probe_context, settings.tls_cert, settings.tls_key, settings.tls_ca)
 
 
 def check_target_flags(options: StackOptions, own_process: bool) -> None:

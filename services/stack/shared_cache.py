@@ -1,8 +1,7 @@
 """Chooses one KV cache size for a target and a draft that `outrider up` starts as two processes on one GPU.
 
-If each process chose its cache size by the free memory that it finds, the sizes would depend on which process
-starts first. Both processes therefore get the same size, which comes from the memory plan for a target that
-runs the draft inside the target's process.
+If each process chose its cache size by the free memory, the sizes would depend on which process starts first.
+Both processes therefore get the same size: that of a target with the draft in its own process.
 """
 
 from __future__ import annotations

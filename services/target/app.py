@@ -21,6 +21,7 @@ from outrider.services.target.engine.status_line import log_status
 from outrider.services.target.grammar.compiler import GrammarCompiler
 from outrider.services.target.model.model_runner import ModelRunner
 from outrider.services.target.model.synthetic_acceptance import SyntheticAcceptance
+from outrider.services.target.model.token_states import sparse_layers
 from outrider.services.target.parallel.group import Order, RankGroup, end_soon, run_rank, start_group
 from outrider.services.target.parallel.watchdog import forget_graphs, watched, watched_engine
 from outrider.services.target.scheduling.limits import EngineLimits, SchedulerLimits, longest_text
@@ -56,7 +57,7 @@ from outrider.shared.obs.logging import configure_logging, get_logger
 from outrider.shared.parallel.lead import FailureHandler
 from outrider.shared.parallel.lead_decoder import graph_observer
 from outrider.shared.rpc.server import aio_server
-from outrider.shared.spec.drafter import Described, Drafter, DrafterState
+from outrider.shared.spec.drafter import Drafter, DrafterState
 
 POLL_S = 0.02
 RECORD_LIMIT_S = 120.0
@@ -196,9 +197,8 @@ class Target:
         make_drafter: Makes a drafter inside this process; see `run`.
         stand_in: Replaces the model of `settings.model`. Only `outrider bench` passes one.
         on_rank_lost: Called when another rank is lost; see `start_group`.
-        stopped: Returns True once the process must end. The warm-up calls this function repeatedly, on the
-            calling thread. Once it returns True, the remaining warm-up is skipped, and the target cannot
-            serve.
+        stopped: Returns True once the process must end. The warm-up calls this function repeatedly, and ends
+            early when it returns True. The target then cannot serve.
     """
 
     def __init__(
@@ -264,7 +264,7 @@ class Target:
             limits=settings.limits(),
             model_id=settings.served_model_id or model_name(settings.model),
             max_running_requests=settings.running_requests,
-            describe_draft=self._describe_draft,
+            describe_draft=self.drafter.describe,
             grammars=GrammarCompiler.of(settings.model, decoder.config, settings.grammar_backend),
         )
         stages.log()
@@ -317,7 +317,7 @@ class Target:
             self.drafter.state() in (DrafterState.CONNECTING, DrafterState.DOWN, DrafterState.WARMING)
             and time.monotonic() < deadline
         ):
-            misfit = self._misfit()
+            misfit = self.drafter.refusal()
             if misfit is not None:
                 raise misfit
             if self._absence.is_long():
@@ -351,13 +351,7 @@ class Target:
                 self._ranks.close()
 
     def _is_hopeless(self) -> bool:
-        return self._stopped() or self._misfit() is not None or self._absence.is_long()
-
-    def _misfit(self) -> Exception | None:
-        return self.drafter.refusal() if isinstance(self.drafter, RemoteDrafter) else None
-
-    def _describe_draft(self) -> tuple[str, str]:
-        return self.drafter.describe() if isinstance(self.drafter, Described) else ("", "")
+        return self._stopped() or self.drafter.refusal() is not None or self._absence.is_long()
 
 
 def _use_device(device: torch.device) -> None:
@@ -375,7 +369,10 @@ def _make_engine(
         settings.running_requests, *queue, settings.prefill_tokens(), not settings.disable_prefix_cache
     )
     limits = EngineLimits(
-        config.vocab_size, longest_text(config, settings.max_model_len), frozenset(config.eos_token_ids)
+        config.vocab_size,
+        longest_text(config, settings.max_model_len),
+        frozenset(config.eos_token_ids),
+        routes=bool(sparse_layers(runner.decoder)),
     )
     return TargetEngine(
         runner, Scheduler(pool.allocator, settings.page_size, most), drafter, limits, plan=plan.loop

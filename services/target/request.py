@@ -21,6 +21,7 @@ from outrider.shared.base.generation import (
     SpeculationReport,
 )
 from outrider.shared.base.logit_rules import NO_LOGPROBS, LogprobParams, TokenLogprob
+from outrider.shared.base.token_states import NO_STATES, StateParams, TokenStates
 from outrider.shared.spec.tree import NO_DRAFT, DraftShape
 
 DEFAULT_SHAPE = DraftShape(depth=5, topk=4, max_nodes=16)
@@ -142,6 +143,7 @@ class GenerationRequest:
         traceparent: The trace context of the target's span for this request, which is sent to the draft.
             Empty if the request is not traced.
         resume_ids: Tokens that another target has emitted for this request. They count as output.
+        states: The states of tokens that the client wants.
     """
 
     request_id: str
@@ -160,11 +162,17 @@ class GenerationRequest:
     tenant: str = ""
     traceparent: str = ""
     resume_ids: Sequence[int] = ()
+    states: StateParams = NO_STATES
+
+    @property
+    def tapped(self) -> bool:
+        """True if the client wants data that no recorded pass computes."""
+        return self.states.wanted or bool(self.logprobs.token_ids)
 
 
 @dataclass(frozen=True, slots=True)
 class TokensEvent:
-    """Tokens that one step emitted for one request, or logprobs of a part of its prompt.
+    """Tokens that one step emitted for one request, or data about a part of its prompt.
 
     Attributes:
         request_id: The identifier from the request.
@@ -173,6 +181,8 @@ class TokensEvent:
         logprobs: The log-probability of each token in `token_ids`, if the client wants them.
         prompt_logprobs: The log-probabilities of the next prompt tokens, if the client wants them. The first
             entry is for the token at index `prompt_start`, or at index 1 if `prompt_start` is 0.
+        states: The states of the next tokens, if the client wants them. The token that an event emits has no
+            states yet, but all tokens before it have.
     """
 
     request_id: str
@@ -180,6 +190,7 @@ class TokensEvent:
     rounds: Sequence[RoundTrace] = ()
     logprobs: Sequence[TokenLogprob] = ()
     prompt_logprobs: Sequence[TokenLogprob] = ()
+    states: TokenStates | None = None
 
 
 @dataclass(frozen=True, slots=True)

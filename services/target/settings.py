@@ -47,146 +47,145 @@ class TargetSettings(ListenerSettings):
 
     listen: str = Field("127.0.0.1:7001", description="Address of the gRPC service: host:port or unix:/path.")
     model: Path = Field(description="Model folder in Hugging Face layout, or ORG/NAME on the hub.")
-    revision: str = Field("", description="Branch, tag or commit of a model on the hub; by default main.")
-    draft_revision: str = Field("", description="Branch, tag or commit of a hub's draft in this process.")
+    revision: str = Field("", description="Branch, tag or commit of a model on the hub. Default: main.")
+    draft_revision: str = Field("", description="Branch, tag or commit of a draft in this process.")
     served_model_id: str = Field(
-        "", description="Model name that clients see; by default ORG/NAME or the folder's name."
+        "", description="Model name that clients see. Default: ORG/NAME, or the folder's name."
     )
     device: str = Field(
         "auto", pattern="^(auto|cpu|cuda(:[0-9]+)?)$", description="auto, cpu, cuda or cuda:N."
     )
     dtype: Dtype = Field(Dtype.AUTO, description="auto, float32, bfloat16 or float16.")
-    tp: int = Field(
-        1, ge=1, le=64, description="Tensor parallelism: GPUs (or CPU processes) that share the model."
-    )
+    tp: int = Field(1, ge=1, le=64, description="Number of GPUs (on a CPU, processes) that share the model.")
     tp_all_reduce: ReduceKind = Field(
         ReduceKind.AUTO,
-        description="auto: peer memory where it works; one-shot: torch's kernel for small sums; group: NCCL.",
+        description="How ranks add: auto (Outrider's kernels), one-shot (torch's), or group (NCCL only).",
     )
     tp_timeout_s: float = Field(
-        120.0, gt=0, description="End the target if a rank does not join a step within this many seconds."
+        120.0, gt=0, description="The target ends if a rank does not join a step within this time."
     )
     attention_backend: AttentionKind = Field(
         AttentionKind.AUTO,
-        description="auto, reference, triton or flashinfer (separate install; no CUDA graphs or overlap).",
+        description="auto, reference, triton, or flashinfer (which needs outrider[flashinfer]).",
     )
     grammar_backend: GrammarBackend = Field(
         GrammarBackend.LLGUIDANCE,
-        description="Library for JSON schemas and other forms: llguidance, or (an extra) xgrammar or auto.",
+        description="Library for forms such as JSON schemas: llguidance, xgrammar (an extra) or auto.",
     )
     deterministic: bool = Field(
-        False, description="Compute bit-identical logits with and without drafts, in any batch. Slower."
+        False, description="Compute the same bits with and without drafts, and in any batch. Slower."
     )
     quantization: Quantization = Field(
-        Quantization.NONE, description="none, or fp8: 8-bit weights and activations in layers' products."
+        Quantization.NONE, description="none, or fp8: multiply 8-bit weights with 8-bit activations."
     )
     kv_cache_dtype: KvCacheDtype = Field(
-        KvCacheDtype.AUTO, description="auto (the model's type), or fp8_e4m3: half the memory per token."
+        KvCacheDtype.AUTO,
+        description="auto (the model's type), or fp8_e4m3 (half the memory).",
     )
     enable_torch_compile: bool = Field(
-        False, description="Compile norms and MLPs of models that run through transformers' modules."
+        False, description="Compile the norms and MLPs of models that run through transformers."
     )
     torch_compile_max_bs: int = Field(
-        32, ge=1, description="With --enable-torch-compile: run passes with more rows uncompiled."
+        32, ge=1, description="Largest number of rows of a pass that --enable-torch-compile compiles."
     )
     draft: str = Field(
         "none",
-        description="Draft service: grpc://host:port, unix:/path, ipc:///path on this host, or none.",
+        description="Address of the draft: grpc://host:port, unix:/path, ipc:///path (this host), or none.",
     )
     speculative_algorithm: Algorithm = Field(
         Algorithm.AUTO,
-        description="Must match the draft's; auto accepts any algorithm, NONE decodes without a draft.",
+        description="Algorithm of the draft. auto: any algorithm. NONE: decode without a draft.",
     )
     speculative_token_map: Path | None = Field(
         None, description="File of token ids to draft (FR-Spec), for a draft in this process."
     )
     ngram_corpus: Path | None = Field(
-        None, description="Further texts for n-grams in this process; see `outrider serve draft`."
+        None, description="File of additional texts for n-grams in this process."
     )
     num_steps: int = Field(5, ge=1, description="Default depth of a draft tree.")
-    topk: int = Field(4, ge=1, description="Default branching per level of a draft tree.")
+    topk: int = Field(4, ge=1, description="Default number of branches per level of a draft tree.")
     num_draft_tokens: int = Field(
-        16, ge=1, description="Default number of nodes verified per round, including the root."
+        16, ge=1, description="Default number of nodes of a draft tree, including the root."
     )
-    max_steps: int = Field(16, ge=1, description="Deepest tree that a request may use.")
-    max_topk: int = Field(16, ge=1, description="Widest branching that a request may use.")
-    max_nodes: int = Field(128, ge=1, description="Maximum nodes per round that a request may use.")
+    max_steps: int = Field(16, ge=1, description="Largest depth of a tree that a request may set.")
+    max_topk: int = Field(16, ge=1, description="Largest number of branches that a request may set.")
+    max_nodes: int = Field(128, ge=1, description="Largest number of nodes of a tree that a request may set.")
     max_running_requests: int | None = Field(
         None,
         ge=1,
-        description="Maximum number of running sequences; by default what the memory of the GPU allows, from "
-        "16 to 256, and 16 on a CPU.",
+        description="Largest number of running sequences. Default: 16 on a CPU. On a GPU, 16 to 256, as "
+        "its memory allows.",
     )
     max_queued_requests: int = Field(
-        512, ge=1, description="Maximum number of waiting sequences; more get RESOURCE_EXHAUSTED."
+        512, ge=1, description="Largest number of waiting sequences. More get RESOURCE_EXHAUSTED."
     )
     max_queued_prompt_tokens: int = Field(
-        1_000_000, ge=1, description="Maximum number of waiting prompt tokens; more get RESOURCE_EXHAUSTED."
+        1_000_000, ge=1, description="Largest number of waiting prompt tokens. More get RESOURCE_EXHAUSTED."
     )
     page_size: int = Field(16, ge=1, le=1024, description="Tokens per page of the KV cache.")
     kv_tokens: int | None = Field(
-        None, ge=1, description="Size of the KV cache in tokens; by default the most that fits."
+        None, ge=1, description="Size of the KV cache in tokens. Default: as large as fits."
     )
     mem_fraction_static: float = Field(
         0.85, gt=0, lt=1, description="Share of GPU memory for weights and KV cache, including the draft's."
     )
     max_model_len: int | None = Field(
-        None, ge=2, description="Longest prompt plus answer; by default the length the model was trained for."
+        None, ge=2, description="Largest number of tokens of prompt and answer. Default: the model's context."
     )
     cuda_graph_max_bs: int = Field(
-        256, ge=1, description="Largest batch that CUDA graphs are recorded for; larger ones run without."
+        256, ge=1, description="Largest number of requests in a round for which CUDA graphs are recorded."
     )
     disable_tile_trial: bool = Field(
         False,
-        description="Do not time kernel tiles at startup, and ignore earlier trials; use a fixed rule.",
+        description="Do not search for faster tiles of products at start, and ignore earlier searches.",
     )
     disable_prefix_cache: bool = Field(
-        False, description="Compute every prompt; keep no K/V of ended requests for later ones."
+        False, description="Compute every prompt. Keep no K/V of ended requests."
     )
-    disable_cuda_graph: bool = Field(False, description="Record no CUDA graphs; launch kernels one by one.")
+    disable_cuda_graph: bool = Field(False, description="Record no CUDA graphs. Launch kernels one by one.")
     overlap_schedule: OverlapSchedule = Field(
         OverlapSchedule.AUTO,
-        description="Launch each round before the last one is read: auto (on a GPU), on or off.",
+        description="Launch each round before the previous one is read: auto (on a GPU), on or off.",
     )
     disable_overlap_schedule: bool = Field(False, description="Same as --overlap-schedule off.")
     max_packed_rows: int = Field(
-        2048, ge=1, description="Maximum nodes of all trees of a round; trees beyond it wait for their turn."
+        2048, ge=1, description="Largest number of nodes of all trees of a round. Other trees take turns."
     )
     prefill_budget_ms: float = Field(
-        20.0, gt=0, description="Time that prompts may take between two rounds while others decode."
+        20.0, gt=0, description="Time for prompts between two rounds while other requests decode."
     )
     prefill_chunk: int | None = Field(
-        None, ge=1, description="Maximum prompt tokens per step; by default 8192 on a GPU and 512 on a CPU."
+        None, ge=1, description="Largest number of prompt tokens per step. Default: 8192 (GPU), 512 (CPU)."
     )
     threads: int | None = Field(
-        None, ge=1, description="CPU threads of the model; by default half of the cores."
+        None, ge=1, description="Number of CPU threads of the model. Default: half of the cores."
     )
     draft_wait_s: float = Field(
         60.0,
         ge=0,
-        description="Seconds to wait for the draft at startup, at most 20 if nothing listens at its address.",
+        description="Longest wait for the draft at start. At most 20 s if nothing listens at its address.",
     )
     draft_fault_deadline_s: float = Field(
-        2.0, gt=0, description="Seconds after which a draft that owes an answer counts as faulty."
+        2.0, gt=0, description="Time after which a draft that does not answer counts as faulty."
     )
     draft_rounds: RoundPlacement = Field(
         RoundPlacement.AUTO,
-        description="Where rounds with a remote draft run: host, or device (of both); auto: device on a GPU.",
+        description="Where rounds with a separate draft run: host, or device of both. auto: device on a GPU.",
     )
     step_deadline_s: float = Field(
         60.0,
         gt=0,
-        description="Seconds after which a step counts as hung; after three times, the target ends.",
+        description="Time after which a step counts as hung. After three times this time, the target ends.",
     )
     drain_notice_s: float = Field(
-        0.0, ge=0, description="On SIGTERM: seconds between not serving and refusing new requests."
+        0.0, ge=0, description="On SIGTERM: time between reporting not ready and refusing new requests."
     )
-    drain_grace_s: float = Field(30.0, ge=0, description="On SIGTERM: seconds for running requests to end.")
-    log_interval_s: float = Field(10.0, ge=0, description="Seconds between lines on load and speed; 0: none.")
+    drain_grace_s: float = Field(30.0, ge=0, description="On SIGTERM: time for running requests to finish.")
+    log_interval_s: float = Field(10.0, ge=0, description="Interval of log lines about load. 0: none.")
     log_level: str = Field(
         "info", pattern="^(debug|info|warning|error)$", description="debug, info, warning or error."
     )
-    log_json: bool = Field(False, description="One JSON object per log line.")
+    log_json: bool = Field(False, description="Write each log line as a JSON object.")
 
     def check(self) -> None:
         """Check conditions that involve several fields.

@@ -22,7 +22,7 @@ class Option:
         sampling: The sampling parameters.
         stops: True if the request has a stop token, which is taken from the middle of the greedy answer.
         ignore_eos: True to ignore the model's end-of-text tokens.
-        share: Share of the run's answer length to which answers are limited.
+        share: Answers are limited to this share of the run's answer length.
         logprobs: The log-probabilities to report and compare.
     """
 

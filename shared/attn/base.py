@@ -45,11 +45,10 @@ class AttentionBatch:
         max_kv_len: Upper bound of `kv_lens`, also a number on the host.
         table_rows: ``[bs] int32``. The row of `page_table` that belongs to each sequence, or -1 for an idle
             sequence. With None, sequence b uses row b.
-        ragged: True if sequences have different numbers of rows that only the device knows. The backend then
-            plans its work on the device. The grid of its kernels depends on the number of rows and on
-            `max_query_len`, but not on `max_kv_len`. A sequence may have no rows. A sequence is idle if its
-            table row is -1 or if it has no tokens. Rows of idle sequences are padding, and their results are
-            zeros.
+        ragged: True if sequences have different numbers of rows, stored on the device only. The backend then
+            plans its work on the device. The grid of its kernels does not depend on `max_kv_len`. A sequence
+            may have no rows. A sequence is idle if its table row is -1 or if it has no tokens. Rows of idle
+            sequences yield zeros.
         host_lens: For each sequence of a causal batch, the token index of its first row and its number of
             rows, as numbers on the host. None if the batch has `ancestors`, or if these numbers are known
             only on the device.
@@ -102,9 +101,8 @@ class AttentionBackend(Protocol):
             pool: The pool that stores K/V.
             scale: Factor on the scores, usually head_dim ** -0.5.
             window: If above 0, a row at position p sees only positions above p - window. The position of a
-                tree row is its prefix length plus its number of ancestors. Past the prefix, a tree row
-                therefore sees at most its nearest ``window - 1`` ancestors. This relies on trees in which
-                every parent has a lower column than its children.
+                tree row is its prefix length plus its number of ancestors. Every parent must have a lower
+                column than its children.
             sinks: ``[heads] fp32``, or None. Each head has one logit that takes part in the softmax but has
                 no value vector.
             softcap: If above 0, scaled scores s become ``softcap * tanh(s / softcap)`` before the mask is
@@ -137,9 +135,9 @@ def build_batch(
         counts: Number of rows of each sequence, ≥ 1.
         ancestors: ``[sum(counts), words] int32`` masks of tree rows, or None for causal rows. Bit j of a mask
             stands for token index prefix_len + j.
-        prefix_lens: Number of tokens that all rows of a sequence see. Defaults to `starts`. If a tree grows
-            level by level, the number is smaller than the start, because the tree's earlier levels lie
-            between the prefix and the start. Rows see these levels only through bits of their masks.
+        prefix_lens: Number of tokens that all rows of a sequence see. Defaults to `starts`. It is smaller if
+            a tree grows level by level: rows see the tree's earlier levels, between the prefix and the start,
+            only through bits of their masks.
 
     Raises:
         ValueError: A lease is too short.

@@ -1,8 +1,8 @@
 """Attention of prompt chunks over K/V in the pool, computed by the attention function of a library.
 
-The attention of a chunk is divided into tiles (see `tiles`), and the library computes one tile at a time. If
-several tiles contain the same row, the row's results are merged by their log-sum-exp, which is exact. All
-work is enqueued without waiting for the device.
+The attention of a chunk is divided into tiles (see `tiles`), and the library computes one tile at a time. The
+results of a row in several tiles are merged by their log-sum-exp, which is exact. All work is enqueued
+without waiting for the device.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class _Chunk:
 class ChunkAttention:
     """Computes the attention of prompt chunks by tiles, if this is estimated to be faster.
 
-    A library may keep its plans per thread. On any thread but the one that created this object, the object
-    therefore accepts no chunk.
+    A library may keep its plans per thread. The object therefore accepts chunks only on the thread that
+    created it.
 
     Args:
         attend: Computes the attention of one tile.
@@ -238,8 +238,8 @@ class ChunkAttention:
 def _tokens(plane: torch.Tensor, pages: torch.Tensor, first: int, count: int, stop: int) -> torch.Tensor:
     """Return a contiguous copy ``[count, kv_heads, dim]`` of a sequence's tokens ``[first, first + count)``.
 
-    Tokens from `stop` on are replaced by zeros. Only padding rows see these tokens, and their results are
-    dropped, but a leftover NaN would spread to other rows.
+    Tokens from `stop` on are replaced by zeros. Only padding rows, whose results are dropped, see these
+    tokens. A leftover NaN would nevertheless spread to other rows.
     """
     size, end = plane.shape[1], min(first + count, stop)
     skipped = first // size

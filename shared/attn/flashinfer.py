@@ -2,9 +2,8 @@
 
 Only this file imports FlashInfer.
 
-FlashInfer's `plan` reads lengths on the host, so every pass waits for the device once. This backend therefore
-cannot run in CUDA graphs. A round also cannot be launched before the host has read the results of the
-previous round (see `create.waits_for_device`).
+FlashInfer's `plan` reads lengths on the host, so every pass waits for the device once. With this backend,
+there are therefore no CUDA graphs, and no round is launched ahead (see `create.waits_for_device`).
 
 Trees are passed as custom masks in unpacked form. FlashInfer 0.6.11 interprets the bit offsets of packed
 masks as byte offsets, which produces wrong results if a batch has more than one sequence.

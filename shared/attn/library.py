@@ -1,8 +1,7 @@
 """Prepares attention of prompts by cuDNN through torch: checks cuDNN, builds its plans, decides on its use.
 
-cuDNN needs a plan for each shape of its inputs. A plan is built on the host, separately for each thread. This
-takes too long to do while requests wait. Plans are therefore built while the engine has no request, and only
-shapes whose plans exist are used.
+cuDNN needs a plan for each shape of its inputs. A plan is built on the host, separately for each thread,
+which takes long. Plans are therefore built while the engine has no request. Only shapes with plans are used.
 """
 
 from __future__ import annotations
@@ -95,9 +94,8 @@ class Library:
         """Check the library, then build its plans. Each step of the iterator does one of these tasks.
 
         Args:
-            use: Called with the library's attention when the library has passed the check. Each plan that is
-                built afterwards adds a shape to this attention. If the library fails later, `use` is called
-                again, with None.
+            use: Called with the library's attention after a successful check. Each plan adds a shape to this
+                attention. If the library fails later, `use` is called with None.
 
         Yields:
             None after the check, then the shape of each plan that has been built. The most useful shapes come

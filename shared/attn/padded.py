@@ -2,8 +2,8 @@
 
 All inputs have fixed addresses. A graph that was recorded for n rows serves passes of up to n rows.
 
-Padding rows come before the real rows. The rows of a causal batch are counted from the end, so the last row
-is always the newest token. Results of padding rows are ignored, and their K/V is not stored.
+Padding rows come before the real rows, so the last row is always the newest token. Results of padding rows
+are ignored, and their K/V is not stored.
 """
 
 from __future__ import annotations

@@ -64,10 +64,10 @@ def shapes_of(most_rows: int, sizes: Sequence[int] = SIZES) -> list[TileShape]:
 def tiles_of(start: int, stop: int, most_rows: int, sizes: Sequence[int] = SIZES) -> list[Tile]:
     """Return the tiles of rows ``[start, stop)`` of a sequence, in the order of their tokens.
 
-    The first and last rows are rounded outwards to multiples of the smallest size, so the tiles cover more
-    rows than requested. The rows are divided into blocks, and each block begins at a multiple of its size.
-    The tokens before a block can therefore be divided into tiles that are at least as long as the block, so
-    that few shapes suffice. Together, the tiles of a row cover all tokens up to and including the row.
+    The first and last rows are rounded outwards to multiples of the smallest size. The rows are divided into
+    blocks, and each block begins at a multiple of its size. The tokens before a block can therefore be
+    divided into tiles that are at least as long as the block, so few shapes suffice. The tiles of a row cover
+    all tokens up to and including the row.
 
     Args:
         start, stop: Token indices, ``0 <= start < stop``.

@@ -51,7 +51,8 @@ class KernelAttention(StoredAttention):
     def plan(self, batch: AttentionBatch) -> None:
         """Keep the batch. The kernels read its tensors.
 
-        The work of a ragged batch is planned in the first layer, when the number of heads is known.
+        The work of a ragged batch is planned later, in the first layer, because it depends on the number of
+        heads.
         """
         self._batch = batch
         self._works = {}

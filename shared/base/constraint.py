@@ -39,13 +39,12 @@ class Constraint:
     Attributes:
         kind: The kind of the source.
         source: The schema, expression, grammar or choices, as text.
-        begins_after: Text after which the form begins, such as ``</think>``. The output before this text is
-            free, but the output must not end before it. If `begins_after` is empty, the form begins with the
-            first token.
-        opening: Text, such as ``<think>``, with which a free part of the output may begin. If the output
-            begins with this text or the prompt ends with it, the form begins after `begins_after`. Otherwise,
-            the form begins with the first token. If `opening` is empty, the output always begins with the
-            free part.
+        begins_after: Text, such as ``</think>``, that ends a free part of the output. The output must not end
+            before this text, and the form begins after it. If it is empty, the form begins with the first
+            token.
+        opening: Text, such as ``<think>``, that begins the free part. There is a free part only if the output
+            begins with this text or the prompt ends with it. If `opening` is empty, there is always a free
+            part.
         field: Name of the request field that the client used, for error messages.
     """
 

@@ -119,3 +119,8 @@ class ProtocolError(OutriderError):
 
     code = ErrorCode.INVALID_ARGUMENT
     reason = "protocol_violation"
+
+
+def wrong_size(received: int, expected: int) -> ProtocolError:
+    """Return the error for a round's blob of a wrong size. Both sizes are in bytes."""
+    return ProtocolError(f"The peer sent a blob of {received} bytes; expected {expected}.", field="rounds")

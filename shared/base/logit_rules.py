@@ -15,6 +15,7 @@ MAX_BAD_WORD_TOKENS = 64
 MAX_BAD_WORDS_TOKENS = 2048
 MAX_TOP_LOGPROBS = 20
 MAX_BIAS = 100.0
+MAX_REQUESTED_IDS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,11 +151,13 @@ class LogprobParams:
             With None, no logprobs of output tokens are reported.
         prompt_top: As `top`, but for prompt tokens.
         prompt_start: Index of the first prompt token to report. Token 0 has no logprob.
+        token_ids: Tokens whose logprobs are also reported at each reported position.
     """
 
     top: int | None = None
     prompt_top: int | None = None
     prompt_start: int = 0
+    token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("top", "prompt_top"):
@@ -167,6 +170,25 @@ class LogprobParams:
             raise InvalidRequestError(
                 f"prompt_start must be at least 0, not {self.prompt_start}.", field="prompt_start"
             )
+        if len(self.token_ids) > MAX_REQUESTED_IDS:
+            raise InvalidRequestError(
+                f"token_ids_logprob accepts at most {MAX_REQUESTED_IDS} tokens, not {len(self.token_ids)}.",
+                field="token_ids_logprob",
+            )
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Check that all requested token ids are below `vocab_size`.
+
+        Raises:
+            InvalidRequestError: The error names the field.
+        """
+        for token in self.token_ids:
+            if not 0 <= token < vocab_size:
+                raise InvalidRequestError(
+                    f"token_ids_logprob contains the token id {token}, but the vocabulary has {vocab_size} "
+                    "entries.",
+                    field="token_ids_logprob",
+                )
 
     @property
     def wanted(self) -> bool:
@@ -185,7 +207,9 @@ class TokenLogprob:
         logprob: The natural logarithm of the token's probability.
         top: The most likely tokens and their logprobs, the most likely first. Tokens of equal probability are
             in the order of their ids.
+        requested: The logprobs of `LogprobParams.token_ids`, in the order of the request.
     """
 
     logprob: float
     top: Sequence[tuple[int, float]] = ()
+    requested: Sequence[float] = ()

@@ -16,7 +16,7 @@ import tomllib
 from collections.abc import Mapping
 from enum import Enum
 from pathlib import Path
-from typing import Any, Self, get_origin
+from typing import Any, Self, get_args, get_origin
 
 from pydantic import Field, ValidationError, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict
@@ -61,6 +61,8 @@ class ServiceSettings(BaseSettings):
     @classmethod
     def _split_lists(cls, value: object, info: ValidationInfo) -> object:
         field = cls.model_fields[info.field_name or ""]
+        if value == "" and type(None) in get_args(field.annotation):
+            return None  # docker compose sets variables that have no value to an empty text
         if not isinstance(value, str) or get_origin(field.annotation) is not tuple:
             return value
         if value.lstrip().startswith("["):

@@ -14,9 +14,9 @@ def power_of_2(count: int) -> int:
 def batch_buckets(limit: int) -> tuple[int, ...]:
     """Return the sizes to which batches are padded: powers of two, sizes half-way between them, and `limit`.
 
-    The smallest half-way size is 24. Below it, padding is almost free, because a pass over a small batch
-    takes about as long as a pass over one row. In a large batch, every padding row costs time. With more
-    sizes, there would be fewer padding rows, but start-up would take longer.
+    The smallest half-way size is 24. In smaller batches, padding is almost free, because a pass takes about
+    as long as a pass over one row. More sizes would save padding rows in large batches, but lengthen the
+    start-up.
     """
     powers = powers_of_2(limit)
     halfway = (size + size // 2 for size in powers if size >= 16)

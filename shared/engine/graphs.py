@@ -17,13 +17,23 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterator
-from dataclasses import dataclass
 from itertools import count
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import torch
 
 from outrider.kernels.ahead import rehearsing
+from outrider.shared.engine.recorded_graph import (
+    GraphObserver,
+    GraphPart,
+    Parts,
+    RecordedGraph,
+    Result,
+    end_broken_capture,
+    finish,
+    next_part,
+    single_part,
+)
 
 WARM_UP_RUNS = 2
 """Number of eager runs before a capture.
@@ -48,47 +58,7 @@ LAUNCHES_PER_RECORDING = 2.0
 A capture calls the same functions as a launch, and then builds the graph.
 """
 
-Result = TypeVar("Result")
-
 _log = logging.getLogger("outrider.engine")
-
-
-class GraphObserver(Protocol):
-    """Receives a call whenever a graph is recorded, replayed or dropped.
-
-    With tensor parallelism, the observer uses these calls to make the other ranks do the same with their
-    graphs.
-    """
-
-    def recording(self, graph: int) -> None:
-        """Called just before work is captured as graph number `graph`."""
-        ...
-
-    def recorded(self, graph: int) -> None:
-        """Called when the capture is complete."""
-        ...
-
-    def replaying(self, graph: int) -> None:
-        """Called just before the graph is launched."""
-        ...
-
-    def dropped(self, graph: int) -> None:
-        """Called when one graph is dropped."""
-        ...
-
-    def forgotten(self) -> None:
-        """Called when all graphs are dropped."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class RecordedGraph:
-    """One graph, its number for the observer, its memory pool, and the result of the recorded function."""
-
-    number: int
-    graph: torch.cuda.CUDAGraph
-    pool: Any
-    result: Any
 
 
 class GraphCache:
@@ -96,13 +66,12 @@ class GraphCache:
 
     All graphs share one memory pool, so two replays must not overlap: replay all graphs on one stream.
 
-    A result of `run` is valid until the next `run` or `capture` of *any* key of this cache, because the graph
-    of another key may place its intermediate values at the same addresses. To keep a value longer, let the
-    function copy the value to a tensor that was allocated outside the function.
+    A result of `run` is valid until the next `run` or `capture` of *any* key of this cache, because another
+    graph may use the same addresses. To keep a value longer, let the function copy it to a tensor that was
+    allocated outside the function.
 
-    Graphs that are recorded inside `keeping`, at start-up, are permanent. Of the graphs that are recorded
-    later, the cache keeps only the `max_late_graphs` that were used most recently. Without this limit, the
-    number of graphs could grow without bound, because client requests determine which keys occur.
+    Graphs that are recorded inside `keeping`, at start-up, are permanent. Client requests determine which
+    later keys occur, so the cache keeps only the `max_late_graphs` most recently used later graphs.
 
     Args:
         device: The device that the functions run on.
@@ -197,10 +166,9 @@ class GraphCache:
     def due(self, key: Hashable, counted_as: Hashable | None = None) -> bool:
         """Return whether to call `run` for this key now. Otherwise, the caller runs the function eagerly.
 
-        A key that was not recorded at start-up becomes due after it has occurred `RECORD_AFTER` times,
-        because it is then likely to occur often enough to make up for the time of the recording. A key never
-        becomes due if its recording would take longer than `most_late_s`. During start-up, a key is due
-        immediately, unless it is counted under a name.
+        During start-up, a key is due immediately, unless it is counted under a name. A later key is due after
+        it has occurred `RECORD_AFTER` times, because it will then probably make up for the time of its
+        recording. It is never due if its recording would take longer than `most_late_s`.
 
         Args:
             key: The key of `run`.
@@ -232,10 +200,13 @@ class GraphCache:
             return function()
         started = time.perf_counter()
         result = function()
-        seconds = time.perf_counter() - started
+        self._ran(key, time.perf_counter() - started)
+        return result
+
+    def _ran(self, key: Hashable, seconds: float) -> None:
+        """Note the host's time to launch the work of a key eagerly."""
         self._launch_s[key] = min(seconds, self._launch_s.get(key, seconds))
         self.provisional_runs += self._is_quick(key) and key not in self._eager
-        return result
 
     def _is_quick(self, key: Hashable) -> bool:
         return LAUNCHES_PER_RECORDING * self._launch_s.get(key, 0.0) <= self.most_late_s
@@ -244,19 +215,27 @@ class GraphCache:
         """Record a graph for `key` unless there is one. Does nothing on a CPU. Waits for the device.
 
         Before the capture, `record` runs eagerly `WARM_UP_RUNS` times, unless `run_eagerly` has run the work
-        often enough. Call this method while the static inputs contain idle rows (lengths 0, slots -1).
-        With other rows, the eager runs would overwrite data, such as K/V, that later passes read.
+        often enough. Call this method while the static inputs contain idle rows (lengths 0, slots -1),
+        because the eager runs would otherwise overwrite data, such as K/V, that later passes read.
 
         Some functions cannot be captured, for example because they query the device. Without an observer, the
         cache logs such a failure, and runs the function eagerly from then on. With an observer, it raises the
         error.
 
         In a rehearsal (`kernels.ahead`, a dry run that finds the kernels to compile), `record` runs once and
-        no graph is recorded, whether graphs are enabled or not.
+        no graph is recorded.
+        """
+        self.capture_parts(key, lambda: single_part(record))
+
+    def capture_parts(self, key: Hashable, record: Callable[[], Parts[Any]]) -> None:
+        """Record work in several parts, like `capture`. `run_parts` replays them one by one.
+
+        Each part is a graph of its own. A part may read tensors that an earlier part has made. No other graph
+        of this cache may be replayed between two parts, because it may overwrite these tensors.
         """
         if rehearsing():
             if key not in self._recorded:
-                record()
+                finish(record())
             return
         if self.holds(key):
             if self._keeping and key in self._recorded:
@@ -274,8 +253,10 @@ class GraphCache:
         if self._keeping:
             self._kept.add(key)
 
-    def _captured(self, key: Hashable, record: Callable[[], Any], warm_up_runs: int) -> RecordedGraph | None:
-        """Return the graph of a function, or None if it cannot be captured."""
+    def _captured(
+        self, key: Hashable, record: Callable[[], Parts[Any]], warm_up_runs: int
+    ) -> RecordedGraph | None:
+        """Return the graphs of all parts of some work, or None if a part cannot be captured."""
         with torch.cuda.device(self._device):
             torch.cuda.synchronize()
             free_before, _total = torch.cuda.mem_get_info()
@@ -283,32 +264,40 @@ class GraphCache:
             side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):
                 for _ in range(warm_up_runs):
-                    record()
+                    finish(record())
             torch.cuda.current_stream().wait_stream(side)
             if self._pool is None:
                 self._pool = torch.cuda.graph_pool_handle()
-            graph, number = torch.cuda.CUDAGraph(), next(self._numbers)
-            if self._observer is not None:
-                self._observer.recording(number)
             stream = torch.cuda.current_stream()
-            # "thread_local" lets other threads use the device during the capture. Only this thread must not
-            # use it.
-            try:
-                with torch.cuda.graph(graph, pool=self._pool, stream=side, capture_error_mode="thread_local"):
-                    result = record()
-            except RuntimeError as error:
-                torch.cuda.set_stream(stream)  # after the error, torch stays on the capture's stream
+            # Until the last part has been captured, `work` keeps the tensors that later parts read.
+            work, parts, ended = record(), list[GraphPart](), False
+            while not ended:
+                graph, number = torch.cuda.CUDAGraph(), next(self._numbers)
                 if self._observer is not None:
-                    raise
-                _log.warning("no CUDA graph of %s, running it eagerly: %s", key, str(error).splitlines()[0])
-                self._give_up(graph)
-                return None
-            if self._observer is not None:
-                self._observer.recorded(number)
+                    self._observer.recording(number)
+                # "thread_local" lets other threads use the device during the capture. Only this thread must
+                # not use it.
+                try:
+                    with torch.cuda.graph(graph, self._pool, side, capture_error_mode="thread_local"):
+                        ended, result = next_part(work)
+                except RuntimeError as error:
+                    torch.cuda.set_stream(stream)  # after the error, torch stays on the capture's stream
+                    if self._observer is not None:
+                        raise
+                    why = str(error).splitlines()[0]
+                    _log.warning("no CUDA graph of %s, running it eagerly: %s", key, why)
+                    # Keep the graph alive: the allocator calls into the graph until the capture has ended.
+                    self._broken.append(graph)
+                    end_broken_capture(self._pool)
+                    self._pool = None
+                    return None
+                if self._observer is not None:
+                    self._observer.recorded(number)
+                parts.append(GraphPart(number, graph))
             torch.cuda.synchronize()
             free_after, _total = torch.cuda.mem_get_info()
         self._memory_bytes += max(0, free_before - free_after)
-        return RecordedGraph(number, graph, self._pool, result)
+        return RecordedGraph(parts, self._pool, result)
 
     def _make_room(self) -> None:
         """Drop the least recently used graphs, except permanent ones, until there is room for one more."""
@@ -328,21 +317,6 @@ class GraphCache:
             self._side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         return self._side
 
-    def _give_up(self, graph: torch.cuda.CUDAGraph) -> None:
-        """Clean up after a failed capture.
-
-        torch stops the capture at the error and leaves its allocator and random generator in capture mode.
-        """
-        torch.cuda.synchronize()
-        # Keep the graph alive: the allocator calls into the graph until the capture has ended.
-        self._broken.append(graph)
-        device = torch.cuda.current_device()
-        with contextlib.suppress(RuntimeError):  # some torch versions have already ended the allocation
-            torch._C._cuda_endAllocateToPool(device, self._pool)
-        self._pool = None
-        generator = torch.cuda.default_generators[device]
-        generator.graphsafe_set_state(generator.clone_state())
-
     def run(self, key: Hashable, record: Callable[[], Result]) -> Result:
         """Run `record` eagerly, or replay the graph recorded under `key`.
 
@@ -357,13 +331,42 @@ class GraphCache:
         recorded = self._recorded.get(key)
         if recorded is None:
             return record()
-        if key not in self._kept:
-            self._recorded[key] = self._recorded.pop(key)
-        if self._observer is not None:
-            self._observer.replaying(recorded.number)
-        recorded.graph.replay()
+        self._touch(key)
+        for part in recorded.parts:
+            self._replay(part)
         result: Result = recorded.result
         return result
+
+    def run_parts(self, key: Hashable, record: Callable[[], Parts[Any]]) -> Iterator[None]:
+        """Return an iterator that does one part of some work for each item, and that must be exhausted.
+
+        Parts that `capture_parts` has recorded are replayed. Other parts run as in `run_eagerly`.
+        """
+        recorded = self._recorded.get(key)
+        if recorded is not None:
+            self._touch(key)
+            for part in recorded.parts:
+                self._replay(part)
+                yield
+            return
+        work, ended, seconds = record(), False, 0.0
+        while not ended:
+            started = time.perf_counter()
+            ended, _ = next_part(work)
+            seconds += time.perf_counter() - started
+            yield
+        if self.enabled and not rehearsing():
+            self._ran(key, seconds)
+
+    def _replay(self, part: GraphPart) -> None:
+        if self._observer is not None:
+            self._observer.replaying(part.number)
+        part.graph.replay()
+
+    def _touch(self, key: Hashable) -> None:
+        """Note that the graphs of a key are used."""
+        if key not in self._kept:
+            self._recorded[key] = self._recorded.pop(key)
 
     def drop(self, keys: Collection[Hashable]) -> None:
         """Drop these graphs, e.g. because a tensor that they use was replaced.
@@ -377,7 +380,8 @@ class GraphCache:
             recorded = self._recorded.pop(key)
             self._kept.discard(key)
             if self._observer is not None:
-                self._observer.dropped(recorded.number)
+                for part in recorded.parts:
+                    self._observer.dropped(part.number)
         if all(one.pool is not self._pool for one in self._recorded.values()):
             self._pool = None  # torch releases a pool together with its last graph
 

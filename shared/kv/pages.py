@@ -8,10 +8,9 @@ states:
     held         one PageLease    PageLease.release(), or leaving the lease's `with` block
     stored       a PageStore      eviction, or the end of the last lease that reads a removed page
 
-The first `PageLease.shared` pages of a lease are stored pages, which other leases may read too. No other
-lease contains any of the later pages. The equation ``free_pages + held_pages + stored pages == num_pages``
-holds after every call, and `PageAllocator.check` asserts it. When a lease has ended, only the allocator and
-the store still have the numbers of the lease's pages.
+The first `PageLease.shared` pages of a lease are stored pages, which other leases may read too. The later
+pages belong to this lease only. ``free_pages + held_pages + stored pages == num_pages`` holds after every
+call (`PageAllocator.check` asserts it).
 """
 
 from __future__ import annotations
@@ -50,9 +49,9 @@ class PageAllocator:
     consecutive, so that attention on the CPU can read K/V in place:
 
     - A lease grows into the page after its last page if that page is free.
-    - A new lease starts in the middle of the largest free run. A lease that ends just before this run can
-      then still grow. If the run begins with page 0, or if the second half of the run is too short, the new
-      lease starts at the beginning of the run.
+    - A new lease starts in the middle of the largest free run, so that a lease that ends just before this run
+      can still grow. If the run begins with page 0, or if its second half is too short, the new lease starts
+      at the beginning of the run.
 
     Attributes:
         store: Keeps pages of ended leases. With None, the pages of an ended lease become free.

@@ -3,15 +3,14 @@
 Life of a stored page (see `prefix_tree` for the tree of pages):
 
 1. `lease` leases the pages of a new sequence: the stored pages of its longest known prefix, then new pages.
-2. `promise` adds new pages to the tree if the prompt will fill them. Other sequences then find out that the
-   pages are being computed, and can wait for them. `publish` lets other sequences read the pages.
+2. `promise` adds new pages to the tree if the prompt will fill them. Other sequences can then wait for these
+   pages. `publish` lets other sequences read them.
 3. `end` adds the pages that the sequence has filled since `promise` was called, and ends the lease.
-4. When the allocator needs pages, it evicts stored pages that no lease reads. The least recently used pages
-   are evicted first. A page is evicted only after all its children in the tree.
+4. When the allocator needs pages, it evicts stored pages that no lease reads, the least recently used first.
+   A page is evicted only after all its children in the tree.
 
-A sequence can read another sequence's page only if the page is full and all of its tokens are committed. A
-stored prefix ends before the last token of the sequence that reads the prefix. For these two reasons, no pass
-writes a page that another sequence reads.
+No pass writes a page that another sequence reads, for two reasons: a shared page is full, and all of its
+tokens are committed.
 """
 
 from __future__ import annotations
@@ -203,6 +202,36 @@ class PrefixCache:
             node.promised_by = None
             node.has_features = path.published * self._page_size <= feature_len
 
+    def share(self, lease: PageLease, tokens: Sequence[int]) -> None:
+        """Let other sequences read the full pages of a sequence that goes on.
+
+        Args:
+            lease: The lease of the sequence.
+            tokens: The tokens whose K/V is stored. The passes that write this K/V must have been enqueued.
+        """
+        path = self._paths.get(lease)
+        if path is None or not path.trusted or (path.nodes and path.nodes[-1].parent is None):
+            return  # the tree no longer has the beginning of the sequence
+        self.promise(lease, tokens)
+        self.publish(lease, len(tokens), len(tokens))
+
+    def forget(self, tokens: Sequence[int], kept: int, salt: str = "") -> None:
+        """Remove the stored pages of a sequence after its first `kept` tokens.
+
+        Pages that a lease reads are not removed, nor are pages below them in the tree.
+        """
+        node, pages = self._tree.find_root(salt), len(tokens) // self._page_size
+        if node is None or pages < 1 or next(self._tree.keys(tokens, 0, 1)) not in node.children:
+            return
+        for index, key in enumerate(self._tree.keys(tokens, 0, pages)):
+            child = node.children.get(key)
+            if child is None:
+                return
+            if index >= kept // self._page_size and not child.pins:
+                self._tree.remove(child)
+                return
+            node = child
+
     def end(self, lease: PageLease, tokens: Sequence[int], feature_len: int) -> None:
         """Store the full pages of a sequence that has ended or is preempted, and end its lease.
 
@@ -231,8 +260,8 @@ class PrefixCache:
     def disown(self, lease: PageLease) -> None:
         """Remove the pages that a lease has added to the tree, and all pages below them, from the tree.
 
-        Call this if the contents of these pages may be wrong. Afterwards, the lease owns those of the
-        removed pages that no other lease reads. When the sequence ends, none of its pages are stored.
+        Call this if the contents of these pages may be wrong. Afterwards, the lease owns the removed pages,
+        except those that other leases read. When the sequence ends, none of its pages are stored.
         """
         path = self._paths.get(lease)
         if path is None:

@@ -7,8 +7,8 @@ path from the root of a tree to a node is a prefix, and the node is the last pag
                           └── tokens 16-31 (other tokens)
 
 Leases *pin* the nodes that their sequences read. The nodes of a lease form a path from the root, so a node
-that is not pinned has no pinned descendant and can be evicted. If a pinned node is removed, it stays outside
-the tree until its last lease ends.
+that is not pinned has no pinned descendant. A pinned node that is removed stays outside the tree until its
+last lease ends.
 """
 
 from __future__ import annotations

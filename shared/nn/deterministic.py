@@ -1,9 +1,9 @@
 """Deterministic decoders: a row's result has the same bits, whichever other rows are in the same step.
 
-In other decoders, products, norms and softmax add numbers in an order that depends on the number of rows. The
-vector units of a CPU also round the numbers at the end of a buffer differently from those in its middle. A
-token may therefore get slightly different logits in a tree, in a decode step and in a prompt chunk. If the
-two best tokens nearly tie, this difference may decide which of them is chosen. Two decoders avoid this:
+In other decoders, the order of additions depends on the number of rows. The vector units of a CPU also round
+the numbers at the end of a buffer differently. A token may therefore get slightly different logits in a tree,
+in a decode step and in a prompt chunk, which may decide between two nearly equal tokens. Two decoders avoid
+this:
 
 - `RowByRow` (CPU, any model) runs every row as a separate step.
 - `BatchInvariant` (GPU) uses products and norms whose order of addition depends only on the weight.

@@ -2,9 +2,8 @@
 
 Weights have one scale per output channel. Activations have one scale per row, computed when they are needed.
 
-A GPU has kernels for FP8 products. A CPU has none, so it rounds the operands in the same way and multiplies
-them in a wide type. This is slower than not rounding at all. It only serves to show how rounding changes a
-model's output, on any machine.
+A GPU has kernels for FP8 products. On a CPU, the operands are rounded in the same way and multiplied in a
+wide type. This is slow, and only shows how rounding changes a model's output.
 
 The embedding and the norms keep their type. Logits are computed with a rounded copy of the output head.
 """
@@ -85,9 +84,8 @@ class RoundedLinear(Linear):
 def fp8_rounding(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> OnLayer:
     """Return a function that rounds the weights of a layer to FP8.
 
-    The function can run while a model is loaded, or afterwards. If it runs while the model is loaded, at most
-    one layer at a time is in its original type. The function raises ConfigurationError for layers of a kind
-    that has no FP8 products.
+    The function can run while a model is loaded, or afterwards. During loading, at most one layer at a time
+    is in its original type. The function raises ConfigurationError for layers without FP8 products.
 
     Raises:
         ConfigurationError: The model, its GPU or its type has no FP8 products. `field` is the setting.

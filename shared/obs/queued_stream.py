@@ -23,10 +23,9 @@ MAX_WRITE_BYTES = 64 * 1024
 class QueuedStream(io.TextIOBase):
     """A text stream whose `write` never blocks and never raises.
 
-    A thread writes the text to the underlying stream. If nothing reads that stream for a while, up to
-    `max_chars` characters are kept, and further text is dropped. If the thread cannot write the text, for
-    example because the disk is full, the text is dropped too. A line in the output reports how many lines are
-    missing.
+    A thread writes the text to the underlying stream. While that stream is not read, up to `max_chars`
+    characters are kept, and further text is dropped. Text that cannot be written, for example because the
+    disk is full, is dropped too. A line in the output reports how many lines are missing.
 
     Args:
         behind: The underlying stream.

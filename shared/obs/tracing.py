@@ -1,9 +1,9 @@
 """Traces of requests through the services: names, W3C trace contexts, and a tracer that records nothing.
 
-The trace of a request begins with a span of the gateway. The target adds a child span for each sequence. A
-draft in its own process adds a span below the target's. Services pass the W3C header ``traceparent`` to each
-other, so that their spans belong to one trace. A service that has no endpoint for traces uses the tracer of
-this module.
+The trace of a request begins with a span of the gateway. The target adds a child span for each sequence, and
+a draft in its own process adds a span below the target's. The W3C header ``traceparent``, which the services
+pass on, joins the spans to one trace. A service without an endpoint for traces uses the tracer of this
+module.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
 Each rank has one TCP connection to rank 0. Rank 0 sends commands over the connection, and the rank sends
 reports. A frame is a length of four bytes, followed by that many bytes.
 
-A closed connection shows that the peer's process has died. A process that is stopped keeps its connection
-open. Each rank therefore also sends regular heartbeats ("beats"), which a stopped process cannot send.
-`beat_until_gone` sends the beats, and ends the rank's process when the connection to rank 0 closes.
+A closed connection shows that the peer's process has died. A stopped process keeps its connection open, so
+each rank also sends regular heartbeats (*beats*). `beat_until_gone` sends the beats, and ends the rank's
+process when the connection to rank 0 closes.
 """
 
 from __future__ import annotations
@@ -240,9 +240,8 @@ def accept_ranks(
 def connect_rank(store: Store, rank: int, timeout_s: float) -> RankConnection:
     """Connect this rank to rank 0. First wait until rank 0 has put its address in the store.
 
-    A store can outlive the ranks. For example, torchrun's store stays in use when torchrun restarts the
-    ranks. The store then still contains the address of the previous rank 0, where no process listens, until
-    the new rank 0 replaces the address. This function therefore retries.
+    When torchrun restarts the ranks, its store still contains the address of the previous rank 0, until the
+    new rank 0 replaces it. This function therefore retries.
 
     Raises:
         UnavailableError: Rank 0 cannot be reached.
@@ -267,9 +266,8 @@ def connect_rank(store: Store, rank: int, timeout_s: float) -> RankConnection:
 def store_of_these(store: Store) -> Store:
     """Return a section of the store that no earlier set of ranks has used.
 
-    The ranks must be connected already. The section is named after the secret that the ranks share. It could
-    not be named after torchrun's count of restarts. Each host counts only the restarts that its own failures
-    caused, so the counts of two hosts may differ.
+    The ranks must be connected already. The section is named after the secret that the ranks share, because
+    torchrun's counts of restarts may differ between hosts.
     """
     return PrefixStore(bytes(store.get(ADDRESS_KEY)).decode().split(" ")[2], store)
 

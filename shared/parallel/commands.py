@@ -56,8 +56,8 @@ class Logits:
     """Compute this rank's columns of the logits and send these columns to rank 0.
 
     Attributes:
-        rows: Number of rows of hidden states. Rank 0 broadcasts these rows after the command. With 0, nothing
-            is broadcast, and the ranks use all rows of the last forward pass, which every rank has already.
+        rows: Number of rows of hidden states that rank 0 broadcasts after the command. With 0, the ranks use
+            all rows of the last forward pass.
         best_only: 1 to send only each row's highest logit and its token id. 0 to send all columns.
     """
 
@@ -71,8 +71,8 @@ class Compact:
 
     Attributes:
         bs, width: Shape of the tensor of paths.
-        tables, max_pages: Shape of the page table. The page table and the cached lengths are then broadcast
-            too. With 0, the ranks use the page table and the cached lengths of the last forward pass.
+        tables, max_pages: Shape of the page table, which is broadcast together with the cached lengths. With
+            0, the ranks use the page table and the cached lengths of the last forward pass.
         has_table_rows: 1 if `table_rows` is broadcast, which contains each sequence's row of the page table.
             0 if sequence b uses row b.
     """

@@ -39,9 +39,8 @@ class Lead:
 
     Args:
         connections: One connection per rank, starting with rank 1.
-        on_failure: Called once, when a rank is lost or out of step. The thread that notices the failure makes
-            the call. The handler has to end the process, because the group cannot compute anything
-            afterwards, and a running collective may never return.
+        on_failure: Called once, on any thread, when a rank is lost or out of step. The handler must end the
+            process, because a running collective may never return.
         step_timeout_s: Largest number of seconds between two commands of a step (see `step`). Unlimited by
             default.
         bounded: True if collectives inside `together` end with an error after a time limit of their own, as
@@ -185,7 +184,7 @@ class Lead:
         """Watch for silent ranks and for a step that does not return, until the group fails or closes.
 
         Time is counted in iterations of this thread, one per beat. The count stops while this process is
-        suspended, so the other ranks are not blamed for the suspension.
+        suspended, so a suspension does not look like a silent rank.
         """
         while self.failure is None and not self._closing:
             time.sleep(BEAT_S)
@@ -205,8 +204,8 @@ class Lead:
     def _explained(self, command: Command, error: BaseException) -> OutriderError:
         """Return the error to report when rank 0 fails during a command.
 
-        The usual cause of a failed collective is a lost rank. First wait until the beats show whether a rank
-        is lost, and which one.
+        The usual cause of a failed collective is a lost rank. This method first waits until the beats show
+        whether and which rank is lost.
         """
         self._noticed.wait(NOTICE_S)
         for _ in range(QUIET_BEATS):

@@ -55,8 +55,8 @@ class StepInputs:
     def unpack(cls, buffer: torch.Tensor, command: Forward) -> StepInputs:
         """Return the inputs as views of a buffer with `packed_words` words.
 
-        Only a batch with a single sequence gets `AttentionBatch.host_lens`. Without `host_lens`, this rank
-        may use another attention kernel than rank 0. This is harmless, because each rank computes different
+        Only a batch with a single sequence gets `AttentionBatch.host_lens`. In other batches, this rank may
+        use another attention kernel than rank 0. This is harmless, because each rank computes different
         heads.
         """
         parts = iter(unpack(buffer, _layout(command)))

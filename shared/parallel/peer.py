@@ -4,8 +4,8 @@ With the few rows of a decode step, NCCL spends more time on its protocol than o
 faster.
 
 All waits have a time limit, in case another rank is alive but does not take part. After a timeout, the
-affected rows are NaN, so no token is chosen from these rows. The requests then end with an error, and the
-group ends too. A dead rank is noticed much earlier on the control channel (see `lead`).
+affected rows are NaN, the requests end with an error, and the group ends. A dead rank is noticed much earlier
+on the control channel (see `lead`).
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from outrider.shared.base.errors import ProtocolError
-from outrider.shared.rpc.envelopes import Blob
+from outrider.shared.base.errors import wrong_size
+from outrider.shared.rpc.envelopes import Blob, Expand
 
 
 class BlobStaging:
@@ -34,7 +34,14 @@ class BlobStaging:
         if blob.is_cuda:
             torch.cuda.current_stream(blob.device).synchronize()
 
-    def load(self, data: Blob, number: int, blob: torch.Tensor, least_bytes: int | None = None) -> None:
+    def load(
+        self,
+        data: Blob,
+        number: int,
+        blob: torch.Tensor,
+        least_bytes: int | None = None,
+        expand: Expand | None = None,
+    ) -> None:
         """Copy the bytes of a message to a blob, and write the round's number into its header.
 
         The previous copy to a blob of this size must have finished, because all copies of one size use the
@@ -46,17 +53,19 @@ class BlobStaging:
             blob: The destination.
             least_bytes: Smallest accepted length of `data`. If `data` is shorter than the blob, the end of
                 the blob stays unchanged. With None, `data` must be as long as the blob.
+            expand: Writes `data` to its places in the blob. With None, `data` is copied to its start.
 
         Raises:
             ProtocolError: `data` has a wrong size.
         """
         if not (least_bytes or blob.nbytes) <= len(data) <= blob.nbytes:
-            raise ProtocolError(
-                f"The peer sent a blob of {len(data)} bytes; expected {blob.nbytes}.", field="rounds"
-            )
+            raise wrong_size(len(data), blob.nbytes)
         place = self._place("in", blob)
         array = place.numpy()
-        array[: len(data)] = np.frombuffer(data, dtype=np.uint8)
+        if expand is not None:
+            expand(data, array.data)
+        else:
+            array[: len(data)] = np.frombuffer(data, dtype=np.uint8)
         array[:4].view(np.int32)[0] = number
         blob.copy_(place, non_blocking=True)
 

@@ -48,6 +48,7 @@ def logprobs_from_proto(options: common_pb2.LogprobOptions) -> LogprobParams:
         top=options.top if options.HasField("top") else None,
         prompt_top=options.prompt_top if options.HasField("prompt_top") else None,
         prompt_start=options.prompt_start,
+        token_ids=tuple(options.token_ids),
     )
 
 
@@ -56,7 +57,10 @@ def logprobs_to_proto(wanted: LogprobParams) -> common_pb2.LogprobOptions | None
     if not wanted.wanted:
         return None
     return common_pb2.LogprobOptions(
-        top=wanted.top, prompt_top=wanted.prompt_top, prompt_start=wanted.prompt_start
+        top=wanted.top,
+        prompt_top=wanted.prompt_top,
+        prompt_start=wanted.prompt_start,
+        token_ids=wanted.token_ids,
     )
 
 
@@ -66,9 +70,11 @@ def logprob_to_proto(one: TokenLogprob) -> common_pb2.TokenLogprob:
         logprob=one.logprob,
         top_ids=[token for token, _ in one.top],
         top_logprobs=[logprob for _, logprob in one.top],
+        requested=one.requested,
     )
 
 
 def logprob_from_proto(message: common_pb2.TokenLogprob) -> TokenLogprob:
     """Return the logprobs of one token. Ids without a logprob are dropped, and logprobs without an id."""
-    return TokenLogprob(message.logprob, tuple(zip(message.top_ids, message.top_logprobs, strict=False)))
+    top = tuple(zip(message.top_ids, message.top_logprobs, strict=False))
+    return TokenLogprob(message.logprob, top, tuple(message.requested))

@@ -1,8 +1,8 @@
 """Client side of low-latency bidirectional gRPC streams, with fewer thread switches than grpcio's streams.
 
-In grpcio's own streams, each side passes a message between threads three times. Each of these threads must
-first get the GIL. Here the sending thread itself starts the send operation in gRPC's core, and the thread
-that receives the core's completion event handles the message:
+In grpcio's own streams, each side passes a message between threads three times, and each thread must first
+get the GIL. Here, the sending thread itself starts the send operation in gRPC's core. The thread that
+receives the core's completion event handles the message:
 
     client to server   sending thread → core ~~~ core → server's polling thread, which calls `on_message`
     server to client   sending thread → core ~~~ core → client's thread in `receive`

@@ -23,19 +23,19 @@ _NO_CALLBACKS: _Callbacks = (None, ())
 class ServerStream:
     """Exchanges the messages of a bidirectional call, except the first ones. grpcio exchanges those.
 
-    The call's handler is an ordinary grpcio handler. The handler reads the first messages from its iterator
-    and yields at least one reply. It then calls `start`. After that call, the handler neither reads nor
-    yields. The handler calls `flush` before it returns or raises.
+    The call's handler is an ordinary grpcio handler:
+
+    1. It reads the first messages from its iterator, and yields at least one reply.
+    2. It calls `start`. From then on, it neither reads nor yields.
+    3. It calls `flush` before it returns or raises.
 
     Args:
         context: The call's context.
         on_message: Called with every further message, one at a time, on the server's only polling thread.
-            While `on_message` blocks, all other calls of the server wait. The draft's `on_message` may wait
-            for the draft's GPU without a time limit, because the GPU already has all its input and finishes
-            after one pass.
-        on_end: Called at least once after the stream's end, on any thread. The argument is None if the peer
-            has ended the stream or disconnected. Otherwise, the argument is the exception that `on_message`
-            raised.
+            While it blocks, all other calls of the server wait. The draft's `on_message` may wait for the
+            draft's GPU, which finishes after one pass.
+        on_end: Called at least once after the stream's end, on any thread. The argument is the exception that
+            `on_message` raised, or None if the peer has ended the stream.
         max_unsent: Largest number of messages to queue for a peer that does not read. The next message ends
             the stream.
         poll_window: Decides whether the server's polling thread busy-polls or sleeps while it waits.

@@ -1,8 +1,8 @@
 """Encodes and decodes messages of a few numbers and one blob. Copies the blob as rarely as possible.
 
 A protobuf message class copies a blob two or three times when the message is sent, and again when it is
-received. Here the bytes around the blob are encoded before the blob is computed. Sending then copies the blob
-once. Receiving returns a view and copies nothing.
+received. Here, the bytes around the blob are encoded in advance. Sending then copies the blob once, and
+receiving returns a view.
 
 The encoded bytes are those that protobuf would produce. The blob must be the last field of an inner message,
 and the inner message must be the only field of the message that is sent.
@@ -11,6 +11,7 @@ and the inner message must be the only field of the message that is sent.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from outrider.draft.v1 import draft_pb2
@@ -21,6 +22,8 @@ REQUESTS = draft_pb2.SessionRequest.DESCRIPTOR.fields_by_name
 REPLIES = draft_pb2.SessionReply.DESCRIPTOR.fields_by_name
 
 Blob = bytes | memoryview
+Expand = Callable[[Blob, memoryview], None]
+"""A function that writes a received blob to its places in a block of memory."""
 LENGTH_DELIMITED = 2
 MOST_LENGTH_BYTES = 5
 LENGTHS_KEPT = 1024
@@ -50,12 +53,12 @@ class Envelope:
         """
         return Envelope(_tag(outer_field), others + _tag(blob_field))
 
-    def seal(self, blob: Blob) -> bytes:
-        """Return the encoded message around a blob."""
-        size = len(blob)
+    def seal(self, *parts: Blob) -> bytes:
+        """Return the encoded message around a blob that consists of these parts."""
+        size = sum(map(len, parts))
         length = _varint(size)
         return b"".join(
-            (self.outer_tag, _varint(len(self.inner) + len(length) + size), self.inner, length, blob)
+            (self.outer_tag, _varint(len(self.inner) + len(length) + size), self.inner, length, *parts)
         )
 
     def open(self, message: bytes) -> memoryview | None:

@@ -23,9 +23,9 @@ def server_options(
 ) -> Options:
     """Return the server's options.
 
-    `max_received_bytes` is the largest message to receive. With None, the limit is that of sent messages. The
-    server tolerates keepalive pings on quiet streams. With gRPC's own defaults, it would close the connection
-    after a few such pings (GOAWAY, too_many_pings).
+    `max_received_bytes` is the largest message to receive. With None, it equals the limit of sent messages.
+    The options allow keepalive pings on quiet streams, which close the connection with gRPC's defaults
+    (GOAWAY, too_many_pings).
     """
     return [
         *_limits(max_message_bytes, max_received_bytes),

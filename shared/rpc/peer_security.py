@@ -8,11 +8,13 @@ from __future__ import annotations
 import os
 import ssl
 import stat
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from outrider.shared.base.errors import ConfigurationError
+from outrider.shared.rpc.certificate_files import CertificateFiles, Certificates
 
 if TYPE_CHECKING:
     import grpc
@@ -32,12 +34,15 @@ class PeerSecurity:
         ca: PEM certificates of the authority that signed the peers' certificates. A server with a CA requires
             client certificates (mTLS). A client with a CA connects by TLS.
         token: Secret that all services share. A server with a token refuses calls without it.
+        files: The files of the certificates, which may change while the service runs. None if the
+            certificates are not from files.
     """
 
     certificate: bytes = field(default=b"", repr=False)
     key: bytes = field(default=b"", repr=False)
     ca: bytes = field(default=b"", repr=False)
     token: str = field(default="", repr=False)
+    files: CertificateFiles | None = field(default=None, repr=False, compare=False)
 
     @property
     def guards_servers(self) -> bool:
@@ -48,15 +53,35 @@ class PeerSecurity:
         return bool(self.certificate and (self.token or self.ca))
 
     def server_credentials(self) -> grpc.ServerCredentials | None:
-        """Return the credentials of a server, or None if there is no certificate."""
+        """Return the credentials of a server, or None if there is no certificate.
+
+        If the certificates are from files, every handshake uses the current contents of the files, if these
+        are valid.
+        """
         import grpc
 
         if not self.certificate:
             return None
-        return grpc.ssl_server_credentials([(self.key, self.certificate)], self.ca or None, bool(self.ca))
+        pairs = [(self.key, self.certificate)]
+        if self.files is None:
+            return grpc.ssl_server_credentials(pairs, self.ca or None, bool(self.ca))
+        files = self.files
+
+        def changed() -> grpc.ServerCertificateConfiguration | None:
+            if (found := files.changed()) is None:
+                return None
+            return grpc.ssl_server_certificate_configuration(
+                [(found.key, found.certificate)], found.ca if self.ca else None
+            )
+
+        first = grpc.ssl_server_certificate_configuration(pairs, self.ca or None)
+        return grpc.dynamic_ssl_server_credentials(first, changed, bool(self.ca))
 
     def channel_credentials(self) -> grpc.ChannelCredentials | None:
-        """Return the credentials of a channel, including the token, or None if there is no CA."""
+        """Return the credentials of a channel, including the token, or None if there is no CA.
+
+        A channel keeps the certificates that it was opened with.
+        """
         import grpc
 
         if not self.ca:
@@ -93,6 +118,33 @@ def of_this_process() -> PeerSecurity:
     return _process
 
 
+def refusal_of(code: str, details: str) -> str:
+    """Return why a peer does not trust this service or is not trusted by it, or an empty text.
+
+    Args:
+        code: Name of the gRPC status with which a call failed.
+        details: Details of the status.
+
+    >>> refusal_of("UNAVAILABLE", "failed to connect to all addresses; Connection refused")
+    ''
+    """
+    if code == "UNAUTHENTICATED":
+        return details
+    if "handshake failed" in details:
+        return (
+            f"The TLS handshake failed: {details}. Check that --peer-tls-ca names the authority of the "
+            "peer's --peer-tls-cert, and that the certificate names the peer's address."
+        )
+    if "failed to connect" in details and ("Socket closed" in details or "Connection reset" in details):
+        # A server that refuses a client's certificate closes the connection without a reason.
+        return (
+            "The peer closed the connection during the handshake. Check that both services have "
+            "--peer-tls-cert, --peer-tls-key and --peer-tls-ca, and that the peer's authority has signed "
+            "this service's certificate."
+        )
+    return ""
+
+
 def load_security(
     certificate: Path | None, key: Path | None, ca: Path | None, token: Path | None, prefix: str = "peer_"
 ) -> PeerSecurity:
@@ -114,12 +166,31 @@ def load_security(
         raise ConfigurationError(
             f"{missing}: set {names['certificate']} and {names['key']} together.", field=missing
         )
-    security = PeerSecurity(
-        _read(certificate, names["certificate"]),
-        _read(key, names["key"], secret=True),
-        _read(ca, names["ca"]),
+
+    def read() -> Certificates:
+        found = Certificates(
+            _read(certificate, names["certificate"]),
+            _read(key, names["key"], secret=True),
+            _read(ca, names["ca"]),
+        )
+        _check_certificates(certificate, key, ca, names)
+        return found
+
+    files = CertificateFiles([path for path in (certificate, key, ca) if path is not None], read)
+    found = read()
+    return PeerSecurity(
+        found.certificate,
+        found.key,
+        found.ca,
         _token(token, f"{prefix}token_file"),
+        files if certificate else None,
     )
+
+
+def _check_certificates(
+    certificate: Path | None, key: Path | None, ca: Path | None, names: Mapping[str, str]
+) -> None:
+    """Raise ConfigurationError unless the files contain PEM certificates and the key that belongs to them."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     if certificate is not None and key is not None:
         try:
@@ -137,7 +208,6 @@ def load_security(
             raise ConfigurationError(
                 f"{names['ca']}: {ca} contains no PEM certificates: {error}.", field=names["ca"]
             ) from None
-    return security
 
 
 def _read(file: Path | None, name: str, *, secret: bool = False) -> bytes:

@@ -1,10 +1,9 @@
 """Makes gRPC's waiting threads watch the sockets themselves and busy-poll while a message is due.
 
-By default grpcio leaves the sockets to the threads of its event engine, which wake the waiting Python thread.
-Waking a sleeping core takes as long as a small GPU kernel, and on a virtual machine it takes 150 µs. Between
-target and draft, the waiting thread therefore watches the sockets itself (`watch_sockets`). While a message
-is due within milliseconds, the thread does not sleep (`PollWindow`). The polling loop is C code that does not
-hold the GIL.
+By default, the threads of grpcio's event engine watch the sockets, and wake the waiting Python thread. On a
+virtual machine, waking a sleeping core takes 150 µs. Between target and draft, the waiting thread therefore
+watches the sockets itself (`watch_sockets`), and does not sleep while a message is due within milliseconds
+(`PollWindow`). The polling loop is C code that does not hold the GIL.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ class PollWindow:
 
     Args:
         enabled: Whether waits may poll. With None, waits may poll if the host has enough cores and the
-            waiting threads watch the sockets themselves, because polling would otherwise be useless.
+            waiting threads watch the sockets themselves.
     """
 
     def __init__(self, enabled: bool | None = None) -> None:

@@ -7,10 +7,9 @@ however, the other side of the mailbox is this process's own CPU, which copies b
 
 When a message arrives, the copies and the graph after the wait are already enqueued, so they run immediately.
 
-While a wait is enqueued or running, the host must make no call that returns only after the wait has ended. A
-synchronisation, an allocation or the first launch of a kernel may be such a call. If the host makes such a
-call nevertheless, the watchdog ends the wait at its limit. A kernel that has run before can be launched
-safely on another stream; see `StreamRelay.call`.
+While a wait is enqueued or running, the host must not call anything that waits for the device, such as a
+synchronisation, an allocation or the first launch of a kernel. Otherwise, the watchdog ends the wait at its
+limit. A kernel that has run before can be launched safely on another stream; see `StreamRelay.call`.
 """
 
 from __future__ import annotations
@@ -22,20 +21,20 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from outrider.shared.base.errors import ProtocolError
+from outrider.shared.base.errors import wrong_size
 from outrider.shared.obs.logging import get_logger
-from outrider.shared.rpc.envelopes import Blob
+from outrider.shared.rpc.envelopes import Blob, Expand
 from outrider.shared.rpc.ipc.blob_mailbox import SLOTS, BlobLayout
 from outrider.shared.rpc.ipc.cuda import CudaError
 from outrider.shared.rpc.ipc.cuda_blob_mailbox import StreamMailbox
 from outrider.shared.rpc.ipc.doorbells import Doorbells, Side
 from outrider.shared.rpc.ipc.slots import SharedMemory
 
-STATE_BYTES = 512 * 1024
-"""Largest state in bytes. It has room for ten sequences with 6 bf16 rows of width 4096 each.
+STATE_BYTES = 4 * 1024 * 1024
+"""Largest state in bytes. It has room for 64 sequences with 6 bf16 rows of width 4096 each.
 
-A state also contains the rows of rejected tokens. Larger batches use rounds through the host, which send
-fewer bytes.
+The memory has room for the feature rows of rejected tokens, but these rows are not sent. Larger batches use
+rounds through the host.
 """
 NUMBER = struct.Struct("<i")
 LEAST_STATE_BYTES = 256
@@ -43,8 +42,8 @@ LEAST_STATE_BYTES = 256
 
 A received state may lack unused rows at its end.
 """
-TREES_BYTES = 64 * 1024
-"""Largest trees in bytes. They have room for ten sequences with 800 nodes each."""
+TREES_BYTES = 128 * 1024
+"""Largest trees in bytes. They have room for 64 sequences with 128 nodes each."""
 LAYOUT = BlobLayout(STATE_BYTES, TREES_BYTES, inside=False)
 
 log = get_logger("outrider.rpc")
@@ -137,9 +136,8 @@ class StreamRelay:
 
         This method launches a trivial kernel that waits for nothing.
 
-        Processes that share a GPU without MPS are time-sliced. If the GPU switches only when a stream's wait
-        ends, the switch delays the stream by 160 µs (H200). If this method is called early, the GPU switches
-        while the data that ends the wait is still on its way.
+        Processes that share a GPU without MPS are time-sliced, and a switch takes 160 µs (H200). If this
+        method is called early, the GPU switches while the data that ends a stream's wait is still on its way.
         """
         with torch.cuda.stream(self._aside):
             self._trifle.zero_()
@@ -157,10 +155,13 @@ class StreamRelay:
         start = self._out(number)
         return self._slots.array[start : start + num_bytes]
 
-    def put(self, number: int, data: Blob) -> None:
+    def put(self, number: int, data: Blob, expand: Expand | None = None) -> None:
         """Pass the peer's blob of an enqueued round to the waiting stream.
 
-        A state may lack unused rows at its end.
+        Args:
+            number: The number of the round.
+            data: The blob. A state may lack unused rows at its end.
+            expand: Writes `data` to its places in the slot. With None, `data` is copied to its start.
 
         Raises:
             ProtocolError: The blob has a wrong size. The stream continues to wait.
@@ -168,11 +169,12 @@ class StreamRelay:
         enqueued, num_bytes = self._sizes[number % SLOTS]
         size = len(data)
         if enqueued != number or not (self._least or num_bytes) <= size <= num_bytes:
-            raise ProtocolError(
-                f"The peer sent a blob of {size} bytes; expected {num_bytes}.", field="rounds"
-            )
+            raise wrong_size(size, num_bytes)
         start = self._in(number)
-        self._slots.bytes[start : start + size] = data
+        if expand is not None:
+            expand(data, self._slots.bytes[start : start + num_bytes])
+        else:
+            self._slots.bytes[start : start + size] = data
         NUMBER.pack_into(self._slots.bytes, start, number)
         self._peer.give(number)
 

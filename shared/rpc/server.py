@@ -33,10 +33,9 @@ NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 class PatientHealth(health.HealthServicer):  # type: ignore[misc]  # the library has no types
     """Health checks whose watchers may leave at any time.
 
-    When a watcher leaves, grpc's health library takes its lock to remove the watcher, on the thread that also
-    completes sends. The library holds the same lock while it waits until a status has been sent. If a watcher
-    left at that moment, the whole server would therefore block. This class removes watchers on the threads of
-    the health checks instead.
+    grpc's health library removes a watcher under a lock, on the thread that also completes sends. It holds
+    the same lock while it waits until a status has been sent. A watcher that leaves at that moment would
+    therefore block the whole server. This class removes watchers on the threads of the health checks instead.
     """
 
     def __init__(self) -> None:

@@ -25,6 +25,7 @@ class TargetFeature(IntEnum):
 
     RESUME = target_pb2.TARGET_FEATURE_RESUME
     CONSTRAINT = target_pb2.TARGET_FEATURE_CONSTRAINT
+    STATES = target_pb2.TARGET_FEATURE_STATES
 
 
 TARGET_FEATURES = frozenset(TargetFeature)

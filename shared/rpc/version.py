@@ -30,11 +30,21 @@ class Feature(IntEnum):
     MAILBOX = draft_pb2.PROTOCOL_FEATURE_MAILBOX
     TRACE_LOGPROBS = draft_pb2.PROTOCOL_FEATURE_TRACE_LOGPROBS
     SLOTTED_ROUNDS = draft_pb2.PROTOCOL_FEATURE_SLOTTED_ROUNDS
+    COMPACT_STATES = draft_pb2.PROTOCOL_FEATURE_COMPACT_STATES
+    STORED_ROWS = draft_pb2.PROTOCOL_FEATURE_STORED_ROWS
 
 
 VERSION_2_FEATURES = frozenset((Feature.ROUNDS_ON_DEVICE, Feature.MAILBOX, Feature.TRACE_LOGPROBS))
 """Features of a peer of version 2 that sends no range of versions. Such a peer sends no features either."""
-FEATURES = frozenset((Feature.MAILBOX, Feature.TRACE_LOGPROBS, Feature.SLOTTED_ROUNDS))
+FEATURES = frozenset(
+    (
+        Feature.MAILBOX,
+        Feature.TRACE_LOGPROBS,
+        Feature.SLOTTED_ROUNDS,
+        Feature.COMPACT_STATES,
+        Feature.STORED_ROWS,
+    )
+)
 """The features that this release supports.
 
 A peer of version 2 has no slots (`shared.spec.resident`), so rounds with this peer run through the host.

@@ -1,12 +1,13 @@
-"""The interface of a drafter on the target's device. It drafts before the host has read the last round."""
+"""Drafting on the target's device, in stream order, before the host has read the last round."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import Protocol, runtime_checkable
+from typing import Protocol
+
+import torch
 
 from outrider.kernels.packed_round import GroupRows
-from outrider.shared.spec.drafter import Drafter
 from outrider.shared.spec.tree import DraftBatch, DraftShape
 
 
@@ -31,9 +32,9 @@ class SeatedGroup(Protocol):
 
         For each session, `rows.counts` is the number of new tokens and features.
 
-        A CUDA graph must be able to capture this method, so it only enqueues. It never synchronises with the
-        host or branches on the contents of tensors. On a CPU, the same code runs immediately. During a
-        capture, all rows are idle, and this method must not write data that a later call would read.
+        A CUDA graph must be able to capture this method. It never synchronises with the host or branches on
+        the contents of tensors. During a capture, all rows are idle, and this method must not write data that
+        a later call would read.
 
         Returns:
             ``[G, N]`` trees, where N is the shape's `max_nodes` and node 0 is the root. Idle rows have
@@ -42,14 +43,13 @@ class SeatedGroup(Protocol):
         ...
 
 
-@runtime_checkable
-class DeviceDrafter(Drafter, Protocol):
-    """Drafts on the target's device, in stream order. Engine thread only.
+class DeviceDrafter(Protocol):
+    """The part of a `Drafter` that drafts on the target's device, in stream order. Engine thread only.
 
     The tokens and features of one round are the next round's input on the device, so a round is drafted
-    before the host has read the previous one. If a session did not draft in the last round, its feature rows
-    of earlier rounds are missing. `lacking` returns the positions of these rows. Once they are supplied,
-    `catch_up` processes them, so that the session can draft again.
+    before the host has read the previous one. A session that did not draft in the last round lacks feature
+    rows. `lacking` returns their positions, and `catch_up` processes them, so that the session can draft
+    again.
     """
 
     def lacking(self, session_id: int) -> range | None:
@@ -58,6 +58,10 @@ class DeviceDrafter(Drafter, Protocol):
         Returns:
             A range of positions, which is empty if no row is missing. None if the session is unknown.
         """
+        ...
+
+    def features(self, session_id: int, base: int, rows: torch.Tensor) -> None:
+        """Receive the feature rows that a session lacks; see `Drafter.features`."""
         ...
 
     def catch_up(self, session_ids: Sequence[int]) -> None:

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import torch
 
+from outrider.shared.base.errors import OutriderError
+from outrider.shared.spec.device_drafter import DeviceDrafter
+from outrider.shared.spec.exchanged_slots import ExchangedSlots
 from outrider.shared.spec.fence import Fence
 from outrider.shared.spec.tree import DraftBatch, DraftShape
 
@@ -67,6 +70,10 @@ class SequenceOpen:
         seed, temperature, choice_index: Parameters of the target's sampling noise, for coupled drafting.
         traceparent: W3C trace context of the target's span for the request. Empty if the request is not
             traced.
+        cache_salt: The drafter may keep what it computes for later sequences with the same salt. With None,
+            it keeps and reuses nothing.
+        stored_len: Number of leading tokens that the target has found in its prefix cache or has computed.
+            For these tokens, the drafter may reuse what it has kept of earlier sequences.
     """
 
     fence: Fence
@@ -75,6 +82,8 @@ class SequenceOpen:
     temperature: float
     choice_index: int = 0
     traceparent: str = ""
+    cache_salt: str | None = None
+    stored_len: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,9 +121,8 @@ class ProposalRow:
 
     The row contains the sequence's current fence, its root token, and the shape of the tree.
 
-    If `must_wait` is True (speculation mode ON), the row may skip rounds until its tree arrives, and the
-    drafter decides how long the row waits. If `must_wait` is False, the row waits until the request's
-    deadline at most.
+    With `must_wait` (speculation mode ON), the row may skip rounds until its tree arrives, and the drafter
+    decides how long the row waits. Without `must_wait`, the row waits until the request's deadline at most.
     """
 
     fence: Fence
@@ -149,17 +157,29 @@ class Drafter(Protocol):
     """Proposes trees. The engine step uses only this interface for speculation.
 
     The methods never raise an error because the draft has failed. In that case, `propose` returns trees of
-    one node (the root), and `fallback_reason` returns the cause. All methods are called from the engine
-    thread only.
+    one node (the root), and `fallback_reason` returns the cause. All methods except `state`, `describe` and
+    `refusal` are called from the engine thread only.
+
+    Drafters inherit from this class. The members that have a default are needed by some drafters only.
+
+    Attributes:
+        slots: The slots of a drafter that exchanges rounds with the target's device. None for others.
     """
 
-    @property
-    def device_resident(self) -> bool:
-        """Whether rounds can stay on the device now; see `shared.spec.resident`.
+    slots: ExchangedSlots | None = None
 
-        This property is cheap, because the engine reads it on every step.
-        """
-        ...
+    @property
+    def on_device(self) -> DeviceDrafter | None:
+        """This drafter, if it drafts on the target's device. None if its trees come from elsewhere."""
+        return None
+
+    def describe(self) -> tuple[str, str]:
+        """Return the algorithm and the model id. By default, they are empty."""
+        return "", ""
+
+    def refusal(self) -> OutriderError | None:
+        """Return why draft and target do not match. None if they match or the draft has not answered."""
+        return None
 
     def feature_spec(self) -> FeatureSpec | None:
         """Return the features to capture, or None if they are unknown because no draft has connected yet.
@@ -182,6 +202,16 @@ class Drafter(Protocol):
         These rows belong to a prompt or to a reopened sequence.
         """
         ...
+
+    def absorb(self, session_ids: Sequence[int]) -> None:
+        """Enqueue the work on these sequences' received feature rows, except on each sequence's last row.
+
+        By default, this method does nothing, because a drafter in another process works on its own.
+
+        Does not wait. The call only saves time later; the drafted trees are the same without it. After the
+        call, the engine sends more rows of these sequences, or a commit (the first token after a prompt).
+        """
+        return
 
     def commit(self, result: Commits) -> None:
         """Send the tokens that a round chose. Commits are cumulative. A repeated commit has no effect."""
@@ -223,31 +253,4 @@ class Drafter(Protocol):
 
     def shutdown(self) -> None:
         """Close the connection to the draft and join the drafter's threads."""
-        ...
-
-
-@runtime_checkable
-class EagerDrafter(Protocol):
-    """A drafter that runs on the engine's thread and processes prompts only when `absorb` is called.
-
-    Other drafters process prompts on their own.
-    """
-
-    def absorb(self, session_ids: Sequence[int]) -> None:
-        """Enqueue the work on these sequences' received feature rows, except on each sequence's last row.
-
-        Does not wait.
-
-        The call only saves time later; the drafted trees are the same without it. After the call, the engine
-        sends more rows of these sequences, or a commit (the first token after a prompt).
-        """
-        ...
-
-
-@runtime_checkable
-class Described(Protocol):
-    """A drafter that reports its algorithm and model."""
-
-    def describe(self) -> tuple[str, str]:
-        """Return the algorithm and the model id."""
         ...

@@ -1,10 +1,9 @@
 """Device rounds between a target and a draft in another process: the states and trees that they exchange.
 
-In the steady state, the devices do not wait until a host has read the previous round. The target's host
-enqueues each round before it reads the result of the round before. The enqueued work sends the state,
-receives the trees and runs the verify pass.
+The target's host enqueues each round before it reads the result of the previous round. The enqueued work
+sends the state, receives the trees and runs the verify pass.
 
-A draft in another process implements the interface in `shared.spec.exchange_drafter`. A drafter in the
+A draft in another process implements the interface in `shared.spec.exchanged_slots`. A drafter in the
 target's own process implements the interface in `shared.spec.device_drafter`.
 
 Terms: the root of a tree is the last committed token of its sequence, and committed_len is the number of
@@ -27,11 +26,15 @@ not sent, because the target's device computes them while it checks the trees (`
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
+
+from outrider.kernels.packed_round import GroupRows
+from outrider.shared.base.errors import wrong_size
+
+Buffer = bytes | memoryview
 
 HEADER_BYTES = 256
 ALIGNMENT = 256
@@ -50,56 +53,89 @@ def _aligned(num_bytes: int) -> int:
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
-class BlobExtent(Protocol):
-    """Computes how many bytes of a blob are in use."""
-
-    def used_bytes(self, packed: memoryview) -> int:
-        """Return the number of bytes in use, given a copy of the blob on the host."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
-class LastExtent(BlobExtent):
-    """The extent of a blob with several groups.
-
-    In use are all bytes before the last group, and the bytes that the last group uses.
-
-    Attributes:
-        start: Byte offset of the last group.
-        last: The extent of the last group.
-    """
-
-    start: int
-    last: BlobExtent
-
-    def used_bytes(self, packed: memoryview) -> int:
-        return self.start + self.last.used_bytes(packed[self.start :])
-
-
-@dataclass(frozen=True, slots=True)
-class PackedExtent(BlobExtent):
-    """Computes how many bytes of `RoundState.packed` are in use.
-
-    The bytes after the last valid feature row are not in use.
+class GroupLayout:
+    """Layout of one `RoundState.packed`.
 
     Attributes:
         counts: The binary layout of the counts.
         columns: R, the number of columns of the state.
         features_start: Byte offset of the first feature row.
         row_bytes: Bytes of one feature row.
+        num_bytes: Size of the state in bytes.
     """
 
     counts: struct.Struct
     columns: int
     features_start: int
     row_bytes: int
+    num_bytes: int
+
+    def features(self, packed: Buffer, start: int) -> Iterator[tuple[int, int]]:
+        """Yield where the valid feature rows of each sequence begin and end, as byte offsets in the state.
+
+        Args:
+            packed: Memory that contains the state's header, committed lengths and counts.
+            start: Byte offset of the state in this memory.
+        """
+        stride = self.columns * self.row_bytes
+        counts = self.counts.unpack_from(packed, start + HEADER_BYTES + self.counts.size)
+        for row, count in enumerate(counts):
+            if count > 0:
+                first = self.features_start + row * stride
+                yield first, first + min(count, self.columns) * self.row_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class StateLayout:
+    """Layout of a round's states, one group after the other in one block of memory.
+
+    A *compact* state contains the parts of this block that are in use: for each group, all bytes before the
+    feature rows, and then the valid feature rows.
+
+    Attributes:
+        groups: The layout of each group.
+    """
+
+    groups: Sequence[GroupLayout]
 
     def used_bytes(self, packed: memoryview) -> int:
-        rows, columns = 0, self.columns
-        for row, count in enumerate(self.counts.unpack_from(packed, HEADER_BYTES + self.counts.size)):
-            if count > 0:
-                rows = row * columns + min(count, columns)
-        return self.features_start + rows * self.row_bytes
+        """Return the offset of the end of the last group's last valid feature row."""
+        start = sum(group.num_bytes for group in self.groups[:-1])
+        used = self.groups[-1].features_start
+        for _, stop in self.groups[-1].features(packed, start):
+            used = stop
+        return start + used
+
+    def compact(self, packed: memoryview) -> list[memoryview]:
+        """Return the parts of a compact state, given a copy of the block on the host."""
+        parts, start = [], 0
+        for group in self.groups:
+            parts.append(packed[start : start + group.features_start])
+            parts += [packed[start + first : start + last] for first, last in group.features(packed, start)]
+            start += group.num_bytes
+        return parts
+
+    def expand(self, compact: Buffer, packed: memoryview) -> None:
+        """Write a compact state to its places in a block. The rest of the block stays unchanged.
+
+        Raises:
+            ProtocolError: The compact state has a wrong size. In this case, the block stays unchanged.
+        """
+        data, at, start = memoryview(compact), 0, 0
+        places: list[tuple[int, int, int]] = []
+        for group in self.groups:
+            if at + group.features_start > len(data):
+                raise wrong_size(len(data), at + group.features_start)
+            spans = [(0, group.features_start), *group.features(data, at)]
+            for first, last in spans:
+                places.append((start + first, at, last - first))
+                at += last - first
+            start += group.num_bytes
+        if at != len(data):
+            raise wrong_size(len(data), at)
+        for to, source, num_bytes in places:
+            packed[to : to + num_bytes] = data[source : source + num_bytes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,12 +227,25 @@ class RoundState:
         return self.tokens.shape[1]
 
     @property
-    def extent(self) -> PackedExtent:
-        """The `PackedExtent` of this state, which computes how many bytes of `packed` are in use."""
-        row_bytes = self.features.shape[2] * self.features.element_size()
-        return PackedExtent(
-            struct.Struct(f"<{self.bs}i"), self.columns, _features_start(self.bs, self.columns), row_bytes
+    def rows(self) -> GroupRows:
+        """This state without `packed`, as the rows of a group."""
+        return GroupRows(
+            self.committed_lens,
+            self.counts,
+            self.tokens,
+            self.features,
+            self.temperature,
+            self.seeds,
+            self.choices,
         )
+
+    @property
+    def layout(self) -> GroupLayout:
+        """The layout of `packed`."""
+        row_bytes = self.features.shape[2] * self.features.element_size()
+        start = _features_start(self.bs, self.columns)
+        num_bytes = start + _aligned(self.bs * self.columns * row_bytes)
+        return GroupLayout(struct.Struct(f"<{self.bs}i"), self.columns, start, row_bytes, num_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,11 +254,11 @@ class StateBlob:
 
     Attributes:
         packed: ``[n] uint8``.
-        extent: Computes how much of `packed` is in use.
+        layout: The layout of `packed`.
     """
 
     packed: torch.Tensor
-    extent: BlobExtent
+    layout: StateLayout
 
 
 @dataclass(frozen=True, slots=True)

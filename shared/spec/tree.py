@@ -40,6 +40,11 @@ class DraftShape:
         """Whether this shape includes any draft node."""
         return self.max_nodes > 1 and self.depth > 0
 
+    @property
+    def columns(self) -> int:
+        """Largest number of tokens that a round with this shape can choose for a sequence."""
+        return min(self.depth, self.max_nodes - 1) + 1
+
     def bounded(self) -> DraftShape:
         """Return the shape with `max_nodes` limited to the number of nodes that depth and topk allow."""
         candidates = self.topk + (self.depth - 1) * self.topk * self.topk if self.depth > 0 else 0

@@ -60,6 +60,24 @@ def test_gpu_services_reserve_devices_and_share_memory() -> None:
         assert services[name]["ipc"] == services[name]["pid"] == "service:namespaces"
 
 
+def test_certificates_keys_and_tokens_reach_the_services_that_need_them() -> None:
+    front, peers = "/etc/outrider/front.pem", "/etc/outrider/token"
+    profiles = ("--profile", "gpu", "--profile", "apart", "--profile", "cpu")
+    given = {"OUTRIDER_TLS_CERT": front, "OUTRIDER_API_KEYS_FILE": front, "OUTRIDER_PEER_TOKEN_FILE": peers}
+    services = config(*profiles, **given)["services"]
+    for name, service in services.items():
+        environment = service.get("environment") or {}
+        role = name.removesuffix("-cpu").upper()
+        gateway = name in ("outrider", "gateway", "gateway-cpu")
+        for variable in ("TLS_CERT", "API_KEYS_FILE"):
+            assert environment.get(f"OUTRIDER_GATEWAY_{variable}") == (front if gateway else None)
+        apart = role in ("GATEWAY", "TARGET", "DRAFT")
+        tokens = [variable for variable, value in environment.items() if value == peers]
+        assert tokens == ([f"OUTRIDER_{role}_PEER_TOKEN_FILE"] if apart else [])
+    assert services["target"]["environment"]["CUDA_VISIBLE_DEVICES"] == "0,1"
+    assert services["draft"]["environment"]["CUDA_VISIBLE_DEVICES"] == "0,1"
+
+
 def test_the_example_is_a_valid_environment() -> None:
     """With every variable set to the default that the example names, the file stays the same."""
     lines = (ROOT / ".env.example").read_text().splitlines()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
+import struct
 import subprocess
 import sys
 import threading
@@ -21,6 +22,7 @@ TARGET_SERVICE = "outrider.target.v1.Target"
 EOS_ID = 1
 MAX_MODEL_LEN = 512
 WAIT_S = 20
+HIDDEN_SIZE, LAYERS, TOP_K = 4, 3, 2
 
 
 @dataclass(slots=True)
@@ -61,6 +63,33 @@ def chain_tokens(request: target_pb2.GenerateRequest, count: int) -> list[int]:
     return tokens
 
 
+def token_logprob(token: int, index: int, top: int) -> common_pb2.TokenLogprob:
+    """Return a logprob that tells the place of a token in its answer: -1 for the first token, then -2."""
+    others = [(token + rank) % 90 + 5 for rank in range(1, top)]
+    logprobs = [-1.0 - index - rank for rank in range(top)]
+    return common_pb2.TokenLogprob(
+        logprob=-1.0 - index, top_ids=[token, *others][:top], top_logprobs=logprobs
+    )
+
+
+def token_states(
+    request: target_pb2.GenerateRequest, first: int, count: int
+) -> common_pb2.TokenStates | None:
+    """Return states that tell the index of each token. None if the request wants none of these tokens."""
+    wanted = request.states
+    indices = range(max(first, wanted.start), first + count)
+    if not indices or not (wanted.hidden_states or wanted.routed_experts):
+        return None
+    states = common_pb2.TokenStates(first=indices[0], count=len(indices))
+    for index in indices:
+        hidden = [index + column / 8 for column in range(HIDDEN_SIZE)]
+        if wanted.hidden_states:
+            states.hidden_states += struct.pack(f"<{HIDDEN_SIZE}f", *hidden)
+        if wanted.routed_experts:
+            states.routed_experts += struct.pack(f"<{LAYERS * TOP_K}i", *[index] * LAYERS * TOP_K)
+    return states
+
+
 class FakeTarget(target_pb2_grpc.TargetServicer):
     """Serves the target's protocol.
 
@@ -78,7 +107,11 @@ class FakeTarget(target_pb2_grpc.TargetServicer):
     ) -> None:
         self.model_id = model_id
         self.fingerprint = fingerprint
-        self.features = [target_pb2.TARGET_FEATURE_RESUME, target_pb2.TARGET_FEATURE_CONSTRAINT]
+        self.features = [
+            target_pb2.TARGET_FEATURE_RESUME,
+            target_pb2.TARGET_FEATURE_CONSTRAINT,
+            target_pb2.TARGET_FEATURE_STATES,
+        ]
         self.address = ""
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
@@ -173,6 +206,9 @@ class FakeTarget(target_pb2_grpc.TargetServicer):
         matched = None
         base_len = len(request.prompt_ids)
         try:
+            if found := token_states(request, 0, base_len + emitted):
+                states = target_pb2.TokenDelta(states=found)
+                replies.put(target_pb2.GenerateReply(request_id=request.request_id, delta=states))
             for number, step in enumerate(steps):
                 if number and script.gate:
                     script.gate.acquire(timeout=WAIT_S)
@@ -185,8 +221,15 @@ class FakeTarget(target_pb2_grpc.TargetServicer):
                 if cut is not None:
                     tokens, matched = tokens[: cut + 1], tokens[cut]
                 delta = target_pb2.TokenDelta(token_ids=tokens)
+                if request.logprobs.HasField("top"):
+                    delta.logprobs.extend(
+                        token_logprob(token, emitted + index, request.logprobs.top)
+                        for index, token in enumerate(tokens)
+                    )
                 if number and request.speculation.trace:
                     delta.rounds.append(trace_round(rounds, base_len + emitted, tokens, self.trace_nodes))
+                if number and (found := token_states(request, base_len + emitted - 1, len(tokens))):
+                    delta.states.CopyFrom(found)
                 rounds += number > 0
                 emitted += len(tokens)
                 replies.put(target_pb2.GenerateReply(request_id=request.request_id, delta=delta))
@@ -240,6 +283,9 @@ class FakeTarget(target_pb2_grpc.TargetServicer):
             features=self.features,
             architecture="LlamaForCausalLM",
             vocab_size=self.vocab_size,
+            hidden_size=HIDDEN_SIZE,
+            routed_layers=LAYERS,
+            experts_per_token=TOP_K,
             max_model_len=self.max_model_len,
             eos_token_ids=[EOS_ID],
             dtype="float32",

@@ -105,6 +105,27 @@ def test_a_chat_has_logprobs_as_the_openai_client_knows_them(
         assert sum(math.exp(each.logprob) for each in one.top_logprobs) <= 1.0001
 
 
+def test_a_response_has_the_logprobs_of_the_chat(sampled: openai.OpenAI, stack: Stack) -> None:
+    chat = sampled.chat.completions.create(
+        model=stack.model, messages=CHAT, max_tokens=12, temperature=0, logprobs=True, top_logprobs=3
+    )
+    response = sampled.responses.create(
+        model=stack.model,
+        input=CHAT,
+        max_output_tokens=12,
+        temperature=0,
+        include=["message.output_text.logprobs"],
+        top_logprobs=3,
+    )
+    expected = chat.choices[0].logprobs.content
+    found = response.output[0].content[0].logprobs
+    assert [one.bytes for one in found] == [one.bytes for one in expected[: len(found)]]
+    assert len(found) in (len(expected), len(expected) - 1), "only a stop token has no text"
+    for one, other in zip(found, expected, strict=False):
+        assert one.logprob == pytest.approx(other.logprob, abs=1e-3)
+        assert [top.token for top in one.top_logprobs] == [top.token for top in other.top_logprobs]
+
+
 class _Nothing:
     content: tuple[Any, ...] = ()
 

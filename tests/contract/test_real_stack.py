@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 from gateway_thread import Stack
 from sampling_calls import *  # noqa: F403
+from state_calls import *  # noqa: F403
 from structured_calls import *  # noqa: F403
 from test_generate_route import *  # noqa: F403 - imports the tests themselves
 from test_grpc_client import *  # noqa: F403

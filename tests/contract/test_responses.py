@@ -118,6 +118,53 @@ def test_the_events_build_the_same_response(
     assert final.usage == whole.usage
 
 
+LOGPROBS: dict[str, Any] = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
+
+
+@pytest.mark.parametrize("step", [1, 3, 40])
+def test_the_text_has_logprobs_and_nothing_else_has(
+    client: openai.OpenAI, fake: FakeTarget, tokenizer: Tokenizer, step: int
+) -> None:
+    thought, said = "<think>Hm, é.</think>", "Paris – s\u00fcß."
+    answer_with(fake, tokenizer, f"{thought}\n\n{said}{CALL[12:]}", step)
+    whole = client.responses.create(model="toy", input="x", tools=TOOLS, **LOGPROBS)
+    with client.responses.stream(model="toy", input="x", tools=TOOLS, **LOGPROBS) as stream:
+        events = list(stream)
+        final = stream.get_final_response()
+    assert [item.type for item in whole.output] == ["reasoning", "message", "function_call"]
+    part = whole.output[1].content[0]
+    assert part.text == said
+    assert bytes(byte for one in part.logprobs for byte in one.bytes).decode() == said
+    # The fake target's logprobs number its tokens.
+    before = len(tokenizer.encode(f"{thought}\n\n", add_special_tokens=False).ids)
+    places = [-before - 1.0 - index for index in range(len(part.logprobs))]
+    assert [one.logprob for one in part.logprobs] == places
+    assert all(len(one.top_logprobs) == 2 for one in part.logprobs)
+    assert whole.top_logprobs == 2
+    assert final.output[1].content[0].logprobs == part.logprobs
+    deltas = [event for event in events if event.type == "response.output_text.delta"]
+    assert [one.logprob for event in deltas for one in event.logprobs] == places
+    (done,) = [event for event in events if event.type == "response.output_text.done"]
+    assert [one.token for one in done.logprobs] == [one.token for one in part.logprobs]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        whole.model_dump()
+
+
+def test_logprobs_do_not_change_the_usage_and_are_absent_by_default(
+    client: openai.OpenAI, fake: FakeTarget, tokenizer: Tokenizer
+) -> None:
+    answer_with(fake, tokenizer, f"<think>Hm, well.</think>{TWO_CALLS}")
+    plain = client.responses.create(model="toy", input="x", tools=TOOLS)
+    scored = client.responses.create(model="toy", input="x", tools=TOOLS, **LOGPROBS)
+    assert plain.usage == scored.usage
+    assert plain.usage.output_tokens_details.reasoning_tokens > 0
+    assert plain.output[1].content[0].logprobs == []
+    assert scored.output[1].content[0].logprobs
+    encrypted = client.responses.create(model="toy", input="x", include=["reasoning.encrypted_content"])
+    assert encrypted.output[0].status == "completed"
+
+
 async def test_the_asynchronous_client_streams_too(
     tool_gateway: GatewayThread, fake: FakeTarget, tokenizer: Tokenizer
 ) -> None:
@@ -143,6 +190,8 @@ async def test_the_asynchronous_client_streams_too(
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input.0.content.0"),
         ({"input": []}, "input"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({**LOGPROBS, "top_logprobs": 21}, "top_logprobs"),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import ssl
+import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import grpc
@@ -14,11 +17,14 @@ from gateway_thread import GatewayThread, free_port
 from support.throwaway_ca import Certificate, ThrowawayCa
 from test_process import TIMEOUT_S, process, wait_ready
 from tokenizers import Tokenizer
+from typer.testing import CliRunner
 
 from outrider.gateway.v1 import gateway_pb2, gateway_pb2_grpc
+from outrider.services.cli.commands import app
 from outrider.services.gateway.settings import GatewaySettings
+from outrider.services.stack.liveness import service_probes
 from outrider.services.stack.options import StackOptions
-from outrider.services.stack.service_checks import check_gateway_flags
+from outrider.services.stack.service_checks import check_gateway_flags, gateway_context
 from outrider.shared.base.errors import ConfigurationError
 from outrider.shared.rpc.peer_security import load_security
 from outrider.shared.rpc.server import sync_server
@@ -126,6 +132,71 @@ def test_settings_that_make_no_sense_are_refused(ca: ThrowawayCa, front: Certifi
         GatewaySettings(tls_cert=front.cert).check()
     with pytest.raises(ConfigurationError, match="tls_ca: set tls_cert"):
         GatewaySettings(tls_ca=ca.cert).check()
+
+
+def test_up_checks_a_gateway_that_needs_certificates_with_its_own(
+    make_gateway: Callable[..., GatewayThread], ca: ThrowawayCa, front: Certificate, tmp_path: Path
+) -> None:
     files = {"tls_cert": front.cert, "tls_key": front.key, "tls_ca": ca.cert}
-    with pytest.raises(ConfigurationError, match="outrider serve gateway"):
-        check_gateway_flags(StackOptions(gateway_settings=files))
+    options = StackOptions(gateway_settings=files)
+    check_gateway_flags(options)
+    gateway = make_gateway(**files)
+    verify = gateway_context(options)
+    with ExitStack() as cleanup:
+        url = f"https://127.0.0.1:{gateway.server.port}"
+        probes = service_probes(url, "127.0.0.1:1", None, cleanup, verify)
+        assert probes["gateway"]()
+        assert not service_probes(url, "127.0.0.1:1", None, cleanup)["gateway"]()
+    stranger = ThrowawayCa(tmp_path / "stranger")
+    with pytest.raises(ConfigurationError, match="does not accept") as caught:
+        check_gateway_flags(StackOptions(gateway_settings={**files, "tls_ca": stranger.cert}))
+    assert caught.value.field == "tls_ca"
+
+
+def test_a_health_check_in_the_container_uses_the_certificate_of_the_gateway(
+    make_gateway: Callable[..., GatewayThread],
+    ca: ThrowawayCa,
+    front: Certificate,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gateway = make_gateway(tls_cert=front.cert, tls_key=front.key, tls_ca=ca.cert)
+    command = ["health", "--own-tls", "--url", f"http://127.0.0.1:{gateway.server.port}"]
+    assert CliRunner().invoke(app, command).exit_code == 1  # without the variables, over HTTP
+    for name, file in (("CERT", front.cert), ("KEY", front.key), ("CA", ca.cert)):
+        monkeypatch.setenv(f"OUTRIDER_GATEWAY_TLS_{name}", str(file))
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 0, result.output
+    assert "/ready 200" in result.output
+    monkeypatch.setenv("OUTRIDER_GATEWAY_TLS_CERT", "")
+    assert CliRunner().invoke(app, command).exit_code == 1
+
+
+def test_a_renewed_certificate_is_used_without_a_restart(
+    make_gateway: Callable[..., GatewayThread], ca: ThrowawayCa, tmp_path: Path
+) -> None:
+    mine = Certificate(tmp_path / "cert.pem", tmp_path / "key.pem")
+
+    def install(authority: ThrowawayCa, name: str) -> None:
+        made = authority.issue(name)
+        for new, old in ((made.key, mine.key), (made.cert, mine.cert)):
+            os.replace(new, old)
+
+    def trusts(authority: ThrowawayCa) -> bool:
+        try:
+            with https(gateway, authority) as http:
+                http.get("/health")
+            list_models(gateway, grpc.ssl_channel_credentials(authority.cert.read_bytes()))
+        except (httpx.TransportError, grpc.RpcError):
+            return False
+        return True
+
+    install(ca, "first")
+    gateway = make_gateway(tls_cert=mine.cert, tls_key=mine.key)
+    other = ThrowawayCa(tmp_path / "other")
+    assert trusts(ca)
+    assert not trusts(other)
+    install(other, "second")
+    ends = time.monotonic() + TIMEOUT_S
+    while not trusts(other):
+        assert time.monotonic() < ends
+    assert not trusts(ca)

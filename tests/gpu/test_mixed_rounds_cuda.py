@@ -109,7 +109,8 @@ def test_each_request_gets_what_it_gets_alone(
     assert seen.meetings > seen.rounds / 8
     assert seen.mixed_meetings > seen.meetings / 2
     assert stats.accepted_tokens > 0
-    assert (harness.scheduler.num_retractions > 0) == (num_pages < 100)
+    if num_pages < 100:  # with room for all, only a paused request may be retracted, to lend its slot
+        assert harness.scheduler.num_retractions > 0
     keys = [key for key in cache.keys if isinstance(key, GraphKey)]
     assert {key.mode for key in keys if key.kind == "verify"} == set(SamplingMode) - {SamplingMode.FULL}
     assert any(key.kind == "draft" for key in keys) == (make_drafter is not host_answers)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 from support import toy_deepseek
 from support.family_models import VOCAB, WINDOW, save
+from support.prefix_parity import ParityCase
 from support.target_harness import (
     FakeDrafter,
     Harness,
@@ -60,54 +62,6 @@ def spread_over_two(settings: TargetSettings) -> Iterator[Decoder]:
     assert failures == []
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_tokens_equal_those_of_one_process_with_and_without_speculation(case: str, tmp_path: Path) -> None:
-    family, values = CASES[case]
-    folder, sampled = save(family, tmp_path), SamplingParams(temperature=0.9, seed=7)
-    settings = TargetSettings.load({"model": folder, "device": "cpu", "tp": 2, "threads": 1, **values})
-
-    def harness(decoder: Decoder, drafter: Drafter) -> Harness:
-        return make_harness(
-            decoder,
-            drafter,
-            num_pages=96,
-            page_size=4,
-            prefill_chunk=32,
-            attention=prepare_attention(settings, decoder),
-        )
-
-    whole = prepare_decoder(settings, load_decoder(folder, "cpu"))
-    expected = []
-    for prompt in prompts():
-        alone = harness(whole, NoDrafter())
-        alone.submit(prompt, NEW_TOKENS, request_id="greedy", mode=SpeculationMode.OFF)
-        alone.submit(prompt, NEW_TOKENS, request_id="sampled", mode=SpeculationMode.OFF, sampling=sampled)
-        alone.run()
-        expected.append(alone.sink.tokens)
-    truth = [prompt + answers["greedy"] for prompt, answers in zip(prompts(), expected, strict=True)]
-
-    with spread_over_two(settings) as ranks:
-        decoder = prepare_decoder(settings, ranks)
-        for name, plan in {"oracle": oracle_plan(truth, VOCAB, 0.7), "garbage": random_plan(VOCAB)}.items():
-            spread = harness(decoder, FakeDrafter(plan))
-            for index, prompt in enumerate(prompts()):
-                spread.submit(prompt, NEW_TOKENS, request_id=f"off {index}", mode=SpeculationMode.OFF)
-                spread.submit(prompt, NEW_TOKENS, request_id=f"on {index}", shape=(5, 3, 12))
-                spread.submit(
-                    prompt, NEW_TOKENS, request_id=f"sampled {index}", shape=(4, 1, 5), sampling=sampled
-                )
-            spread.run()
-            for index, answers in enumerate(expected):
-                for kind in ("off", "on", "sampled"):
-                    rule = sampled if kind == "sampled" else None
-                    want = answers["sampled" if rule else "greedy"]
-                    assert_same_tokens(
-                        whole, prompts()[index], want, spread.sink.tokens[f"{kind} {index}"], rule
-                    )
-            accepted = spread.sink.finished["on 0"].speculation.accepted_tokens
-            assert accepted > (NEW_TOKENS // 3 if name == "oracle" else -1)
-
-
 def test_deepseek_mtp_layers_on_rank_0_draft_as_for_one_process(tmp_path: Path) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
@@ -133,3 +87,66 @@ def test_deepseek_mtp_layers_on_rank_0_draft_as_for_one_process(tmp_path: Path) 
         found = rounds(ranks)
     assert found == rounds(load_decoder(folder, "cpu"))
     assert all(draft_tokens > 0 for _, _, draft_tokens, _ in found)
+
+
+@dataclass(frozen=True)
+class Spread:
+    """One model in one process (`whole`) and over two (`decoder`), with the settings of both."""
+
+    settings: TargetSettings
+    whole: Decoder
+    decoder: Decoder
+
+    def harness(self, decoder: Decoder, drafter: Drafter, **options: int) -> Harness:
+        sizes = {"num_pages": 96, "page_size": 4, "prefill_chunk": 32, **options}
+        return make_harness(decoder, drafter, attention=prepare_attention(self.settings, decoder), **sizes)
+
+
+@pytest.fixture(scope="module", params=CASES)
+def spread(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Spread]:
+    family, values = CASES[request.param]
+    folder = save(family, tmp_path_factory.mktemp("models"))
+    settings = TargetSettings.load({"model": folder, "device": "cpu", "tp": 2, "threads": 1, **values})
+    whole = prepare_decoder(settings, load_decoder(folder, "cpu"))
+    with spread_over_two(settings) as ranks:
+        yield Spread(settings, whole, prepare_decoder(settings, ranks))
+
+
+def test_tokens_equal_those_of_one_process_with_and_without_speculation(spread: Spread) -> None:
+    whole, sampled = spread.whole, SamplingParams(temperature=0.9, seed=7)
+    expected = []
+    for prompt in prompts():
+        alone = spread.harness(whole, NoDrafter())
+        alone.submit(prompt, NEW_TOKENS, request_id="greedy", mode=SpeculationMode.OFF)
+        alone.submit(prompt, NEW_TOKENS, request_id="sampled", mode=SpeculationMode.OFF, sampling=sampled)
+        alone.run()
+        expected.append(alone.sink.tokens)
+    truth = [prompt + answers["greedy"] for prompt, answers in zip(prompts(), expected, strict=True)]
+
+    for name, plan in {"oracle": oracle_plan(truth, VOCAB, 0.7), "garbage": random_plan(VOCAB)}.items():
+        harness = spread.harness(spread.decoder, FakeDrafter(plan))
+        for index, prompt in enumerate(prompts()):
+            harness.submit(prompt, NEW_TOKENS, request_id=f"off {index}", mode=SpeculationMode.OFF)
+            harness.submit(prompt, NEW_TOKENS, request_id=f"on {index}", shape=(5, 3, 12))
+            harness.submit(
+                prompt, NEW_TOKENS, request_id=f"sampled {index}", shape=(4, 1, 5), sampling=sampled
+            )
+        harness.run()
+        for index, answers in enumerate(expected):
+            for kind in ("off", "on", "sampled"):
+                rule = sampled if kind == "sampled" else None
+                want = answers["sampled" if rule else "greedy"]
+                assert_same_tokens(
+                    whole, prompts()[index], want, harness.sink.tokens[f"{kind} {index}"], rule
+                )
+        accepted = harness.sink.finished["on 0"].speculation.accepted_tokens
+        assert accepted > (NEW_TOKENS // 3 if name == "oracle" else -1)
+
+
+def test_stored_prefixes_change_no_token_on_two_ranks(spread: Spread) -> None:
+    def make(drafter: Drafter, **options: int) -> Harness:
+        return spread.harness(spread.decoder, drafter, **options)
+
+    case = ParityCase(make, spread.whole)
+    case.check_hits()
+    case.check_preemption()

@@ -42,7 +42,7 @@ def decoder(pair: Pair) -> Decoder:
 @pytest.fixture
 def drafter(pair: Pair) -> Iterator[InprocDrafter]:
     made = drafter_beside(pair.decoder, pair.settings)
-    assert made.device_resident
+    assert made.on_device is made
     yield made
     made.shutdown()
 

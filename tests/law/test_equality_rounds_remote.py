@@ -76,7 +76,10 @@ def follow(draft: DraftProcess, decoder: Decoder, fault_s: float = FAULT_S) -> R
         fault_deadline_s=fault_s,
         rounds=True,
     )
-    wait_for(lambda: drafter.state() is DrafterState.ON)
+    deadline, pause = time.monotonic() + 120.0, threading.Event()
+    while drafter.state() is not DrafterState.ON:
+        assert time.monotonic() < deadline, draft.output()
+        pause.wait(0.005)
     return drafter
 
 
@@ -85,14 +88,6 @@ def drafter(draft: DraftProcess, decoder: Decoder) -> Iterator[RemoteDrafter]:
     made = follow(draft, decoder, PATIENT_S)
     yield made
     made.shutdown()
-
-
-def wait_for(condition: Callable[[], bool], timeout_s: float = 120.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    pause = threading.Event()
-    while not condition():
-        assert time.monotonic() < deadline, "the state was not reached in time"
-        pause.wait(0.005)
 
 
 def run(harness: Harness, at: dict[int, Callable[[], object]] | None = None) -> int:

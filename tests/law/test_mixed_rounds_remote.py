@@ -1,8 +1,9 @@
 """Mixed rounds with a draft in another process stay on the device, and every tree is the right one.
 
-Requests of different shapes and modes join and leave while others draft. Each of their trees must be the tree
-that a new request for the same tokens gets in its first round, in the target's process and through the host.
-The output cannot show a wrong tree, because verification corrects wrong drafts.
+Requests of different shapes and modes join and leave while others draft, and requests in mode `auto` change
+their shapes from round to round. Each of their trees must be the tree that a new request for the same tokens
+gets in its first round, in the target's process and through the host. The output cannot show a wrong tree,
+because verification corrects wrong drafts.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from outrider.services.target.draft_client.round_blobs import BoundedRound
 from outrider.services.target.drafting.no_drafter import NoDrafter
 from outrider.services.target.engine.loop_plan import LoopPlan
 from outrider.services.target.policy.controller import RowBound
+from outrider.services.target.policy.offered_shapes import cut
 from outrider.shared.base.generation import SamplingParams, SpeculationMode
 from outrider.shared.nn.decoder import Decoder
 from outrider.shared.spec.drafter import DrafterState
@@ -110,23 +112,36 @@ def drafter(draft: DraftProcess, decoder: Decoder) -> Iterator[RemoteDrafter]:
     made.shutdown()
 
 
-class Gaps:
-    """Chooses for `auto` rows, at random, to draft or not, in phases of several rounds."""
+class Choices:
+    """Chooses for `auto` rows, at random, a depth or not to draft, in phases of several rounds.
+
+    Attributes:
+        most: Largest number of shapes of the `auto` rows of a round.
+    """
 
     def __init__(self, seed: int) -> None:
+        self.most = 0
         self._rng = random.Random(seed)
         self._left: dict[int, int] = {}
-        self._drafts: dict[int, bool] = {}
+        self._shapes: dict[int, DraftShape] = {}
 
     def choose(self, rows: Sequence[RowBound], *_: object) -> list[DraftShape]:
-        return [row.bound if self._turn(id(row.state)) else NO_DRAFT for row in rows]
+        shapes = [self._turn(id(row.state), row.bound) for row in rows]
+        self.most = max(self.most, len(set(shapes) - {NO_DRAFT}))
+        return shapes
 
-    def _turn(self, row: int) -> bool:
+    def _turn(self, row: int, bound: DraftShape) -> DraftShape:
         if not self._left.get(row):
             self._left[row] = self._rng.randint(1, 4)
-            self._drafts[row] = not self._drafts.get(row, self._rng.random() < 0.5)
+            drafts = self._rng.random() < 0.7
+            self._shapes[row] = self._rng.choice(depths_of(bound)) if drafts else NO_DRAFT
         self._left[row] -= 1
-        return self._drafts[row]
+        return self._shapes[row]
+
+
+def depths_of(bound: DraftShape) -> list[DraftShape]:
+    """Return the shape cut to each of its depths. Each of these shapes has another number of nodes."""
+    return [cut(bound, depth) for depth in range(1, bound.depth + 1)]
 
 
 class Watch:
@@ -194,7 +209,11 @@ def check(decoder: Decoder, folders: tuple[Path, Path], kind: str, harness: Harn
                 name = f"{index}-{one.base_len}"
                 found[name] = [(node.token, node.parent) for node in one.nodes]
                 start = known[: one.base_len - 1]
-                fresh.submit(start, 3, request_id=name, sampling=sampling, shape=shape, trace=True)
+                (asked,) = (
+                    made for made in depths_of(DraftShape(*shape)) if made.max_nodes == len(one.nodes)
+                )
+                asked_shape = asked.depth, asked.topk, asked.max_nodes
+                fresh.submit(start, 3, request_id=name, sampling=sampling, shape=asked_shape, trace=True)
     fresh.run()
     for name, tree in found.items():
         first = fresh.sink.rounds[name][0]
@@ -218,15 +237,17 @@ def test_mixed_rounds_stay_on_the_device_and_have_the_right_trees(
     seed: int,
 ) -> None:
     harness = make_harness(decoder, drafter, plan=plan, max_running=7, prefill_chunk=16)
+    choices = Choices(seed)
     with (
-        mock.patch.object(harness.engine.controller, "choose", Gaps(seed).choose),
+        mock.patch.object(harness.engine.controller, "choose", choices.choose),
         mock.patch.object(drafter, "propose", wraps=drafter.propose) as proposed,
         Watch() as watch,
     ):
         serve(harness, seed)
     assert not proposed.call_count, "no round may go through the host"
     assert harness.engine._sessions.num_resyncs == 0, "no session may be opened again"
-    assert max(watch.groups) >= 2, "rounds must have several shapes"
+    assert max(watch.groups) >= 3, "rounds must have several shapes"
+    assert choices.most >= 2, "rows in mode `auto` must have different shapes"
     reasons = {
         harness.sink.finished[str(index)].speculation.fallback_reason for index in range(len(REQUESTS))
     }
@@ -266,7 +287,7 @@ def test_a_fault_in_mixed_rounds_costs_no_token(
         number = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}.get(fault)
         started = time.monotonic()
         with (
-            mock.patch.object(harness.engine.controller, "choose", Gaps(1).choose),
+            mock.patch.object(harness.engine.controller, "choose", Choices(1).choose),
             Watch(patient=False) as watch,
         ):
 

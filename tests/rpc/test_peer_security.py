@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -16,6 +17,7 @@ from test_server import NAME, servicers
 
 from outrider.services.draft.settings import DraftSettings
 from outrider.shared.base.errors import ConfigurationError
+from outrider.shared.rpc import certificate_files
 from outrider.shared.rpc.client import connect_aio, open_channel
 from outrider.shared.rpc.direct import ClientStream, StreamEndedError
 from outrider.shared.rpc.peer_security import NO_SECURITY, PeerSecurity, load_security
@@ -155,6 +157,63 @@ def test_health_needs_no_token_but_reflection_does(serve: Callable[[PeerSecurity
 def test_unix_sockets_need_neither(serve: Callable[..., str], mutual: PeerSecurity, tmp_path: Path) -> None:
     address = serve(mutual, f"unix:{tmp_path / 'socket'}")
     assert unary(address, NO_SECURITY) == unary(address, mutual) == "toy"
+
+
+def test_every_handshake_uses_the_files_as_they_are_then(
+    serve: Callable[[PeerSecurity], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All files are replaced, one after the other. In between, key and certificate do not belong together."""
+    monkeypatch.setattr(certificate_files, "CHECK_S", 0.0)
+    old, new = ThrowawayCa(tmp_path / "old"), ThrowawayCa(tmp_path / "new")
+    mine = {name: tmp_path / name for name in ("cert", "key", "ca")}
+
+    def install(*names: str) -> None:
+        for name in names:
+            os.replace(made[name], mine[name])
+
+    def files(authority: ThrowawayCa) -> dict[str, Path]:
+        own = authority.issue("server")
+        ca = own.cert.with_name("copy.pem")
+        ca.write_bytes(authority.cert.read_bytes())
+        return {"cert": own.cert, "key": own.key, "ca": ca}
+
+    def client(authority: ThrowawayCa) -> PeerSecurity:
+        own = authority.issue("client")
+        return load_security(own.cert, own.key, authority.cert, None)
+
+    made = files(old)
+    install("cert", "key", "ca")
+    address = serve(load_security(mine["cert"], mine["key"], mine["ca"], None))
+    before, after = client(old), client(new)
+    assert unary(address, before) == "toy"
+    assert code_of(unary, address, after) is grpc.StatusCode.UNAVAILABLE
+    made = files(new)
+    install("cert")
+    assert unary(address, before) == "toy"
+    install("key", "ca")
+    assert unary(address, after) == "toy"
+    assert code_of(unary, address, before) is grpc.StatusCode.UNAVAILABLE
+
+
+def test_certificates_are_looked_at_once_a_second(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("1")
+    now = [0.0]
+
+    def read() -> certificate_files.Certificates:
+        if (text := file.read_text()) == "broken":
+            raise ConfigurationError("broken")
+        return certificate_files.Certificates(text.encode(), b"")
+
+    files = certificate_files.CertificateFiles([file], read, lambda: now[0])
+    seen = []
+    for text in ("22", "broken", "4444", ""):
+        if text:
+            file.write_text(text)
+        assert files.changed() is None
+        now[0] += certificate_files.CHECK_S
+        seen.append(found.certificate if (found := files.changed()) else None)
+    assert seen == [b"22", None, b"4444", None]
 
 
 class AioTarget(target_pb2_grpc.TargetServicer):

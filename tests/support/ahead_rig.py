@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from outrider.draft.v1 import draft_pb2
 from outrider.services.target.draft_client.transport.stream_exchange import StreamExchange
 from outrider.shared.rpc.polling import PollWindow
-from outrider.shared.spec.resident import RoundState, StateBlob
+from outrider.shared.spec.resident import RoundState, StateBlob, StateLayout
 from support.relay_rig import SIZE, Relay
 
 COLUMNS, WIDTH = 2, 32
@@ -59,7 +59,7 @@ class Target:
         assert self.state.packed is not None
         self.packed = self.state.packed
         assert self.packed.nbytes == STATE_SIZE
-        self.sent_state = StateBlob(self.packed, self.state.extent)
+        self.sent_state = StateBlob(self.packed, StateLayout([self.state.layout]))
         self.state.features.copy_(torch.arange(COLUMNS * WIDTH).view(1, COLUMNS, WIDTH))
         self.state.counts.fill_(COLUMNS)
         self.trees = torch.zeros(SIZE, dtype=torch.uint8)
@@ -72,9 +72,9 @@ class Target:
         message = draft_pb2.RoundsNext(rounds=1, number=number)
         self.channel.exchange(message, self.sent_state, self.trees, self.expected, limit_s, ahead)
 
-    def carry(self) -> None:
-        self.channel.hand_over()
-        self.channel.carry(True)
+    def finish(self) -> None:
+        self.channel.send_state()
+        self.channel.receive_trees(True)
 
     def answer(self, data: bytes, number: int | None = None) -> None:
         def of(request: draft_pb2.SessionRequest) -> draft_pb2.SessionReply:
@@ -137,7 +137,7 @@ class TimedRounds:
             )
 
         self._target.stream.answers.append(answer)
-        self._target.carry()
+        self._target.finish()
 
     def _note_send(self, message: bytes) -> None:
         self._send(message)

@@ -109,7 +109,6 @@ class Server:
     others: Sequence[DraftShape] = ()
     forms: tuple[DraftShape, DraftShape] = (TREE, CHAIN)
     prompt: int = 128
-    path: DraftPath = DraftPath.DEVICE
     seed: int = 0
     seconds: float = 0.0
     tokens: int = 0
@@ -134,7 +133,7 @@ class Server:
 
     def round(self) -> None:
         """Run one round. As with a lookahead of 1, it is chosen before the last round is observed."""
-        shapes = self.controller.choose([one.bound for one in self.live], self.others, self.path)
+        shapes = self.controller.choose([one.bound for one in self.live], self.others)
         if self._unread:
             self.controller.observe(self._unread.popleft())
         drafting, verifying = self.machine.round_s([*shapes, *self.others])
@@ -161,7 +160,9 @@ class Server:
         self.rounds.append(shapes)
         groups = Counter(shape for shape in (*shapes, *self.others) if shape.drafts)
         self._unread.append(
-            ExecutedStep(executed, groups, drafting, verifying, drafting + verifying, self.path, caught_up)
+            ExecutedStep(
+                executed, groups, drafting, verifying, drafting + verifying, DraftPath.DEVICE, caught_up
+            )
         )
 
     def _request(self, tokens: int) -> Request:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from outrider.services.target.request import Event, FailedEvent, FinishedEvent, TokensEvent
 from outrider.shared.base.generation import RoundTrace
 from outrider.shared.base.logit_rules import TokenLogprob
+from outrider.shared.base.token_states import TokenStates
 
 
 @dataclass
@@ -20,6 +21,7 @@ class Collector:
     rounds: dict[str, list[RoundTrace]] = field(default_factory=dict)
     logprobs: dict[str, list[TokenLogprob]] = field(default_factory=dict)
     prompt_logprobs: dict[str, list[TokenLogprob]] = field(default_factory=dict)
+    states: dict[str, list[TokenStates]] = field(default_factory=dict)
     deliveries: int = 0
 
     def deliver(self, events: Sequence[Event]) -> None:
@@ -32,6 +34,8 @@ class Collector:
                 self.rounds.setdefault(event.request_id, []).extend(event.rounds)
                 self.logprobs.setdefault(event.request_id, []).extend(event.logprobs)
                 self.prompt_logprobs.setdefault(event.request_id, []).extend(event.prompt_logprobs)
+                if event.states is not None:
+                    self.states.setdefault(event.request_id, []).append(event.states)
             elif isinstance(event, FinishedEvent):
                 self.finished[event.request_id] = event
             else:

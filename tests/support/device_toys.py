@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from outrider.kernels.packed_round import GroupRows
+from outrider.shared.spec.device_drafter import DeviceDrafter
 from outrider.shared.spec.drafter import Commits, FeatureSpec, ProposalRequest, ProposalRow, SequenceOpen
 from outrider.shared.spec.tree import DraftBatch, DraftShape, mask_words
 from support.compute_device import DEVICE
@@ -104,8 +105,6 @@ class AnswerDrafter(FakeDrafter):
         refuse_every: Refuse every n-th session that is seated; 0 refuses none.
     """
 
-    device_resident = True
-
     def __init__(
         self,
         answers: Sequence[Sequence[int]],
@@ -132,6 +131,10 @@ class AnswerDrafter(FakeDrafter):
         self.drafted_rows = 0
         self.refuse_every = 0
         self.catch_ups = 0
+
+    @property
+    def on_device(self) -> DeviceDrafter | None:
+        return self
 
     def open(self, sequences: Sequence[SequenceOpen]) -> None:
         super().open(sequences)

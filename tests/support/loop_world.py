@@ -14,13 +14,16 @@ from outrider.services.target.engine.advance import Advance, advance
 from outrider.services.target.engine.decode_loop import DecodeLoop
 from outrider.services.target.engine.prefill import PrefillPass
 from outrider.services.target.model.outcome import FAILED_TOKEN, Outcome
-from outrider.services.target.model.packed_batch import Entry
-from outrider.services.target.model.round_runner import FinishedRound, Marks, Round
+from outrider.services.target.model.packed_batch import Entry, SamplingMode
+from outrider.services.target.model.rounds import FinishedRound, Marks, OpenRound, Round
+from outrider.services.target.model.verify_pass import PassSize
 from outrider.services.target.policy.controller import ExecutedStep
+from outrider.services.target.policy.cost_model import DraftPath
 from outrider.services.target.scheduling.scheduler import PrefillChunk, StepPlan
 from outrider.services.target.scheduling.sequence import Sequence as EngineSequence
 from outrider.shared.base.generation import RoundTrace
 from outrider.shared.base.logit_rules import TokenLogprob
+from outrider.shared.base.token_states import TokenStates
 from outrider.shared.kv.pool import KVPool
 from outrider.shared.spec.tree import NO_DRAFT, DraftShape
 from support.slot_sequences import seated_sequence
@@ -36,6 +39,7 @@ class LoopWorld:
         waits: Whether rounds with drafts wait for the host.
         catches_up: Whether drafts include work on earlier tokens.
         may_run_ahead: Whether rounds that drafted may run ahead.
+        opens: Whether rounds are open until they are completed.
         wait: The next result of `take_wait`.
     """
 
@@ -46,6 +50,7 @@ class LoopWorld:
         self.waits = False
         self.may_run_ahead = True
         self.catches_up = False
+        self.opens = False
         self.wait: ProposalWait | None = None
         self.fails: Exception | None = None
         self.observed: list[ExecutedStep] = []
@@ -57,10 +62,16 @@ class LoopWorld:
         metrics: Any = SimpleNamespace(observe_round=lambda *given: self.log.append("metrics"))
         prefill: Any = Prompts(self)
         planner: Any = SimpleNamespace(
-            shapes=lambda decodes, planned: [self.shapes.get(one.session_id, NO_DRAFT) for one in decodes]
+            shapes=lambda decodes, path, planned: [
+                self.shapes.get(one.session_id, NO_DRAFT) for one in decodes
+            ]
         )
         rounds: Any = SimpleNamespace(
-            table=self.table, begin=lambda: None, launch=self._launch, read=self._read
+            table=self.table,
+            begin=lambda: None,
+            launch=self._launch,
+            complete=self._complete,
+            read=self._read,
         )
         self.loop = DecodeLoop(
             rounds, prefill, planner, neighbours, neighbours, neighbours, neighbours, metrics, lookahead
@@ -77,15 +88,25 @@ class LoopWorld:
 
     # ---- round runner
 
-    def _launch(self, entries: Sequence[Entry], draft: Callable[[], None] | None) -> Round:
+    def _launch(self, entries: Sequence[Entry], draft: Callable[[], None] | None) -> Round | OpenRound:
         if self.fails is not None:
             raise self.fails
         self._launched += 1
         self.log.append(f"launch {self._launched}")
+        if self.opens:
+            size = PassSize(len(entries), 1, SamplingMode.FULL, capture=False, masked=True)
+            return OpenRound(self._launched, tuple(entries), [], 0.0, size, None, 0)
+        return self._round(self._launched, entries)
+
+    def _complete(self, opened: OpenRound) -> Round:
+        self.log.append(f"complete {opened.number}")
+        return self._round(opened.number, opened.entries)
+
+    def _round(self, number: int, entries: Sequence[Entry]) -> Round:
         nodes = torch.zeros((4, 8), dtype=torch.int32)
         marks = Marks(0.0, 0.25, 1.0)
         starts = [sum(entry.rows for entry in entries[:index]) for index in range(len(entries))]
-        return Round(self._launched, tuple(entries), starts, 0.0, torch.empty(0), nodes, marks)
+        return Round(number, tuple(entries), starts, 0.0, torch.empty(0), nodes, marks)
 
     def _read(self, launched: Round) -> FinishedRound:
         self.log.append(f"read {launched.number}")
@@ -96,6 +117,8 @@ class LoopWorld:
         return FinishedRound(launched, outcomes, 1.5, 0.25, 0.75)
 
     # ---- draft source
+
+    path = DraftPath.DEVICE
 
     def planned(self, decodes: Sequence[EngineSequence]) -> list[DraftShape | None]:
         return [None] * len(decodes)
@@ -114,8 +137,8 @@ class LoopWorld:
     def launched(self) -> None:
         self.log.append("launched")
 
-    def carry(self) -> None:
-        self.log.append("carry")
+    def receive_trees(self) -> None:
+        self.log.append("receive trees")
 
     def take_wait(self) -> ProposalWait | None:
         return self.wait
@@ -147,6 +170,7 @@ class LoopWorld:
         step: Advance,
         trace: RoundTrace | None = None,
         logprobs: Sequence[TokenLogprob] = (),
+        states: TokenStates | None = None,
     ) -> None:
         self.log.append(f"emit {sequence.session_id} {step.kept}")
         if trace is not None:
@@ -185,5 +209,5 @@ class Prompts:
 
 
 def passes(log: list[str]) -> list[str]:
-    """Return the launches and reads among the calls."""
-    return [line for line in log if line.split()[0] in ("launch", "read", "prefill", "prefilled")]
+    """Return the launches, completions and reads among the calls."""
+    return [line for line in log if line.split()[0] in ("launch", "complete", "read", "prefill", "prefilled")]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
-from outrider.shared.engine.graphs import GraphCache, GraphObserver, RecordedGraph
+from outrider.shared.engine.graphs import GraphCache
+from outrider.shared.engine.recorded_graph import GraphObserver, GraphPart, Parts, RecordedGraph, next_part
 
 
 class PlayedGraphs(GraphCache):
@@ -77,9 +78,27 @@ class BoundedGraphs(GraphCache):
         super().run(key, record)
         return record()
 
-    def _captured(self, key: Hashable, record: Callable[[], Any], warm_up_runs: int) -> RecordedGraph | None:
+    def run_parts(self, key: Hashable, record: Callable[[], Parts[Any]]) -> Iterator[None]:
+        """Do the parts again, while the graphs count as replayed."""
+        if key not in self._recorded:
+            yield from super().run_parts(key, record)
+            return
+        work, ended = record(), False
+        for _ in super().run_parts(key, record):
+            assert not ended, "the work must have as many parts as when it was recorded"
+            ended, _result = next_part(work)
+            yield
+        assert ended, "the work must have as many parts as when it was recorded"
+
+    def _captured(
+        self, key: Hashable, record: Callable[[], Parts[Any]], warm_up_runs: int
+    ) -> RecordedGraph | None:
         self.captured.append(key)
         self.warm_up_runs.append(warm_up_runs)
         self._pool = self._pool or object()
         graph: Any = SimpleNamespace(replay=lambda: None)
-        return RecordedGraph(len(self.captured), graph, self._pool, record())
+        work, parts, ended, result = record(), list[GraphPart](), False, None
+        while not ended:
+            ended, result = next_part(work)
+            parts.append(GraphPart(len(self.captured), graph))
+        return RecordedGraph(parts, self._pool, result)

@@ -7,6 +7,7 @@ import torch
 from numpy.typing import NDArray
 
 from outrider.shared.base.errors import ProtocolError
+from outrider.shared.rpc.envelopes import Expand
 from outrider.shared.rpc.ipc.cuda import CudaError
 
 SIZE = 512
@@ -46,7 +47,11 @@ class Relay:
     def settle(self, number: int, num_bytes: int) -> NDArray[np.uint8]:
         return np.frombuffer(self.blobs[number][:num_bytes], dtype=np.uint8)
 
-    def put(self, number: int, data: bytes) -> None:
+    def put(self, number: int, data: bytes, expand: Expand | None = None) -> None:
+        if expand is not None:
+            block = bytearray(SIZE)
+            expand(data, memoryview(block))
+            data = bytes(block)
         if len(data) != SIZE:
             raise ProtocolError("the trees have the wrong size", field="rounds")
         self.came[number] = data

@@ -17,6 +17,7 @@ from outrider.services.target.model.packed_batch import Entry
 from outrider.services.target.scheduling.sequence import Sequence as EngineSequence
 from outrider.shared.engine.graphs import GraphCache
 from outrider.shared.nn.decoder import Decoder
+from outrider.shared.spec.device_drafter import DeviceDrafter
 from outrider.shared.spec.tree import DraftBatch, DraftShape
 from support.compute_device import DEVICE
 from support.slot_rig import PROMPTS, SlotRig
@@ -60,7 +61,7 @@ class Seat:
         )
 
 
-class Seats:
+class Seats(DeviceDrafter):
     """A `DeviceDrafter` that notes its calls.
 
     Attributes:
@@ -122,7 +123,7 @@ class Bench:
             expects_drafts=lambda sequence: self.expected,
         )
         self.source = ResidentSource(
-            self.drafter,  # type: ignore[arg-type]
+            self.drafter,
             self.rig.runner,
             self.rig.rounds,
             planner,

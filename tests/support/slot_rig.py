@@ -10,7 +10,8 @@ from outrider.kernels.packed_round import pack_trees
 from outrider.services.target.model.model_runner import ModelRunner
 from outrider.services.target.model.outcome import Outcome
 from outrider.services.target.model.packed_batch import Entry
-from outrider.services.target.model.round_runner import Round, RoundRunner
+from outrider.services.target.model.round_runner import RoundRunner
+from outrider.services.target.model.rounds import Round
 from outrider.services.target.scheduling.scheduler import PrefillChunk
 from outrider.services.target.scheduling.sequence import Sequence
 from outrider.shared.attn.create import create_backend

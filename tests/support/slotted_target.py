@@ -15,7 +15,14 @@ from outrider.services.draft.sessions.session import Ask, PeerId, Session
 from outrider.shared.rpc.tensors import wire_dtype
 from outrider.shared.spec.drafter import Commit, SequenceOpen
 from outrider.shared.spec.fence import FNV_OFFSET, Fence, extend_prefix_hash
-from outrider.shared.spec.resident import GroupSize, RoundState, TreesBlob, state_starts, trees_starts
+from outrider.shared.spec.resident import (
+    GroupSize,
+    RoundState,
+    StateBlob,
+    TreesBlob,
+    state_starts,
+    trees_starts,
+)
 from outrider.shared.spec.tree import DraftShape
 
 VOCAB, HIDDEN, COLUMNS = 64, 64, 4
@@ -63,15 +70,15 @@ class Target:
         self.tried.append(tried)
         return True
 
-    def take(
-        self, message: draft_pb2.RoundsNext, blob: torch.Tensor, expected: torch.Tensor, limit_s: float
+    def receive_state(
+        self, message: draft_pb2.RoundsNext, state: StateBlob, expected: torch.Tensor, limit_s: float
     ) -> None:
         expected.fill_(message.number)
         if self.arrives:
-            blob.copy_(self.state)
-            blob[:4].view(torch.int32).fill_(message.number)
+            state.packed.copy_(self.state)
+            state.packed[:4].view(torch.int32).fill_(message.number)
 
-    def give(self, message: draft_pb2.RoundsNext, blob: torch.Tensor) -> None:
+    def send_trees(self, message: draft_pb2.RoundsNext, blob: torch.Tensor) -> None:
         self.given.append(blob.clone())
 
     def mend(self) -> bool:

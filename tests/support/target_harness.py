@@ -16,6 +16,7 @@ from outrider.services.target.engine.engine import TargetEngine
 from outrider.services.target.engine.loop_plan import LoopPlan
 from outrider.services.target.engine.recorder import Recorder
 from outrider.services.target.model.model_runner import ModelRunner
+from outrider.services.target.model.token_states import sparse_layers
 from outrider.services.target.request import GenerationRequest, SpeculationLimits
 from outrider.services.target.scheduling.limits import EngineLimits, SchedulerLimits
 from outrider.services.target.scheduling.scheduler import Scheduler
@@ -45,13 +46,11 @@ Node = tuple[int, int]
 """Token and parent index of a draft node. The root is node 0 and is not listed."""
 
 
-class FakeDrafter:
+class FakeDrafter(Drafter):
     """Follows sequences like a real drafter and checks the engine's calls.
 
     The drafter proposes the nodes that `plan` returns for the arguments (tokens so far, row).
     """
-
-    device_resident = False
 
     def __init__(
         self, plan: Callable[[list[int], ProposalRow], list[Node]], spec: FeatureSpec | None = None
@@ -278,7 +277,9 @@ def make_harness(
     attention = attention or create_backend("auto", decoder.device)
     runner = ModelRunner(decoder, pool, attention, graphs=graphs, prefill_sizes=prefill_sizes)
     scheduler = Scheduler(pool.allocator, page_size, SchedulerLimits(**limits))
-    engine_limits = EngineLimits(decoder.config.vocab_size, max_model_len, frozenset(eos))
+    engine_limits = EngineLimits(
+        decoder.config.vocab_size, max_model_len, frozenset(eos), routes=bool(sparse_layers(decoder))
+    )
     engine = TargetEngine(runner, scheduler, drafter, engine_limits, plan=plan, recorder=recorder)
     engine._planner._share = UnboundedShare()
     return Harness(engine, scheduler, runner, Collector())
@@ -301,6 +302,12 @@ def load_toy(path: Path) -> Decoder:
 
 def next_logits(decoder: Decoder, tokens: Sequence[int]) -> torch.Tensor:
     """Return the logits ``[n, V] fp32`` after each token, from one pass over all of `tokens`."""
+    with torch.inference_mode():
+        return decoder.logits(hidden_of(decoder, tokens)).float().cpu()
+
+
+def hidden_of(decoder: Decoder, tokens: Sequence[int]) -> torch.Tensor:
+    """Return the hidden states ``[n, hidden_size]`` of all tokens, from one pass over all of them."""
     pool = decoder.make_pool(-(-len(tokens) // 16), 16)
     lease = pool.lease(len(tokens))
     assert lease is not None
@@ -309,7 +316,7 @@ def next_logits(decoder: Decoder, tokens: Sequence[int]) -> torch.Tensor:
     ids = torch.tensor(tokens, device=decoder.device)
     positions = torch.arange(len(tokens), device=decoder.device)
     with torch.inference_mode():
-        return decoder.logits(decoder.forward(ids, positions, attention, pool).hidden).float().cpu()
+        return decoder.forward(ids, positions, attention, pool).hidden
 
 
 def next_scores(

@@ -3,9 +3,9 @@
 The package skinny_gemm documents the contract.
 
 Here, the rows of x fill the tensor core's 64 rows, and the weight is the wide operand. The tensor memory
-accelerator loads the tiles of both operands. These loads need no registers. They need no masks either,
-because rows and columns outside a matrix read as zeros. Programs with the same part of the weight are
-neighbours in launch order, so this part is read from memory only once.
+accelerator loads the tiles of both operands, without registers and masks (rows and columns outside a matrix
+read as zeros). Programs with the same part of the weight are neighbours in launch order, so this part is read
+from memory only once.
 
 SPLITS works as in the kernels for few rows: programs store fp32 parts, which the next kernel adds in order.
 """

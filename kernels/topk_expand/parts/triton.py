@@ -41,9 +41,10 @@ CHUNKED_PROGRAMS = 256
 """Least number of programs for the search of `CHUNKED`, which takes more steps per program. With fewer
 programs, the steps of a single program would determine the time of the launch."""
 UNFUSED = {"enable_fp_fusion": False}
-"""Launch option of merges. With fusion, one lane may round a product while another lane fuses the same
-product into a sum. Lanes of one row would then compute different log-sum-exps. As a result, equal logits
-would get scores that differ in the last bit, and would no longer be ordered by index."""
+"""Launch option of merges that turns fusion of products and sums off.
+
+With fusion, the lanes of one row might round differently and compute different log-sum-exps. Equal logits
+would then get scores that differ in the last bit, and would no longer be ordered by index."""
 
 
 @triton.jit
@@ -162,7 +163,7 @@ def _best_of_splits(
 ):  # fmt: skip
     """Return the best keys ``[BLOCK_W, BLOCK_K]`` of every row over all its splits, descending.
 
-    With SHORT, `narrow` is true if the values were bf16. Keys of half the width are then compared.
+    With SHORT, the function compares keys of half the width if the values were bf16 (`narrow`).
     """
     count = splits * topk
     candidate = tl.arange(0, BLOCK_C)

@@ -1,9 +1,9 @@
 """plan_attention: cuts the K/V of a ragged batch into shares for `tree_attention`, on the device.
 
-For a uniform batch, host integers alone determine the shares. For a ragged batch, the numbers of rows and
-tokens of each sequence are stored on the device only. A work list therefore assigns each program its block of
-rows and its token indices. The size of the grid depends on the number of rows alone, and the run time depends
-on the actual number of tokens.
+In a ragged batch, the numbers of rows and tokens of each sequence are stored on the device only. A work list
+therefore assigns each program its block of rows and its token indices. The size of the grid depends on the
+number of rows alone, and the run time depends on the actual number of tokens. For a uniform batch, host
+integers determine the shares, without a work list.
 """
 
 from __future__ import annotations
@@ -35,9 +35,8 @@ def plan_attention(
 ) -> WorkList:
     """Cut every sequence's tokens into shares that fill the GPU about evenly.
 
-    The shares depend on the lengths alone, so results do not depend on timing. All shares have about
-    the same size. For example, if one sequence has 32,000 tokens and all other sequences are short, the long
-    sequence is cut into many shares, and the short sequences stay whole.
+    The shares depend on the lengths alone, so results do not depend on timing. All shares have about the same
+    size: a sequence of 32,000 tokens among short ones is cut into many shares, and the short ones stay whole.
 
     The function never waits for the device and may be captured into a CUDA graph. Kernels that are launched
     later may read the list before they wait for the kernel that precedes them.

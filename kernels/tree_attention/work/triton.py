@@ -3,16 +3,15 @@
 The even size is the number of steps per program if `capacity` programs shared all steps evenly. The size of
 the shares is chosen in one of two ways:
 
-1. If all shares fit on the device together with a size of at most twice the even size, the smallest such size
-   is used. Then all programs start together, and the program with the longest share ends last.
-2. Otherwise, some programs start only when other programs end. Each sequence is cut into shares of about the
-   even size, so that the program that starts last does not run much longer than the other programs. A
-   sequence of up to one and a half times the even size stays whole, because a merge costs more than the
-   difference in length.
+1. If all shares fit on the device together, with a size of at most twice the even size, the smallest such
+   size is used. Then all programs start together.
+2. Otherwise, some programs start only when others end. Each sequence is cut into shares of about the even
+   size, so that no program ends much later than the others. A sequence of up to one and a half times the even
+   size stays whole, because a merge costs more than the difference in length.
 
-In both cases, the number of items for second and later splits of all sequences is at most `capacity`. If a
-sequence has p blocks and n steps, and W is the even size, the sequence has at most p * n / W such items. The
-sum of p * n / W over all sequences is at most `capacity`.
+In both cases, there are at most `capacity` items for second and later splits. Let W be the even size. A
+sequence of p blocks and n steps has at most p * n / W such items, and the sum of p * n / W is at most
+`capacity`.
 """
 
 from __future__ import annotations

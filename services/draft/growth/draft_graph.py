@@ -1,10 +1,9 @@
 """Extends sessions and grows their trees in one CUDA graph launch, for rounds that the host starts.
 
-Such rounds serve remote targets that send their requests in frames, and batches whose composition changes.
-The inputs from the host, except page tables, are packed and copied to the device together. On a GPU,
-launching the roughly one hundred kernels of a round takes longer than running these kernels. Rounds of a
-recurring size are therefore recorded as CUDA graphs. The first few rounds of each size run eagerly, with the
-same code.
+Such rounds serve remote targets that send their requests in frames. The inputs from the host, except page
+tables, are packed and copied to the device together. On a GPU, launching the roughly one hundred kernels of a
+round takes longer than running them. Rounds of a recurring size are therefore recorded as CUDA graphs. The
+first few rounds of each size run eagerly, with the same code.
 
 Also defines the draft's limit on recorded batch sizes (`DraftGraphs`).
 """
@@ -27,7 +26,6 @@ from outrider.services.draft.growth.tree_grower import (
     GrowthInputs,
     GrowthSize,
     TreeGrower,
-    max_round_rows,
 )
 from outrider.services.draft.sessions.chunks import RowChunk, take_features
 from outrider.services.draft.sessions.session import RowSource, Session
@@ -289,7 +287,7 @@ class DeviceGrowth:
 
 def pending_rows(shape: DraftShape) -> int:
     """Return how many rows a session may have pending when one launch extends it and grows its tree."""
-    return max_round_rows(shape.bounded()) if shape.drafts else 0
+    return shape.bounded().columns if shape.drafts else 0
 
 
 def _packed_size(bs: int, rows: int) -> int:

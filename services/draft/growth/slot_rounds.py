@@ -1,8 +1,8 @@
 """Drafts for sessions whose newest tokens and features are on the device and reach the host one round late.
 
-The input of a round consists of the tokens and features that the previous round chose. A target in the same
-process keeps these tokens and features in its slots. A target in another process sends them in a packed
-state. The host receives them one round later. The fields of a `Session` therefore mean:
+The input of a round is the tokens and features of the previous round. A target in the same process keeps them
+in its slots. A target in another process sends them in a packed state. The host receives them one round
+later. The fields of a `Session` therefore mean:
 
     tokens       tokens of the rounds that the host has read
     cached_rows  number of rows that the rounds read so far have written to the KV

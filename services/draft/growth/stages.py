@@ -1,22 +1,20 @@
 """Stages of a draft model: chained MTP layers. Each stage has its own K/V and runs certain levels of a tree.
 
 Stage s runs level s of a tree, and the last stage runs all further levels. In the row at position t, stage s
-pairs the token t + 1 + s with the state of stage s - 1 at t. Stable rows are computed from committed tokens,
-so stage s has s stable rows fewer than stage 0. When a tree grows, the rows that stage s computes for the
-tree follow the stable rows of stage s:
+pairs the token t + 1 + s with the state of stage s - 1 at t. *Stable* rows are computed from committed
+tokens, so stage s has s stable rows fewer than stage 0. The rows of a growing tree follow the stable rows of
+each stage:
 
     token index      S - 2     S - 1     S         S + 1          (S stable rows of stage 0, topk = 1)
     stage 0          stable    stable
     stage 1          stable    level 1
     stage 2          level 1   level 2   level 3
 
-A row of the tree attends to the stable rows of its stage, and to its ancestors on all levels. A stage that
-takes over at level 2 or later must therefore run the earlier levels first (`passes_of`). The inputs of these
-passes are the states of the previous stage.
+A row of the tree attends to the stable rows of its stage, and to its ancestors on all levels. A later stage
+must therefore run the earlier levels first (`passes_of`), with the states of the previous stage as input.
 
-Stage s pairs the state of stage s - 1's last row with a token that only the next round supplies.
-`StageStates` therefore keeps, for each sequence, the last state of every stage but the final one until the
-next round.
+Stage s pairs the last state of stage s - 1 with a token of the next round. `StageStates` therefore keeps the
+last state of every stage but the final one until the next round.
 """
 
 from __future__ import annotations
@@ -54,9 +52,9 @@ def passes_of(model: DraftModel, levels: int) -> list[list[PassKey]]:
 class StageStates:
     """For each sequence and each stage but the final one: the state of the stage's last row.
 
-    The states of a sequence are stored at an index, its place, which is the number of the sequence's first
-    page. No two sequences share a page. The page table is on the device, so CUDA graphs find the states
-    without the host.
+    The states of a sequence are stored at an index, its *place*: the number of the sequence's first page. No
+    two sequences share a page. The page table is on the device, so CUDA graphs find the states without the
+    host.
 
     Args:
         model: The draft model, with at least two stages.
@@ -139,8 +137,8 @@ class HiddenLevels:
     def apply(self, ancestors: torch.Tensor, level: int, stable_lens: torch.Tensor) -> torch.Tensor:
         """Return the masks of a level's rows after removing the hidden columns.
 
-        Every row still sees itself. A row that saw nothing would become NaN, and its NaN would spread even to
-        rows whose masks hide this row.
+        Every row still sees itself. A row that saw nothing would become NaN, which would spread even to rows
+        that do not see it.
 
         Args:
             ancestors: ``[bs * topk, words] int32``, masks of the level's rows.

@@ -1,8 +1,8 @@
 """Extends sequences and grows dynamic draft trees (EAGLE-2, arXiv 2406.16858, section 4), level by level.
 
-While a round runs, it needs no value from the host, so a round can be one CUDA graph. On a CPU, the same code
-runs without a graph. Every sequence is extended by R rows, of which only the last `counts` rows are real
-(`kernels.round_plan`). Rows of idle sequences are computed as well, but they read and write no KV.
+A round needs no value from the host while it runs, so it can be one CUDA graph. On a CPU, the same code runs
+without a graph. Every sequence is extended by R rows, of which only the last `counts` rows are real
+(`kernels.round_plan`). Rows of idle sequences read and write no KV.
 
 Draft KV of one sequence while its tree grows (S = stable rows, computed from committed tokens):
 
@@ -11,8 +11,8 @@ Draft KV of one sequence while its tree grows (S = stable rows, computed from co
     [S + topk, S + 2 * topk)     level 2, and so on: scratch rows, overwritten by the next round
 
 The root is the last committed token. All rows of level i have rope position S - 1 + i. A row sees the prefix,
-its own ancestors and itself. The beam (the rows kept at a level) may contain two children of one row and no
-child of another row. The ancestor masks are therefore re-indexed at every level. `stages` explains the
+its own ancestors and itself. The *beam* is the rows that are kept at a level. It may contain several children
+of one row and none of another, so the ancestor masks are re-indexed at every level. `stages` explains the
 differences for models with several stages.
 """
 
@@ -62,7 +62,7 @@ class GrowthSize:
     def of(cls, bs: int, shape: DraftShape) -> GrowthSize:
         """Return the size of rounds that follow a round with trees of the same shape."""
         shape = shape.bounded()
-        return cls(bs, max_round_rows(shape), shape.depth, shape.topk, shape.max_nodes)
+        return cls(bs, shape.columns, shape.depth, shape.topk, shape.max_nodes)
 
 
 def scratch_rows(depth: int, topk: int) -> int:
@@ -71,11 +71,6 @@ def scratch_rows(depth: int, topk: int) -> int:
     The last level needs no rows, because the model does not run on it.
     """
     return max(0, depth - 1) * topk
-
-
-def max_round_rows(shape: DraftShape) -> int:
-    """Return the largest number of tokens that a round with trees of this shape can choose."""
-    return min(shape.depth, shape.max_nodes - 1) + 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 
 from outrider.draft.v1 import draft_pb2
+from outrider.shared.spec.resident import StateBlob
 
 
 class Exchange(Protocol):
@@ -32,22 +33,22 @@ class Exchange(Protocol):
         """
         ...
 
-    def take(
-        self, message: draft_pb2.RoundsNext, blob: torch.Tensor, expected: torch.Tensor, limit_s: float
+    def receive_state(
+        self, message: draft_pb2.RoundsNext, state: StateBlob, expected: torch.Tensor, limit_s: float
     ) -> None:
-        """Receive a round's state into ``blob [n] uint8``, in stream order.
+        """Receive a round's state into its memory, in stream order.
 
         This call sets ``expected [1] int32`` to the round's number.
 
         Args:
             message: The message that announces the round.
-            blob: Memory of the state.
+            state: Memory of the state.
             expected: Number of the round, on the device.
             limit_s: Limit of the device's wait for the state, in seconds.
         """
         ...
 
-    def give(self, message: draft_pb2.RoundsNext, blob: torch.Tensor) -> None:
+    def send_trees(self, message: draft_pb2.RoundsNext, blob: torch.Tensor) -> None:
         """Send the trees of a round, ``blob [n] uint8``, in stream order."""
         ...
 

@@ -97,7 +97,7 @@ class GroupRound:
         # If the state did not arrive in time, the blob still contains the state of an earlier round. This
         # round then stores nothing and drafts nothing.
         admit_counts(buffers.number, buffers.expected, buffers.state.counts)
-        trees, out = self._group.draft(buffers.rows), buffers.trees
+        trees, out = self._group.draft(buffers.state.rows), buffers.trees
         pack_trees(trees.num_nodes, trees.tokens, trees.parents, out.num_nodes, out.tokens, out.parents)
 
 

@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from outrider.kernels.packed_round import GroupRows
 from outrider.services.draft.sessions.session import Session
-from outrider.shared.spec.resident import GroupSize, RoundState, TreesBlob
+from outrider.shared.spec.resident import GroupSize, RoundState, StateBlob, StateLayout, TreesBlob
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,20 +22,6 @@ class RoundBuffers:
     trees: TreesBlob  # the trees to send
     kept: bool  # False if only one round uses this memory, which graphs then must not contain
     sampled: list[Session | None] = field(default_factory=list)  # whose sampling parameters `state` has
-
-    @property
-    def rows(self) -> GroupRows:
-        """The received state as the input of a draft."""
-        state = self.state
-        return GroupRows(
-            state.committed_lens,
-            state.counts,
-            state.tokens,
-            state.features,
-            state.temperature,
-            state.seeds,
-            state.choices,
-        )
 
     @classmethod
     def make(
@@ -75,10 +60,15 @@ class JointBuffers:
     def parts(self, groups: Sequence[RoundBuffers]) -> JointParts:
         """Return the blobs of a round with these groups. A single group needs no joint memory."""
         if len(groups) == 1:
-            return JointParts(groups[0].blob, groups[0].expected, groups[0].trees.blob, ())
+            return JointParts(_state(groups[0].blob, groups), groups[0].expected, groups[0].trees.blob, ())
         state_bytes = sum(group.blob.nbytes for group in groups)
         trees_bytes = sum(group.trees.blob.nbytes for group in groups)
-        return JointParts(self.states[:state_bytes], self._expected, self.trees[:trees_bytes], groups)
+        state = _state(self.states[:state_bytes], groups)
+        return JointParts(state, self._expected, self.trees[:trees_bytes], groups)
+
+
+def _state(packed: torch.Tensor, groups: Sequence[RoundBuffers]) -> StateBlob:
+    return StateBlob(packed, StateLayout([group.state.layout for group in groups]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,25 +76,26 @@ class JointParts:
     """The blobs of one round.
 
     Attributes:
-        state, trees: ``[n] uint8``, the received state and the trees to send.
+        state: The received state.
+        trees: ``[n] uint8``, the trees to send.
         expected: ``[1] int32``, receives the round's number.
         groups: The groups whose parts must be copied between these blobs and the groups' own memory. Empty if
             there is only one group.
     """
 
-    state: torch.Tensor
+    state: StateBlob
     expected: torch.Tensor
     trees: torch.Tensor
     groups: Sequence[RoundBuffers]
 
     def spread(self) -> None:
         """Copy the received states to their groups, in stream order."""
-        start = 0
+        start, packed = 0, self.state.packed
         for group in self.groups:
             stop = start + group.blob.nbytes
-            group.blob.copy_(self.state[start:stop], non_blocking=True)
+            group.blob.copy_(packed[start:stop], non_blocking=True)
             if start:  # only the first header contains the number
-                group.number.copy_(self.state[:4].view(torch.int32), non_blocking=True)
+                group.number.copy_(packed[:4].view(torch.int32), non_blocking=True)
             group.expected.copy_(self.expected, non_blocking=True)
             start = stop
 

@@ -77,7 +77,9 @@ class SlotSeats:
         while len(self._ran) > RAN_KEPT:
             self._ran.popitem(last=False)
 
-    def tell(self, told: Sequence[draft_pb2.SlotTokens], *, max_len: int, vocab_size: int) -> list[Session]:
+    def add_tokens(
+        self, told: Sequence[draft_pb2.SlotTokens], *, max_len: int, vocab_size: int
+    ) -> list[Session]:
         """Append the tokens of passes. Return the sessions that the draft can no longer follow."""
         lost: list[Session] = []
         for tokens in told:

@@ -1,9 +1,9 @@
 """Runs rounds on this device for targets in other processes: assigns slots, records and enqueues rounds.
 
 A target opens slots once (SlotsOpen). The message RoundsNext announces a round. It lists the sessions that
-join slots, and groups of slots; all trees of a group have the same shape. The round's state, i.e. the tokens
-that the target's last pass chose and their features, arrives on the device through an `Exchange`, which also
-returns the trees. For the draft's host, the target sends the tokens again after it has read them.
+join slots, and the slots that draft, in one group per tree shape. The round's state (the last chosen tokens
+and their features) arrives on the device through an `Exchange`, which also returns the trees. The target
+sends the tokens again for the draft's host, after it has read them.
 
     RoundsNext n+1     | update, joins · extend by rows of commits · reserve pages · enqueue the round
     state n+1 arrives  |                      group 1: extend, grow │ group 2: extend, grow │ trees n+1
@@ -22,7 +22,6 @@ from outrider.draft.v1 import draft_pb2
 from outrider.services.draft.engine import OUT_OF_PAGES_RETRY_MS, DraftEngine
 from outrider.services.draft.growth.draft_graph import DeviceGrowth
 from outrider.services.draft.growth.slot_rounds import SlotRounds
-from outrider.services.draft.growth.tree_grower import max_round_rows
 from outrider.services.draft.peers.exchange import Exchange
 from outrider.services.draft.peers.group_round import GroupRound
 from outrider.services.draft.peers.peer import Peer
@@ -65,8 +64,8 @@ class _Prepared:
 class SlottedRounds:
     """The slots and rounds of all targets. Engine thread only, except for `peer`.
 
-    While a CUDA stream waits for a target's state, nothing else runs on that stream. If several targets have
-    sessions, the host therefore starts the rounds of all these targets.
+    A CUDA stream that waits for one target's state blocks the rounds of all other targets. If several targets
+    have sessions, their rounds therefore run through the host.
 
     Args:
         engine: The sessions and the drafting strategy.
@@ -206,7 +205,7 @@ class SlottedRounds:
 
     def _update(self, peer: Peer, seats: SlotSeats, message: draft_pb2.SlotsUpdate) -> None:
         limits = self._engine.sessions.limits
-        for session in seats.tell(message.told, max_len=limits.max_len, vocab_size=limits.vocab_size):
+        for session in seats.add_tokens(message.told, max_len=limits.max_len, vocab_size=limits.vocab_size):
             self._lose(peer, session)
         seats.leave(message.left)
 
@@ -268,7 +267,7 @@ class SlottedRounds:
             return False
         prepared = found[1]
         parts = prepared.joint.parts([group.buffers for group in prepared.groups])
-        exchange.take(prepared.message, parts.state, parts.expected, STATE_LIMIT_S)
+        exchange.receive_state(prepared.message, parts.state, parts.expected, STATE_LIMIT_S)
         parts.spread()
         for group in prepared.groups:
             # Write the pages after the wait. If target and draft share a GPU by time-slicing, a copy before
@@ -276,7 +275,7 @@ class SlottedRounds:
             group.load()
             group.run(self.graphs)
         parts.collect()
-        exchange.give(prepared.message, parts.trees)
+        exchange.send_trees(prepared.message, parts.trees)
         self._tried.add(tuple(group.key for group in prepared.groups))
         self._slots[peer].ran(number, prepared.sessions)
         return True
@@ -318,7 +317,7 @@ class SlottedRounds:
             shape.drafts
             and self._engine.sessions.allows(shape)
             and 1 <= batch <= MAX_SLOTS
-            and max_round_rows(shape.bounded()) <= columns <= MAX_COLUMNS
+            and shape.bounded().columns <= columns <= MAX_COLUMNS
         )
 
     def _buffers_for(self, batch: int, columns: int, shape: DraftShape, rounds: DeviceGrowth) -> RoundBuffers:

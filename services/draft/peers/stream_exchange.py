@@ -1,8 +1,8 @@
 """Transfers states and trees of rounds as messages, for targets that share no memory with the draft (gRPC).
 
-If a round with the same recorded graphs has run before, a new round is enqueued when RoundsNext arrives, and
-waits on the device for its state. Any other round is launched when its state arrives. A blob is the packed
-state or the packed trees of one round.
+A round whose recorded graphs have run before is enqueued when RoundsNext arrives, and waits on the device for
+its state. Any other round is launched when its state arrives. A blob is the packed state or the packed trees
+of one round.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from outrider.shared.rpc.envelopes import Blob, BlobEnvelopes
 from outrider.shared.rpc.ipc.cuda import CudaError
 from outrider.shared.rpc.options import INTERNAL_MESSAGE_LIMIT
 from outrider.shared.rpc.relay import LEAST_STATE_BYTES, StreamRelay
+from outrider.shared.spec.resident import StateBlob, StateLayout
 
 OTHER_FIELDS_BYTES = 1024 * 1024
 """Number of bytes allowed for the other fields of a message that contains a blob."""
@@ -33,12 +34,13 @@ log = get_logger("outrider.draft")
 
 @dataclass(frozen=True, slots=True)
 class _Waiting:
-    """A round that is enqueued, with the size of its trees."""
+    """A round that is enqueued, with the size of its trees and the layout of a compact state."""
 
     rounds: int
     number: int
     num_bytes: int
     envelopes: BlobEnvelopes
+    layout: StateLayout | None
 
 
 class StreamExchange(Exchange):
@@ -58,14 +60,19 @@ class StreamExchange(Exchange):
         peer: The session stream.
         relay: Transfers blobs between the connection and the device's stream; None if unavailable.
         ahead: Whether rounds may be enqueued before their states arrive.
+        compact: Whether the target sends compact states.
     """
 
-    def __init__(self, peer: Peer, relay: StreamRelay | None = None, *, ahead: bool = True) -> None:
+    def __init__(
+        self, peer: Peer, relay: StreamRelay | None = None, *, ahead: bool = True, compact: bool = False
+    ) -> None:
         self._peer = peer
+        self._compact = compact
         self._relay = relay
         self._may_go_ahead = ahead
         self._staging = BlobStaging()
         self._state = b""
+        self._layout: StateLayout | None = None
         # Whether blobs of the current round's size fit the relay; whether the current round uses the relay;
         # whether the current round was enqueued ahead of its state.
         self._fits_relay = False
@@ -100,7 +107,7 @@ class StreamExchange(Exchange):
         state = waiting.envelopes.state.open(message)
         if state is None:
             return False
-        self._put(relay, waiting.number, state)
+        self._put(relay, waiting.number, state, waiting.layout)
         self._waiting = None
         if self._announced:
             self._owed.append(waiting)
@@ -116,7 +123,7 @@ class StreamExchange(Exchange):
         if (waiting.rounds, waiting.number) != (message.rounds, message.number):
             self._release()
             return False
-        self._put(relay, message.number, message.state)
+        self._put(relay, message.number, message.state, waiting.layout)
         self._waiting = None
         self._answer(relay, waiting)
         return True
@@ -137,10 +144,12 @@ class StreamExchange(Exchange):
         self._ahead = tried and self._relayed and self._may_go_ahead
         return self._ahead
 
-    def take(
-        self, message: draft_pb2.RoundsNext, blob: torch.Tensor, expected: torch.Tensor, limit_s: float
+    def receive_state(
+        self, message: draft_pb2.RoundsNext, state: StateBlob, expected: torch.Tensor, limit_s: float
     ) -> None:
         """Copy the state that has arrived, or make the stream wait for it."""
+        blob, layout = state.packed, state.layout if self._compact else None
+        self._layout = layout
         if self._relayed and self._relay is not None:
             self._answer_owed(self._relay)  # first: the stream is about to wait for another round's state
             self._taken, self._awaited = message.number, True
@@ -152,15 +161,17 @@ class StreamExchange(Exchange):
                 self._relay, self._fits_relay = None, False
                 raise
             if not self._ahead:
-                self._put(self._relay, message.number, self._state)
+                self._put(self._relay, message.number, self._state, layout)
             return
-        self._staging.load(self._state, message.number, blob, LEAST_STATE_BYTES)
+        expand = None if layout is None else layout.expand
+        self._staging.load(self._state, message.number, blob, LEAST_STATE_BYTES, expand)
         expected.fill_(message.number)
 
-    def give(self, message: draft_pb2.RoundsNext, blob: torch.Tensor) -> None:
+    def send_trees(self, message: draft_pb2.RoundsNext, blob: torch.Tensor) -> None:
         if self._relayed and self._relay is not None:
             self._relay.give(message.number, blob)
-            waiting = _Waiting(message.rounds, message.number, blob.nbytes, BlobEnvelopes.of(message))
+            envelopes = BlobEnvelopes.of(message)
+            waiting = _Waiting(message.rounds, message.number, blob.nbytes, envelopes, self._layout)
             if self._ahead:
                 self._waiting, self._announced = waiting, False
             else:
@@ -187,10 +198,10 @@ class StreamExchange(Exchange):
         self._fits_relay = self._relay is not None and self._relay.fits(state, trees)
         return max(state.nbytes, trees.nbytes) + OTHER_FIELDS_BYTES <= INTERNAL_MESSAGE_LIMIT
 
-    def _put(self, relay: StreamRelay, number: int, state: Blob) -> None:
+    def _put(self, relay: StreamRelay, number: int, state: Blob, layout: StateLayout | None) -> None:
         """Pass a state to the stream that waits for it."""
         try:
-            relay.put(number, state)
+            relay.put(number, state, None if layout is None else layout.expand)
         except ProtocolError:
             self._release()
             raise

@@ -40,6 +40,10 @@ from outrider.shared.spec.tree import DraftShape
 WANTS_TREE = (draft_pb2.WANT_DRAFT, draft_pb2.WANT_BOTH)
 
 
+MAX_SALT_CHARS = 128
+"""Longest accepted salt. Targets send digests."""
+
+
 @dataclass(frozen=True, slots=True)
 class CommitMessage:
     """One commit of a frame, and the shape of the requested tree. The shape is None without a request."""
@@ -111,8 +115,16 @@ def fence_to(fence: Fence) -> draft_pb2.Fence:
     )
 
 
-def opening_from(message: draft_pb2.Open) -> SequenceOpen:
-    """Convert an Open message."""
+def opening_from(message: draft_pb2.Open, target_id: str) -> SequenceOpen:
+    """Convert an Open message. Sequences of different targets share nothing, so their salts differ.
+
+    Raises:
+        ProtocolError: The salt is too long.
+    """
+    if len(message.cache_salt) > MAX_SALT_CHARS:
+        raise ProtocolError(
+            f"open.cache_salt must have at most {MAX_SALT_CHARS} characters.", field="open.cache_salt"
+        )
     return SequenceOpen(
         fence_from(message.fence),
         list(message.token_ids),
@@ -120,6 +132,8 @@ def opening_from(message: draft_pb2.Open) -> SequenceOpen:
         message.temperature,
         message.choice_index,
         message.traceparent,
+        f"{target_id} {message.cache_salt}" if message.HasField("cache_salt") else None,
+        message.stored_len,
     )
 
 

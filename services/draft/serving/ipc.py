@@ -30,6 +30,7 @@ from outrider.shared.rpc.ipc.frames import EndOfStream, FrameKind, FrameSocket
 from outrider.shared.rpc.ipc.handshake import Mapped, acknowledge
 from outrider.shared.rpc.ipc.sockets import Listener
 from outrider.shared.rpc.tensors import InlineTensors
+from outrider.shared.spec.resident import StateBlob
 
 FIRST_FRAME_TIMEOUT_S = 10.0
 HANDSHAKE_TIMEOUT_S = 360.0
@@ -276,12 +277,12 @@ class MailboxExchange(Exchange):
     def goes_ahead(self, message: draft_pb2.RoundsNext, tried: bool) -> bool:
         return True  # the state reaches the device without this host
 
-    def take(
-        self, message: draft_pb2.RoundsNext, blob: torch.Tensor, expected: torch.Tensor, limit_s: float
+    def receive_state(
+        self, message: draft_pb2.RoundsNext, state: StateBlob, expected: torch.Tensor, limit_s: float
     ) -> None:
-        self._mailbox.receive(message.number, blob, expected, limit_s)
+        self._mailbox.receive(message.number, state.packed, expected, limit_s)
 
-    def give(self, message: draft_pb2.RoundsNext, blob: torch.Tensor) -> None:
+    def send_trees(self, message: draft_pb2.RoundsNext, blob: torch.Tensor) -> None:
         self._mailbox.send(message.number, blob)
 
     def skip(self, rounds: int, number: int) -> None:
@@ -300,8 +301,7 @@ class MailboxExchange(Exchange):
         return self._mailbox.mend() and not self._mailbox.broken
 
     def fits(self, state: torch.Tensor, trees: torch.Tensor) -> bool:
-        layout = self._mailbox.layout
-        return state.nbytes <= layout.state_bytes and trees.nbytes <= layout.trees_bytes
+        return self._mailbox.layout.fits(state, trees)
 
 
 def _unexpected(message: str) -> ProtocolError:

@@ -3,10 +3,10 @@
 The loop also expires sessions of silent targets, runs low-priority work while no session is open, and lets a
 receiving thread run short urgent commands itself (`run_here`).
 
-The streams of targets on this host are `Source`s, which the engine thread reads itself. Other streams (gRPC)
-have threads of their own, which submit commands. If the engine thread is idle, a short urgent command, such
-as a round on the device, runs on the thread that received it, because a thread switch takes longer than the
-command itself.
+The engine thread itself reads the streams of targets on this host (`Source`). Other streams (gRPC) have
+threads of their own, which submit commands. While the engine thread is idle, a short urgent command, such as
+a round on the device, runs on the thread that received it, because a thread switch takes longer than the
+command.
 """
 
 from __future__ import annotations

@@ -64,9 +64,8 @@ class DraftProtocol:
         device: Device of the engine.
         tokenizer: `tokenizer_fingerprint` of the draft, which every target must match; empty if unknown.
         only_enqueues: True if the host only enqueues the work for a prompt or a round, as on a GPU. The
-            thread that receives the message may then run this work itself. If the engine thread ran the work,
-            the receiving thread would busy-poll for the next message, and the two threads would contend for
-            the GIL. With None, the value is True on CUDA and False elsewhere.
+            thread that receives the message may then run this work itself, so that it does not contend with
+            the engine thread for the GIL. With None, the value is True on CUDA and False elsewhere.
         tiles: The argument `tiles` for `warm_up`.
     """
 
@@ -142,7 +141,7 @@ class DraftProtocol:
                 messages = list(commits_from(request.frame, self.feature_size, time.monotonic(), tensors))
                 loop.submit(lambda: self._commit(peer, messages))
             case "open":
-                opening = opening_from(request.open)
+                opening = opening_from(request.open, peer.target_id)
                 loop.submit(lambda: self._open(peer, opening))
             case "rows":
                 some = request.rows

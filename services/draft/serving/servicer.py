@@ -28,6 +28,7 @@ from outrider.shared.rpc.ipc.doorbells import Side
 from outrider.shared.rpc.polling import PollWindow
 from outrider.shared.rpc.relay import StreamRelay
 from outrider.shared.rpc.tensors import InlineTensors, join_tensors, split_tensor
+from outrider.shared.rpc.version import Feature, Offer, agree
 
 R = TypeVar("R")
 
@@ -110,7 +111,12 @@ class DraftServicer(draft_pb2_grpc.DraftServicer):
         outlet = StreamOutlet(lambda: endings.put(None))
         peer, ack = self._protocol.welcome(first.hello, outlet)
         yield draft_pb2.SessionReply(hello=ack)
-        exchange = StreamExchange(peer, StreamRelay.try_make(Side.DRAFT, self._protocol.device))
+        agreed = agree(Offer.of(first.hello), Offer.ours(Side.DRAFT))
+        exchange = StreamExchange(
+            peer,
+            StreamRelay.try_make(Side.DRAFT, self._protocol.device),
+            compact=Feature.COMPACT_STATES in agreed.features,
+        )
         stream = ServerStream(
             context,
             lambda message: self._take(peer, message, exchange),

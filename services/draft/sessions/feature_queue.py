@@ -18,8 +18,8 @@ class FeatureQueue:
     """Feature rows of one sequence that have arrived but are not consumed yet.
 
     ``0 <= consumed <= contiguous`` always holds. Rows ``[consumed, contiguous)`` are stored in order. A gap
-    occurs if a commit, which carries rows too, overtakes the bulk stream. Rows beyond a gap are stored
-    separately until the gap closes, and the number of such rows is bounded.
+    occurs if the rows of a commit overtake the bulk stream. A limited number of rows beyond a gap is stored
+    separately until the gap closes.
     """
 
     __slots__ = ("_ahead", "_segments", "consumed", "contiguous")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from typing import NewType
@@ -131,6 +132,10 @@ class Session:
     engaged: bool = False
     """True while the session's rounds stay on the device. No other code may then free the session's memory,
     and the host does not have the session's newest tokens yet."""
+    cache_salt: str | None = None
+    """The session shares stored rows only with sessions of the same salt. With None, it shares none."""
+    spoiled: bool = False
+    """True if the rows in the KV may be wrong. They must not be stored for other sessions."""
     ready: bool = False
     """True once the target knows that all rows of the opening have arrived."""
 
@@ -160,3 +165,30 @@ class Session:
             else self.num_rows
         )
         return known - self.cached_rows
+
+
+Begin = Callable[[Session, Session | None, int, int], int]
+"""`DraftStrategy.begin`."""
+
+
+def inherit(session: Session, known: Session | None, kept: int, stored_len: int) -> int:
+    """Let a session begin with the rows of the session that it replaces; see `DraftStrategy.begin`."""
+    if known is not None:
+        session.lease, known.lease = known.lease, None
+    return kept
+
+
+def common_rows(session: Session, known: Session, rewind: int) -> int:
+    """Return the number of cached rows of `known` that its successor can keep.
+
+    These are the rows of the common prefix, except the last row and the `rewind` rows before it. They are
+    computed again, because growing a tree needs their states.
+    """
+    shared = 0
+    for mine, theirs in zip(session.tokens, known.tokens, strict=False):
+        if mine != theirs:
+            break
+        shared += 1
+    # The row at position t also depends on token t + 1.
+    valid = shared - 1 if session.row_source is RowSource.FEATURES else shared
+    return max(0, min(known.cached_rows, valid, session.num_rows - 1) - rewind)

@@ -1,9 +1,8 @@
 """The table of followed sequences: opens, commits, closes, evicts and expires sessions, without any model.
 
 Every message carries a `Fence`: session, epoch, committed length, and hash of the committed tokens. Repeated
-or late messages are dropped and counted. If a message does not fit its session, the draft forgets that one
-sequence and replies RESYNC. The target then opens the sequence again with a higher epoch. Wrong or reordered
-messages cause no other harm.
+or late messages are dropped and counted. If a message does not fit its session, the draft forgets this
+sequence and replies RESYNC. The target then opens the sequence again with a higher epoch.
 
 Ledger of one session (which event ends each resource):
 
@@ -11,9 +10,9 @@ Ledger of one session (which event ends each resource):
     Session in the table        `open`          `close`, `drop_peer`, `expire`, eviction by `open`, any RESYNC
     KV pages (session.lease)    the strategy    `SessionTable._forget` → `release`, in each of these cases
 
-Invariant: ``0 <= cached_rows <= num_rows``. If rows are computed from features, two further conditions hold:
-``cached_rows <= features.contiguous`` and ``num_rows = committed_len - 1``. They hold because the row at
-position t needs the feature of t and the token t + 1 (`RowSource`).
+Invariant: ``0 <= cached_rows <= num_rows``. If rows are computed from features, ``cached_rows <=
+features.contiguous`` and ``num_rows = committed_len - 1`` also hold, because the row at position t needs the
+feature of t and the token t + 1 (`RowSource`).
 """
 
 from __future__ import annotations
@@ -28,11 +27,14 @@ from outrider.services.draft.sessions.session import (
     ACCEPTED,
     Answer,
     Ask,
+    Begin,
     PeerId,
     Reason,
     RowSource,
     Session,
     Verdict,
+    common_rows,
+    inherit,
 )
 from outrider.shared.spec.drafter import Commit, SequenceOpen
 from outrider.shared.spec.fence import FNV_OFFSET, extend_prefix_hash
@@ -59,8 +61,8 @@ class SessionLimits:
         evict_idle_s: If the table is full, the least recently used session may be evicted if it has been idle
             for this many seconds.
         row_source: The input from which the strategy's rows are computed.
-        rewind: Number of rows to compute again when a session is reopened, from the end of the common prefix
-            and in addition to the prefix's last row.
+        rewind: Number of rows before the last row of the common prefix that are computed again when a session
+            is reopened, in addition to this last row.
         usual_shape: The shape of most trees, which the warm-up prepares.
     """
 
@@ -82,11 +84,16 @@ class SessionTable:
     Args:
         limits: Limits of the table.
         release: Called once for every session that ends, to free the strategy's resources for that session.
+        begin: Finds the rows with which a session begins (`DraftStrategy.begin`). By default, a session
+            begins with the rows of the session that it replaces.
     """
 
-    def __init__(self, limits: SessionLimits, release: Callable[[Session], None]) -> None:
+    def __init__(
+        self, limits: SessionLimits, release: Callable[[Session], None], begin: Begin | None = None
+    ) -> None:
         self.limits = limits
         self._release = release
+        self._begin = begin or inherit
         self._sessions: dict[tuple[PeerId, int], Session] = {}
         self._last_heard_s: dict[PeerId, float] = {}
         self._early = EarlyRows()
@@ -109,7 +116,7 @@ class SessionTable:
         """Start following a sequence, or restart it at a higher epoch.
 
         A restarted sequence keeps the cached rows of the prefix that its old and its new tokens have in
-        common.
+        common. A new sequence begins with stored rows of earlier sequences if the strategy has any.
         """
         # 1. Check the opening itself, then compare it with the session that it would replace.
         fence, tokens = opening.fence, opening.token_ids
@@ -146,9 +153,13 @@ class SessionTable:
             FeatureQueue(),
             now,
             row_source=self.limits.row_source,
+            cache_salt=opening.cache_salt,
         )
-        if known is not None:
-            _inherit(session, known, self.limits.rewind)
+        kept = 0 if known is None else common_rows(session, known, self.limits.rewind)
+        session.cached_rows = self._begin(session, known, kept, opening.stored_len)
+        session.inherited_rows = session.cached_rows
+        if session.row_source is RowSource.FEATURES:
+            session.features = FeatureQueue(session.cached_rows)
         self._sessions[peer, fence.session_id] = session
         # 3. Add the features that arrived before the opening.
         for base, rows in self._early.take(peer, fence.session_id, fence.epoch):
@@ -270,6 +281,7 @@ class SessionTable:
 
     def lose(self, session: Session) -> None:
         """Forget a session that the draft can no longer follow. Its next commit is answered with RESYNC."""
+        session.spoiled = True
         self._forget(session)
 
     def evict_idle(self, now: float, keep: Collection[int] = ()) -> bool:
@@ -358,28 +370,10 @@ class SessionTable:
         )
 
     def _resync(self, session: Session, reason: Reason) -> Answer:
+        session.spoiled = True
         self._forget(session)
         return Answer(Verdict.RESYNC, reason)
 
     def _forget(self, session: Session) -> None:
         del self._sessions[session.peer, session.session_id]
         self._release(session)
-
-
-def _inherit(session: Session, known: Session, rewind: int) -> None:
-    """Move the pages of `known` to its successor, and keep the cached rows of the common prefix.
-
-    The last common row and the `rewind` rows before it are not kept. They are computed again, because growing
-    a tree needs their states.
-    """
-    session.lease, known.lease = known.lease, None
-    shared = 0
-    for mine, theirs in zip(session.tokens, known.tokens, strict=False):
-        if mine != theirs:
-            break
-        shared += 1
-        # The row at position t also depends on token t + 1.
-    valid = shared - 1 if session.row_source is RowSource.FEATURES else shared
-    session.cached_rows = max(0, min(known.cached_rows, valid, session.num_rows - 1) - rewind)
-    session.inherited_rows = session.cached_rows
-    session.features = FeatureQueue(session.cached_rows)

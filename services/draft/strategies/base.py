@@ -1,8 +1,7 @@
 """Defines `DraftStrategy`, the interface between the draft engine and the different ways of drafting.
 
 A strategy may be a recurrent head (EAGLE), layers of the target's checkpoint (MTP), a standalone model, a
-table of n-grams, or a block drafter. Every strategy extends sessions by their new rows and returns trees. The
-engine relies on no other property of a strategy.
+table of n-grams, or a block drafter. Every strategy extends sessions by their new rows and returns trees.
 """
 
 from __future__ import annotations
@@ -36,8 +35,8 @@ class StrategyInfo:
         max_len: Largest number of tokens of a session.
         row_source: The input from which the rows of the strategy's KV are computed.
         hidden_size: Hidden size of the strategy's model; 0 if the strategy has no model.
-        rewind: Number of rows to compute again when a session is reopened, from the end of the common prefix
-            and in addition to the prefix's last row.
+        rewind: Number of rows before the last row of the common prefix that are computed again when a session
+            is reopened, in addition to this last row.
         extend_rows: Largest number of rows in one pass over prompts.
     """
 
@@ -55,7 +54,10 @@ class StrategyInfo:
 
 @dataclass(frozen=True, slots=True)
 class Pages:
-    """Page counts of the strategy's own KV pool; all zero without a pool."""
+    """Page counts of the strategy's own KV pool; all zero without a pool.
+
+    Stored pages of ended sessions count as free, because they make room when pages are needed.
+    """
 
     total: int
     free: int
@@ -99,6 +101,22 @@ class DraftStrategy(Protocol):
 
         Raises:
             CheckpointError: The tensor is not missing, or its shape is wrong.
+        """
+        ...
+
+    def begin(self, session: Session, known: Session | None, kept: int, stored_len: int) -> int:
+        """Find the rows of a new session that need not be computed.
+
+        Args:
+            session: The new session, without memory.
+            known: The session that it replaces. None for a sequence that the draft does not follow yet. Its
+                memory passes to the new session or is freed.
+            kept: Number of rows of `known` that are valid for the new session.
+            stored_len: Number of leading rows that the session may share with earlier sessions.
+
+        Returns:
+            The number of leading rows that the strategy's KV contains, at most ``session.num_rows - 1``. 0 if
+            there are none.
         """
         ...
 

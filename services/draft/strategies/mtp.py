@@ -1,16 +1,15 @@
 """Drafting with the multi-token prediction (MTP) layers of the target's own checkpoint.
 
-Layer m (counted from 0) reads pairs of a token and a state. At position t, layer m pairs the token t + 1 + m
-with the state of layer m - 1 at t, and predicts the token t + 2 + m. Layer 0 instead uses the target's last
-hidden state after the final norm. Each layer has its own K/V, in a plane of the KV pool. With C committed
-tokens, layer m has C - 1 - m rows.
+At position t, layer m (counted from 0) pairs the token t + 1 + m with the state of layer m - 1 at t, and
+predicts the token t + 2 + m. In place of a previous layer's state, layer 0 uses the target's last hidden
+state after the final norm. Each layer has its own K/V, in a plane of the KV pool. With C committed tokens,
+layer m has C - 1 - m rows.
 
-Layer i runs level i of a tree, so each layer is one stage of the tree's growth (`growth.stages`). If a tree
-has more levels than there are layers, the last layer runs the further levels on its own previous state, as is
-usual for models with one MTP layer.
+Layer i runs level i of a tree, so each layer is one stage of the tree's growth (`growth.stages`). The last
+layer runs all further levels on its own previous state, as is usual for models with one MTP layer.
 
-After an extension, the state of a layer's last row cannot be used yet, because the next layer pairs this
-state with a token that is not known yet. `StageStates` keeps these states for the next extension.
+The next layer pairs the state of a layer's last row with a token that is not known yet. `StageStates` keeps
+these states for the next extension.
 """
 
 from __future__ import annotations
@@ -72,7 +71,9 @@ class MtpStrategy(PagedStrategy):
             # state, so layer 0 computes m earlier rows again to supply it.
             rewind=model.stages - 1,
         )
-        super().__init__(info, model, pool, attention)
+        # The states of waiting rows are stored under the number of a session's first page (`StageStates`), so
+        # no two sessions may share that page.
+        super().__init__(info, model, pool, attention, shares=False)
         self._model = model
 
     def feature_spec(self, target: TargetInfo | None) -> FeatureSpec:

@@ -180,10 +180,9 @@ class MtpWeights:
 def read_mtp_config(path: Path) -> ModelConfig:
     """Return the configuration of the model that the MTP layers in a folder belong to.
 
-    SGLang's exporter (``export_deepseek_nextn.py``) writes a folder with one MTP layer, stored as layer 0 of
-    a model that has only this layer. By the family's rule, layer 0 of a model is dense. The MTP layer,
-    however, is sparse like the last layers of the original model. The returned configuration therefore has
-    the original model's leading dense layers, followed by one sparse layer.
+    SGLang's exporter (``export_deepseek_nextn.py``) stores one MTP layer as layer 0 of a model that has only
+    this layer. By the family's rule, layer 0 would be dense, but the MTP layer is sparse. The returned
+    configuration therefore has the original model's leading dense layers, followed by one sparse layer.
 
     Raises:
         CheckpointError: The configuration cannot be read. The message names the key.

@@ -3,7 +3,7 @@
 The lease of a session covers KV slots. The table shows the contents of these slots, and what frees them:
 
     token index                      content                         freed by
-    [0, cached_rows)                 rows of committed tokens        release of the lease
+    [0, cached_rows)                 rows of committed tokens        release, or eviction of stored pages
     [cached_rows, + scratch_rows)    rows of the tree being grown    release; overwritten by the next extend
 """
 
@@ -18,7 +18,8 @@ from outrider.services.draft.growth.draft_graph import DeviceGrowth
 from outrider.services.draft.growth.draft_model import DraftModel
 from outrider.services.draft.growth.tree_grower import GrowthInputs, GrowthSize, scratch_rows
 from outrider.services.draft.sessions.chunks import RowChunk
-from outrider.services.draft.sessions.session import Session
+from outrider.services.draft.sessions.session import Session, inherit
+from outrider.services.draft.sessions.stored_rows import StoredRows
 from outrider.services.draft.strategies.base import DraftStrategy, Pages, StrategyInfo
 from outrider.services.draft.target_info import TargetInfo
 from outrider.shared.attn.base import AttentionBackend
@@ -43,6 +44,7 @@ class PagedStrategy(DraftStrategy, ABC):
         model: The draft model.
         pool: The model's KV pool.
         attention: The model's attention backend.
+        shares: True if sessions may begin with stored rows of earlier sessions (`StoredRows`).
     """
 
     def __init__(
@@ -51,12 +53,15 @@ class PagedStrategy(DraftStrategy, ABC):
         model: DraftModel,
         pool: KVPool,
         attention: AttentionBackend,
+        *,
+        shares: bool = True,
     ) -> None:
         self.info = info
         rounds = DeviceGrowth.make(model, attention, pool, info.feature_size)
         self.rounds: DeviceGrowth | None = rounds
         self._grower = rounds.memory.grower
         self._pool = pool
+        self._stored = StoredRows(pool, enabled=shares)
         self._attention = attention
         self._device = model.device
 
@@ -72,6 +77,15 @@ class PagedStrategy(DraftStrategy, ABC):
     @abstractmethod
     def extend(self, sessions: Sequence[Session], max_rows: int, keep: int = 0) -> None: ...
 
+    def begin(self, session: Session, known: Session | None, kept: int, stored_len: int) -> int:
+        shares = self._stored.shares(session)
+        if known is not None and not shares and not self._stored.shares(known):
+            return inherit(session, known, kept, stored_len)
+        if known is not None:
+            # The rows that the two sessions have in common are stored now, and found again.
+            self.release(known)
+        return self._stored.begin(session, max(kept, stored_len)) if shares else 0
+
     def reserve(self, session: Session) -> bool:
         shape = session.ask.shape if session.ask is not None else None
         scratch = scratch_rows(shape.depth, shape.topk) if shape is not None else 0
@@ -79,8 +93,7 @@ class PagedStrategy(DraftStrategy, ABC):
         # `StageStates`.
         wanted = max(1, session.cached_rows + session.extendable_rows + scratch)
         if session.lease is None:
-            session.lease = self._pool.lease(wanted)
-            return session.lease is not None
+            return self._stored.lease(session, self._pool.pages_for(wanted))
         return self._pool.reserve(session.lease, wanted)
 
     @torch.inference_mode()
@@ -114,14 +127,12 @@ class PagedStrategy(DraftStrategy, ABC):
         return self._grower.grow(inputs, size, torch.stack(states)).trees
 
     def release(self, session: Session) -> None:
-        if session.lease is not None:
-            session.lease.release()
-            session.lease = None
+        self._stored.end(session)
         session.last_state = None
 
     def pages(self) -> Pages:
-        allocator = self._pool.allocator
-        return Pages(allocator.num_pages, allocator.free_pages, allocator.held_pages)
+        total, free = self._pool.num_pages, self._pool.allocator.available_pages
+        return Pages(total, free, total - free)
 
     def _extended(self, chunks: Sequence[RowChunk]) -> bool:
         """If the recorded graph fits these chunks, extend by replaying it. Return True if the graph ran."""

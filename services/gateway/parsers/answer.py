@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import codecs
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 
 from outrider.services.gateway.parsers.pieces import (
     OutputParser,
@@ -12,6 +14,7 @@ from outrider.services.gateway.parsers.pieces import (
     ToolCallArguments,
     ToolCallStart,
 )
+from outrider.shared.base.logit_rules import TokenLogprob
 
 
 @dataclass(slots=True)
@@ -72,6 +75,8 @@ class AnswerReader:
     def __init__(self, parser: OutputParser | None) -> None:
         self._parser = parser
         self.answer = Answer()
+        # Tokens whose text the parser has not returned yet, and the lengths of their texts.
+        self._held: list[tuple[int, TokenLogprob, int]] = []
 
     def push(self, text: str, num_tokens: int) -> list[Piece]:
         """Add a chunk of `text`, which has `num_tokens` tokens, and return the pieces that are now final."""
@@ -84,9 +89,62 @@ class AnswerReader:
                 self.answer.reasoning_tokens += num_tokens
         return self._collect(pieces)
 
+    def push_scored(
+        self,
+        text: str,
+        tokens: Sequence[tuple[int, TokenLogprob]],
+        bytes_of: Callable[[int], bytes],
+    ) -> list[Piece]:
+        """Add a chunk like `push`. The pieces of the text contain their tokens.
+
+        The tokens of reasoning, of tool calls and of their markers are left out, and so are tokens without
+        text, such as the end of the sequence.
+
+        Args:
+            text: Text of the chunk.
+            tokens: The tokens of the chunk with their logprobs.
+            bytes_of: Returns the bytes of a token.
+        """
+        started = self._in_reasoning
+        pieces: list[Piece] = []
+        for (token, logprob), part in zip(tokens, _split(text, tokens, bytes_of), strict=True):
+            before = self._in_reasoning
+            found = self.push(part, 0)
+            if before or self._in_reasoning or any(not isinstance(piece, Text) for piece in found):
+                self._held.clear()
+            if not before or any(isinstance(piece, Text) for piece in found):
+                self._held.append((token, logprob, len(part)))
+            pieces += self._with_tokens(found)
+        if not tokens:
+            pieces += self._with_tokens(self.push(text, 0))
+        if started and self._in_reasoning and text:
+            self.answer.reasoning_tokens += len(tokens)
+        return pieces
+
     def finish(self) -> list[Piece]:
         """Return the remaining pieces. Call this once the sequence has ended."""
-        return self._collect(self._parser.finish() if self._parser else [])
+        return self._with_tokens(self._collect(self._parser.finish() if self._parser else []))
+
+    @property
+    def _in_reasoning(self) -> bool:
+        return self._parser is not None and self._parser.in_reasoning
+
+    def _with_tokens(self, pieces: list[Piece]) -> list[Piece]:
+        """Give the held tokens to the first piece of text, without those whose text the parser dropped."""
+        texts = [index for index, piece in enumerate(pieces) if isinstance(piece, Text)]
+        if not texts or not self._held:
+            return pieces
+        room = sum(len(piece.text) for piece in pieces if isinstance(piece, Text))
+        kept = len(self._held)
+        while kept and (kept == len(self._held) or self._held[kept - 1][2] <= room):
+            kept -= 1
+            room -= self._held[kept][2]
+        tokens = tuple((token, logprob) for token, logprob, _ in self._held[kept:])
+        first = pieces[texts[0]]
+        assert isinstance(first, Text)
+        pieces[texts[0]] = replace(first, tokens=tokens)
+        self._held.clear()
+        return pieces
 
     def _collect(self, pieces: list[Piece]) -> list[Piece]:
         for piece in pieces:
@@ -97,3 +155,18 @@ class AnswerReader:
 def plain_reader() -> AnswerReader:
     """Return a reader for which everything is text."""
     return AnswerReader(None)
+
+
+def _split(
+    text: str, tokens: Sequence[tuple[int, TokenLogprob]], bytes_of: Callable[[int], bytes]
+) -> list[str]:
+    """Return the part of the text that each token completes. The last token gets the rest of the text."""
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    parts, at = [], 0
+    for token, _ in tokens:
+        length = len(decoder.decode(bytes_of(token)))
+        parts.append(text[at : at + length])
+        at += length
+    if parts:
+        parts[-1] += text[at:]
+    return parts

@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import secrets
 import string
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
+
+from outrider.shared.base.logit_rules import TokenLogprob
 
 _ALPHANUMERIC = string.ascii_letters + string.digits
 
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A piece of the answer's text."""
+    """A piece of the answer's text.
+
+    Attributes:
+        text: The text.
+        tokens: The tokens of the text, each with its logprob, if the reader was asked for them.
+    """
 
     text: str
+    tokens: Sequence[tuple[int, TokenLogprob]] = ()
 
 
 @dataclass(frozen=True, slots=True)

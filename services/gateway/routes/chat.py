@@ -37,6 +37,7 @@ from outrider.services.gateway.routes.logprobs import (
     prompt_logprobs_field,
 )
 from outrider.services.gateway.routes.openai_stream import StreamShape, stream_chunks
+from outrider.services.gateway.routes.states import choice_states
 from outrider.services.gateway.schemas.chat import ChatRequest
 from outrider.services.gateway.sse import EventStream, run_until_disconnect
 
@@ -148,6 +149,7 @@ class _Form:
                 "logprobs": chat_reply_logprobs(self.turn.core, self.job, one),
                 "finish_reason": finish_name(one.finished, answer),
                 **choice_extras(one, len(completions) == 1, trace, self.with_ids),
+                **choice_states(one, self.job.parameters.states),
             }
             for index, (one, answer) in enumerate(zip(completions, answers, strict=True))
         ]

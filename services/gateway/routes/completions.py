@@ -37,6 +37,7 @@ from outrider.services.gateway.routes.logprobs import (
     prompt_logprobs_field,
 )
 from outrider.services.gateway.routes.openai_stream import StreamShape, stream_chunks
+from outrider.services.gateway.routes.states import choice_states
 from outrider.services.gateway.schemas.completions import CompletionRequest
 from outrider.services.gateway.sse import EventStream, run_until_disconnect
 
@@ -169,6 +170,7 @@ def _reply(
         | {"logprobs": completion_reply_logprobs(core, job, one) if scored else None}
         | prompt_logprobs_field(core, job, one)
         | choice_extras(one, len(completions) == 1, trace, with_ids)
+        | choice_states(one, job.parameters.states)
         for index, one in enumerate(completions)
     ]
     return head.object_of(

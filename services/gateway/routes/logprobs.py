@@ -12,6 +12,7 @@ from outrider.services.gateway.logprobs import (
     completion_logprobs,
     native_logprobs,
     prompt_logprobs_list,
+    requested_logprobs,
 )
 from outrider.services.gateway.request import Chunk, Completion
 from outrider.shared.base.logit_rules import LogprobParams, TokenLogprob
@@ -116,16 +117,23 @@ def native_meta(
         return {}
     bytes_of = core.token_bytes if with_text else None
     token_ids = [token for chunk in chunks for token in chunk.token_ids]
-    own, tops = native_logprobs(token_ids, [one for chunk in chunks for one in chunk.logprobs], bytes_of)
+    emitted = [one for chunk in chunks for one in chunk.logprobs]
+    own, tops = native_logprobs(token_ids, emitted, bytes_of)
     meta: dict[str, Any] = {"output_token_logprobs": own}
     if wanted.top:
         meta["output_top_logprobs"] = tops
+    if wanted.token_ids:
+        meta["output_token_ids_logprobs"] = requested_logprobs(wanted.token_ids, emitted, bytes_of)
+        meta["input_token_ids_logprobs"] = []
     if wanted.prompt_top is not None:
         scored: list[TokenLogprob | None] = [one for chunk in chunks for one in chunk.prompt_logprobs]
         own, tops = native_logprobs(prompt_ids[wanted.prompt_start - 1 :], [None, *scored], bytes_of)
         meta["input_token_logprobs"] = own
         if wanted.prompt_top:
             meta["input_top_logprobs"] = tops
+        if wanted.token_ids:
+            found = requested_logprobs(wanted.token_ids, [None, *scored], bytes_of)
+            meta["input_token_ids_logprobs"] = found
     else:
         meta["input_token_logprobs"] = []
         if wanted.top:

@@ -20,6 +20,7 @@ from outrider.services.gateway.request import Chunk, Completion, Finished, Start
 from outrider.services.gateway.routes.completions import check_texts, encode_batch
 from outrider.services.gateway.routes.context import ERROR_RESPONSES, core_of, ignored_header, timeout_of
 from outrider.services.gateway.routes.logprobs import native_meta
+from outrider.services.gateway.routes.states import StateTexts
 from outrider.services.gateway.schemas.completions import as_batch
 from outrider.services.gateway.schemas.native import NativeRequest
 from outrider.services.gateway.served_target import TargetStats
@@ -60,11 +61,14 @@ async def generate(body: NativeRequest, request: Request) -> Response:
     if body.stream:
         return EventStream(_stream(core, job, as_list, with_text), core.settings.keep_alive_s, headers)
     completions = await run_until_disconnect(request.receive, collect(core.generate(job), sequences))
-    wanted = _wanted(job)
+    wanted, texts = _wanted(job), StateTexts()
+    states = [one.states for one in per_prompt or [parameters] * len(batch) for _ in range(one.n or 1)]
     replies = [
         _reply(core, job, one, rids[index], wanted[index], with_text) for index, one in enumerate(completions)
     ]
-    return JsonResponse(replies if as_list else replies[0], headers=headers)
+    for reply, one, asked in zip(replies, completions, states, strict=True):
+        reply["meta_info"] |= texts.native(one, asked)
+    return await texts.reply(replies if as_list else replies[0], headers)
 
 
 async def _stream(

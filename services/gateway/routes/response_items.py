@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 import uuid
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from outrider.services.gateway.parsers.pieces import Piece, Reasoning, Text, ToolCallArguments, ToolCallStart
+from outrider.shared.base.logit_rules import TokenLogprob
 
 Event = dict[str, Any]
+Logprobs = list[dict[str, Any]]
+LogprobsOf = Callable[[Sequence[tuple[int, TokenLogprob]]], Logprobs]
+"""Returns the `logprobs` of a text's tokens, in the form of a chat."""
 
 
 @dataclass(slots=True)
@@ -16,19 +22,23 @@ class ItemWriter:
     """Converts pieces to output items. When the type of the pieces changes, a new item begins.
 
     Attributes:
+        logprobs_of: Formats the logprobs of a text's tokens.
         items: Items in order. The last item stays open until the next item begins or `finish` is called.
     """
 
+    logprobs_of: LogprobsOf = lambda tokens: []
     items: list[dict[str, Any]] = field(default_factory=list)
     _open: bool = False
 
     def push(self, piece: Piece) -> list[Event]:
         """Add a piece and return its events, without sequence numbers."""
         match piece:
-            case Text(text=text):
-                return [*self._part("message"), self._delta("response.output_text.delta", text)]
+            case Text(text=text, tokens=tokens):
+                return [*self._part("message"), self._text(text, self.logprobs_of(tokens))]
             case Reasoning(text=text):
-                return [*self._part("reasoning"), self._delta("response.reasoning_text.delta", text)]
+                begun = self._part("reasoning")
+                self._item["content"][0]["text"] += text
+                return [*begun, self._event("response.reasoning_text.delta", content_index=0, delta=text)]
             case ToolCallStart(id=call_id, name=name):
                 call = {"type": "function_call", "call_id": call_id, "name": name, "arguments": ""}
                 return [*self.finish(), self._begin("fc", call)]
@@ -55,7 +65,7 @@ class ItemWriter:
             )
             return [arguments, done]
         part = item["content"][0]
-        extra: dict[str, Any] = {"logprobs": []} if part["type"] == "output_text" else {}
+        extra = {"logprobs": _of_event(part["logprobs"])} if part["type"] == "output_text" else {}
         return [
             self._event(f"response.{part['type']}.done", content_index=0, text=part["text"], **extra),
             self._event("response.content_part.done", content_index=0, part=part),
@@ -80,7 +90,7 @@ class ItemWriter:
         self._item["content"] = [part]
         events += [
             added,
-            self._event("response.content_part.added", content_index=0, part=dict(part)),
+            self._event("response.content_part.added", content_index=0, part=copy.deepcopy(part)),
         ]
         return events
 
@@ -90,16 +100,33 @@ class ItemWriter:
         return {
             "type": "response.output_item.added",
             "output_index": len(self.items) - 1,
-            "item": dict(self._item),
+            "item": copy.deepcopy(self._item),
         }
 
-    def _delta(self, kind: str, text: str) -> Event:
-        self._item["content"][0]["text"] += text
-        extra: dict[str, Any] = {"logprobs": []} if kind == "response.output_text.delta" else {}
-        return self._event(kind, content_index=0, delta=text, **extra)
+    def _text(self, text: str, logprobs: Logprobs) -> Event:
+        part = self._item["content"][0]
+        part["text"] += text
+        part["logprobs"] += logprobs
+        return self._event(
+            "response.output_text.delta", content_index=0, delta=text, logprobs=_of_event(logprobs)
+        )
 
     def _event(self, kind: str, **fields: Any) -> Event:
         place: dict[str, Any] = {"output_index": len(self.items) - 1}
         if kind != "response.output_item.done":
             place["item_id"] = self._item["id"]
         return {"type": kind, **place, **fields}
+
+
+def _of_event(logprobs: Logprobs) -> Logprobs:
+    """Return logprobs in the form that OpenAI's events have, which is that of the items without bytes."""
+    return [
+        {
+            "token": one["token"],
+            "logprob": one["logprob"],
+            "top_logprobs": [
+                {"token": top["token"], "logprob": top["logprob"]} for top in one["top_logprobs"]
+            ],
+        }
+        for one in logprobs
+    ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +15,7 @@ from outrider.services.gateway.chat_turn import ChatTurn, TurnEnd
 from outrider.services.gateway.core import Job, rids_of
 from outrider.services.gateway.errors import JsonResponse, error_body
 from outrider.services.gateway.guards.parsed_body import ParsedBodyRoute
+from outrider.services.gateway.logprobs import chat_logprobs
 from outrider.services.gateway.parameters import RESPONSES
 from outrider.services.gateway.render import speculation_object
 from outrider.services.gateway.request import Started
@@ -31,6 +32,7 @@ from outrider.services.gateway.schemas.tools import NamedTool
 from outrider.services.gateway.sse import NamedEventStream, run_until_disconnect
 from outrider.shared.base.errors import OutriderError
 from outrider.shared.base.generation import FinishReason
+from outrider.shared.base.logit_rules import TokenLogprob
 
 router = APIRouter(route_class=ParsedBodyRoute)
 
@@ -95,7 +97,7 @@ class _Response:
     async def events(self) -> AsyncGenerator[dict[str, Any], None]:
         """Yield the events of the response. The last event contains the finished response."""
         numbers = itertools.count()
-        writer = ItemWriter()
+        writer = ItemWriter(self._logprobs)
         seed = 0
         async with aclosing(self.turn.run(self.job)) as pieces:
             async for one in pieces:
@@ -120,6 +122,13 @@ class _Response:
                     case _:
                         for event in writer.push(one):
                             yield {**event, "sequence_number": next(numbers)}
+
+    def _logprobs(self, tokens: Sequence[tuple[int, TokenLogprob]]) -> list[dict[str, Any]]:
+        """Return the logprobs of some tokens of the text."""
+        ids, logprobs = [token for token, _ in tokens], [one for _, one in tokens]
+        as_ids = self.job.parameters.logprobs.ids_as_text
+        content = chat_logprobs(ids, logprobs, self.turn.core.token_bytes, as_ids)["content"]
+        return list(content)
 
     def _object(
         self, status: str, output: list[dict[str, Any]], end: TurnEnd | None = None, seed: int = 0
@@ -146,6 +155,7 @@ class _Response:
             "text": {"format": {"type": "text"}},
             "tool_choice": _choice_object(body),
             "tools": [{"strict": False, **tool.model_dump(exclude_unset=True)} for tool in body.tools or []],
+            "top_logprobs": body.top_logprobs or 0,
             "top_p": body.top_p,
             "truncation": "disabled",
             "usage": None,

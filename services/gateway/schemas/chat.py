@@ -9,6 +9,7 @@ from pydantic import Field
 from outrider.services.gateway.requested_rules import RequestedLogprobs, check_top
 from outrider.services.gateway.schemas.chat_messages import Message
 from outrider.services.gateway.schemas.common import PROMPT_LOGPROBS, Neutral, OpenAIRequest
+from outrider.services.gateway.schemas.state_fields import StateFields
 from outrider.services.gateway.schemas.template_options import TEMPLATE_OPTIONS, template_options
 from outrider.services.gateway.schemas.tools import Tool, ToolChoice, forced_tools, may_call, template_tools
 from outrider.services.gateway.tokenizer import ChatEnding
@@ -16,7 +17,7 @@ from outrider.shared.base.errors import InvalidRequestError
 from outrider.shared.base.logit_rules import LogprobParams
 
 
-class ChatRequest(OpenAIRequest):
+class ChatRequest(StateFields, OpenAIRequest):
     """The request body: OpenAI's fields, the supported fields of SGLang and vLLM, and `speculation`."""
 
     NEUTRAL: ClassVar[dict[str, tuple[Any, ...]]] = {

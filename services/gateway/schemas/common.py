@@ -10,6 +10,7 @@ from outrider.services.gateway.options import of_bodies
 from outrider.services.gateway.parameters import Parameters
 from outrider.services.gateway.request import RequestedSpeculation
 from outrider.services.gateway.requested_rules import NO_REQUESTED_LOGPROBS, RequestedLogprobs, check_top
+from outrider.services.gateway.requested_states import NO_REQUESTED_STATES, RequestedStates
 from outrider.services.gateway.schemas.base import NeutralOnly, OpenModel, StrictModel
 from outrider.services.gateway.schemas.constraint_fields import OpenAIForms
 from outrider.services.gateway.schemas.sampling_fields import SamplingFields
@@ -132,11 +133,16 @@ class OpenAIRequest(NeutralOnly, SamplingFields, OpenAIForms):
             speculation=(self.speculation or SpeculationOptions()).params(),
             logprobs=self.wanted_logprobs(),
             constraint=self.constraint(),
+            states=self.wanted_states(),
         )
 
     def wanted_logprobs(self) -> RequestedLogprobs:
         """Return the logprobs that the client wants."""
         return NO_REQUESTED_LOGPROBS
+
+    def wanted_states(self) -> RequestedStates:
+        """Return the hidden states and routed experts that the client wants."""
+        return NO_REQUESTED_STATES
 
     def prompt_list(self, number: int | None) -> int | None:
         """Check `prompt_logprobs` and return it.

@@ -10,13 +10,14 @@ from pydantic import Field
 from outrider.services.gateway.parameters import Parameters
 from outrider.services.gateway.requested_rules import RequestedLogprobs, check_top
 from outrider.services.gateway.schemas.common import PROMPT_LOGPROBS, Neutral, OpenAIRequest
+from outrider.services.gateway.schemas.state_fields import StateFields
 from outrider.shared.base.errors import InvalidRequestError
 from outrider.shared.base.logit_rules import LogprobParams
 
 Prompt = str | list[str] | list[int] | list[list[int]]
 
 
-class CompletionRequest(OpenAIRequest):
+class CompletionRequest(StateFields, OpenAIRequest):
     """The request body. `prompt` is a text, a list of token ids, or a batch of texts or of such lists."""
 
     NEUTRAL: ClassVar[dict[str, tuple[Any, ...]]] = {

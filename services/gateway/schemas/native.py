@@ -14,6 +14,8 @@ from outrider.services.gateway.schemas.chat_messages import Message
 from outrider.services.gateway.schemas.common import Neutral, SpeculationOptions
 from outrider.services.gateway.schemas.constraint_fields import SglangForms
 from outrider.services.gateway.schemas.sampling_fields import SamplingFields
+from outrider.services.gateway.schemas.state_fields import StartLength as ExpertsStart
+from outrider.services.gateway.schemas.state_fields import requested_states
 from outrider.services.gateway.schemas.tools import Tool
 from outrider.shared.base.errors import InvalidRequestError
 from outrider.shared.base.logit_rules import LogprobParams
@@ -41,7 +43,13 @@ StartLength = Annotated[int, Field(ge=-1)]
 RequestName = Annotated[str, Field(max_length=128)]
 
 
-PER_PROMPT = ("sampling_params", "return_logprob", "logprob_start_len", "top_logprobs_num")
+PER_PROMPT = (
+    "sampling_params",
+    "return_logprob",
+    "logprob_start_len",
+    "top_logprobs_num",
+    "return_hidden_states",
+)
 """Fields that may be lists with one entry per prompt."""
 
 
@@ -49,8 +57,6 @@ class NativeRequest(NeutralOnly):
     """The request body. It contains either `text` or `input_ids`: one prompt, or a batch of prompts."""
 
     NEUTRAL: ClassVar[dict[str, tuple[Any, ...]]] = {
-        "token_ids_logprob": (),
-        "return_hidden_states": (False,),
         "input_embeds": (),
         "image_data": (),
         "lora_path": (),
@@ -83,8 +89,18 @@ class NativeRequest(NeutralOnly):
         None, description="Number of alternatives per token, 0 to 20."
     )
     return_text_in_logprobs: bool | None = None
-    token_ids_logprob: Neutral = None
-    return_hidden_states: Neutral = None
+    token_ids_logprob: list[int] | list[list[int]] | None = Field(
+        None, description="Token ids whose logprobs to return at each token, or a list per prompt."
+    )
+    return_hidden_states: bool | list[bool] | None = Field(
+        None, description="Return the hidden states after the final norm. Not in streams."
+    )
+    return_routed_experts: bool | None = Field(
+        None, description="Return the experts that each layer chose for each token. Not in streams."
+    )
+    routed_experts_start_len: ExpertsStart | None = Field(
+        None, description="Index of the first token whose experts are returned. Default: 0."
+    )
     input_embeds: Neutral = None
     image_data: Neutral = None
     lora_path: Neutral = None
@@ -120,7 +136,14 @@ class NativeRequest(NeutralOnly):
                 raise InvalidRequestError(
                     f"{name} has {len(value)} entries, but there are {num_prompts} prompts.", field=name
                 )
-        if not any(isinstance(getattr(self, name), list) for name in PER_PROMPT):
+        ids = self.token_ids_logprob
+        listed = bool(ids) and isinstance(ids, list) and isinstance(ids[0], list)
+        if listed and ids is not None and len(ids) != num_prompts:
+            raise InvalidRequestError(
+                f"token_ids_logprob has {len(ids)} lists, but there are {num_prompts} prompts.",
+                field="token_ids_logprob",
+            )
+        if not listed and not any(isinstance(getattr(self, name), list) for name in PER_PROMPT):
             return ()
         return tuple(self.parameters(number) for number in range(num_prompts))
 
@@ -143,6 +166,12 @@ class NativeRequest(NeutralOnly):
             logprobs=self.wanted_logprobs(number),
             constraint=given.constraint("sampling_params."),
             may_be_empty=True,
+            states=requested_states(
+                bool(self._of("return_hidden_states", number)),
+                bool(self.return_routed_experts),
+                self.routed_experts_start_len or 0,
+                stream=bool(self.stream),
+            ),
         )
 
     def _of(self, name: str, number: int) -> Any:
@@ -164,8 +193,16 @@ class NativeRequest(NeutralOnly):
         given = self._of("logprob_start_len", number)
         start = -1 if given is None else given
         # As in SGLang, the token at the start position itself has no logprob.
-        wanted = LogprobParams(top, None if start < 0 else top, 0 if start < 0 else start + 1)
+        first = 0 if start < 0 else start + 1
+        wanted = LogprobParams(top, None if start < 0 else top, first, self._token_ids(number))
         return RequestedLogprobs(wanted)
+
+    def _token_ids(self, number: int) -> tuple[int, ...]:
+        """Return the tokens whose logprobs the client wants at each token of one prompt and its answer."""
+        found: list[Any] = self.token_ids_logprob or []
+        if found and isinstance(found[0], list):
+            found = found[number] if number < len(found) else []
+        return tuple(found)
 
 
 class TokenizeRequest(OpenModel):

@@ -6,6 +6,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
+from outrider.services.gateway.requested_rules import NO_REQUESTED_LOGPROBS, RequestedLogprobs, check_top
 from outrider.services.gateway.schemas.base import OpenModel
 from outrider.services.gateway.schemas.chat_messages import CalledFunction, Message, TextPart, ToolCall
 from outrider.services.gateway.schemas.common import Neutral, OpenAIRequest
@@ -21,7 +22,10 @@ from outrider.services.gateway.schemas.tools import (
 )
 from outrider.shared.base.constraint import Constraint
 from outrider.shared.base.errors import InvalidRequestError
+from outrider.shared.base.logit_rules import LogprobParams
 
+LOGPROBS = "message.output_text.logprobs"
+"""Value of `include` that asks for the logprobs of the text."""
 ROLES = ("system", "developer", "user", "assistant")
 
 
@@ -106,9 +110,8 @@ class ResponsesRequest(OpenAIRequest):
         "conversation": (),
         "background": (),
         "prompt": (),
-        "top_logprobs": (0,),
     }
-    NO_EFFECT: ClassVar[frozenset[str]] = OpenAIRequest.NO_EFFECT | {"include", "truncation"}
+    NO_EFFECT: ClassVar[frozenset[str]] = OpenAIRequest.NO_EFFECT | {"truncation"}
 
     input: str | list[InputItem]
     instructions: str | None = None
@@ -119,14 +122,18 @@ class ResponsesRequest(OpenAIRequest):
     reasoning: ReasoningOptions | None = None
     text: TextOptions | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    include: Any = None
+    include: list[str] | None = Field(
+        None, description=f"Additional data of the response. Only {LOGPROBS!r} has an effect."
+    )
+    top_logprobs: int | None = Field(
+        None, description=f"Number of alternatives per token, 0 to 20. Requires {LOGPROBS!r} in include."
+    )
     truncation: Any = None
 
     previous_response_id: Neutral = None
     conversation: Neutral = None
     background: Neutral = None
     prompt: Neutral = None
-    top_logprobs: Neutral = None
 
     # A response has one answer.
     n: int | None = Field(None, ge=1, le=1)
@@ -136,6 +143,20 @@ class ResponsesRequest(OpenAIRequest):
         given = self.text.format if self.text is not None else None
         asked = None if given is None else given.constraint("text.format")
         return only_one(super().constraint(prefix), asked)
+
+    def wanted_logprobs(self) -> RequestedLogprobs:
+        """Return the logprobs that the client wants.
+
+        Raises:
+            InvalidRequestError: If top_logprobs is out of range, or is set although `include` does not ask
+                for logprobs.
+        """
+        top = check_top(self.top_logprobs, "top_logprobs") or 0
+        if LOGPROBS in (self.include or ()):
+            return RequestedLogprobs(LogprobParams(top), bool(self.return_tokens_as_token_ids))
+        if top:
+            raise InvalidRequestError(f"top_logprobs requires {LOGPROBS!r} in include.", field="top_logprobs")
+        return NO_REQUESTED_LOGPROBS
 
     def token_limit(self) -> int | None:
         """Return the client's limit of new tokens, or None."""

@@ -27,6 +27,7 @@ from outrider.shared.obs.logging import get_logger
 from outrider.shared.rpc.client import connect_aio
 from outrider.shared.rpc.convert import error_from_proto
 from outrider.shared.rpc.interceptors import error_from_rpc
+from outrider.shared.rpc.peer_security import refusal_of
 from outrider.target.v1 import target_pb2, target_pb2_grpc
 
 TARGET_SERVICE = "outrider.target.v1.Target"
@@ -312,7 +313,10 @@ class TargetClient:
                 event = finish_from_proto(reply.finish)
             else:
                 event = error_from_proto(reply.error)
-            stream.deliver(event, reply.ByteSize() + CHUNK_OVERHEAD_BYTES)
+            cost = reply.ByteSize() + CHUNK_OVERHEAD_BYTES
+            if isinstance(event, TargetDelta) and event.states is not None:
+                cost -= event.states.nbytes  # these bytes have a limit of their own, `max_state_bytes`
+            stream.deliver(event, cost)
 
     def _disconnected(self, failure: BaseException) -> None:
         while isinstance(failure, BaseExceptionGroup):
@@ -324,9 +328,9 @@ class TargetClient:
                 error=str(failure),
                 running=len(self._streams),
             )
-        elif isinstance(failure, ProtocolError) and failure.message != self._refusal:
-            self._refusal = failure.message
-            _log.error("target cannot be used", address=self.address, error=failure.message)
+        elif (refusal := _refusal(failure)) and refusal != self._refusal:
+            self._refusal = refusal
+            _log.error("target cannot be used", address=self.address, error=refusal)
         self._outgoing = None
         self._answers = True
         self._serving.clear()
@@ -339,3 +343,12 @@ class TargetClient:
         for stream in list(self._streams.values()):
             stream.deliver(error, 0)
         self._streams.clear()
+
+
+def _refusal(failure: BaseException) -> str:
+    """Return why the target cannot serve this gateway until a setting changes, or an empty text."""
+    if isinstance(failure, ProtocolError):
+        return failure.message
+    if isinstance(failure, grpc.aio.AioRpcError):
+        return refusal_of(failure.code().name, failure.details() or "")
+    return ""

@@ -80,6 +80,7 @@ class MovableStream:
         self._model_key = member.model_key
         self._emitted: list[int] = []
         self._prompt_scored = 0
+        self._states_len = request.states.start
         self._left: dict[Member, int] = {}
         self._fruitless = 0
         self._progress = 0
@@ -135,6 +136,8 @@ class MovableStream:
     def _count(self, delta: TargetDelta) -> TargetDelta:
         """Record the tokens of a delta, and number the rounds of its trace consecutively over all targets."""
         self._prompt_scored += len(delta.prompt_logprobs)
+        if delta.states is not None:
+            self._states_len = delta.states.stop
         if delta.token_ids:
             self._emitted += delta.token_ids
             self._owe(0, max(self._new_load - len(delta.token_ids), min(self._new_load, LEAST_NEW_TOKENS)))
@@ -155,7 +158,7 @@ class MovableStream:
         lost = self._leave()
         assert lost is not None
         self._left[lost] = lost.client.connections
-        progress = len(self._emitted) + self._prompt_scored
+        progress = len(self._emitted) + self._prompt_scored + self._states_len
         if error.reason == TARGET_LOST:
             self._fruitless = self._fruitless + 1 if progress == self._progress else 0
             if self._fruitless > MAX_FRUITLESS_LOSSES:
@@ -216,13 +219,14 @@ class MovableStream:
         self._prompt_load, self._new_load = prompt, new
 
     def _rest(self) -> GenerationRequest:
-        """Return the request for the tokens and logprobs that have not arrived yet."""
+        """Return the request for the tokens, logprobs and states that have not arrived yet."""
         request, wanted = self._request, self._request.logprobs
         if wanted.prompt_top is not None and self._prompt_scored:
             start = max(1, wanted.prompt_start) + self._prompt_scored
             complete = bool(self._emitted) or start >= len(request.prompt_ids)
             wanted = replace(wanted, prompt_top=None) if complete else replace(wanted, prompt_start=start)
-        return replace(request, logprobs=wanted, resume_ids=tuple(self._emitted))
+        states = replace(request.states, start=self._states_len)
+        return replace(request, logprobs=wanted, states=states, resume_ids=tuple(self._emitted))
 
     def _ended_alone(self) -> TargetFinish | None:
         """Return the end of a sequence that is complete or cancelled. Return None for any other sequence."""

@@ -350,7 +350,7 @@ class ModelTargets:
 
     @property
     def info(self) -> ServedTarget:
-        """The information that holds for all of these targets, as of their last connection or refresh.
+        """The information that all of these targets share, from their last connection or refresh.
 
         Raises:
             UnavailableError: If none of these targets has ever been connected.

@@ -30,6 +30,7 @@ from outrider.shared.kv.prefix_cache import PrefixStats
 from outrider.shared.rpc.convert import error_to_proto, report_to_proto, round_to_proto
 from outrider.shared.rpc.convert_constraint import constraint_from_proto
 from outrider.shared.rpc.convert_logprobs import logprob_to_proto, logprobs_from_proto, rules_from_proto
+from outrider.shared.rpc.convert_states import state_params_from_proto, states_to_proto
 from outrider.target.v1 import target_pb2
 
 MAX_REQUEST_ID_LENGTH = 256
@@ -110,6 +111,7 @@ def request_from_proto(
         cache_salt=message.cache_salt,
         tenant=message.tenant,
         resume_ids=tuple(message.resume_ids),
+        states=state_params_from_proto(message.states),
     )
 
 
@@ -133,6 +135,7 @@ def event_to_proto(event: Event) -> target_pb2.GenerateReply:
             rounds=[round_to_proto(one) for one in event.rounds],
             logprobs=[logprob_to_proto(one) for one in event.logprobs],
             prompt_logprobs=[logprob_to_proto(one) for one in event.prompt_logprobs],
+            states=states_to_proto(event.states),
         )
         return target_pb2.GenerateReply(request_id=event.request_id, delta=delta)
     if isinstance(event, FinishedEvent):

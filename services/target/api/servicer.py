@@ -199,6 +199,9 @@ class TargetServicer(target_pb2_grpc.TargetServicer):
             ),
             weight_version=decoder.fingerprint[:16],
         )
+        if serving.engine.limits.routes and config.experts is not None:
+            reply.routed_layers = config.num_layers
+            reply.experts_per_token = config.experts.routing.top_k
         offer_to(reply)
         return reply
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
 
 from outrider.services.target.request import Event, EventSink, TokensEvent
 
 MAX_UNREAD_BYTES = 64 * 1024
+MAX_BATCH_BYTES = 8 * 1024 * 1024
+"""A list of events is divided if its messages would be larger, because a gRPC message has a limited size."""
 TOKEN_BYTES = 8
 """Approximate size of one token in an unread message."""
 
@@ -51,24 +53,46 @@ class StreamSink(EventSink):
         self._queue.put_nowait(())
 
     async def batches(self) -> AsyncIterator[Seq[Event]]:
-        """Yield events in order, in lists of all events that arrived since the previous list."""
+        """Yield events in order, in lists of the events that arrived since the previous list.
+
+        A list has at most `MAX_BATCH_BYTES` bytes, or a single event.
+        """
         while not self._closed or not self._queue.empty():
             merged: list[Event] = list(await self._queue.get())
             while not self._queue.empty():
                 merged.extend(self._queue.get_nowait())
             if not merged:
                 continue
-            self._unread -= _size(merged)
-            yield merged
+            size = _size(merged)
+            self._unread -= size
+            for part in [merged] if size <= MAX_BATCH_BYTES else _parts(merged):
+                yield part
             if self._on_backlog and self._backlog and self._unread <= MAX_UNREAD_BYTES // 2:
                 self._backlog = False
                 self._on_backlog(False)
 
 
+def _parts(events: list[Event]) -> Iterator[list[Event]]:
+    part: list[Event] = []
+    size = 0
+    for event in events:
+        more = _size([event])
+        if part and size + more > MAX_BATCH_BYTES:
+            yield part
+            part, size = [], 0
+        part.append(event)
+        size += more
+    yield part
+
+
 def _size(events: Iterable[Event]) -> int:
     return sum(
         TOKEN_BYTES * len(event.token_ids)
-        + sum(TOKEN_BYTES * (1 + len(one.top)) for one in (*event.logprobs, *event.prompt_logprobs))
+        + sum(
+            TOKEN_BYTES * (1 + len(one.top) + len(one.requested))
+            for one in (*event.logprobs, *event.prompt_logprobs)
+        )
+        + (event.states.nbytes if event.states is not None else 0)
         for event in events
         if isinstance(event, TokensEvent)
     )

@@ -1,8 +1,8 @@
 """Measures how long a draft takes to answer, and derives how long rows wait for its trees.
 
-The times of occasional late answers are not recorded. Otherwise, a draft that is stopped from time to time
-would get longer and longer waits. Once `LATES_TO_COUNT` answers in a row have been late, late answers are
-recorded too, because the draft has then become slower.
+The times of occasional late answers are not recorded, because a draft that sometimes stops would otherwise
+get longer and longer waits. After `LATES_TO_COUNT` late answers in a row, late answers are recorded too,
+because the draft has then become slower.
 """
 
 from __future__ import annotations

@@ -4,12 +4,12 @@ A row is one sequence of a round. The mode of a row is the speculation mode of i
 
 - A row whose answer is late gets no drafts in this round. The reported reason is "warming" if the draft has
   never answered for the row's session, and "late" otherwise.
-- A row in mode `on` may wait longer than its round. The round then goes on without the row, and the row waits
-  for its tree while the next rounds run. The reported reason is `AWAITED`.
-- The draft counts as faulty if a row in mode `on` has waited as long as it may, or if the draft has been
-  silent for too long.
-- If the draft does not count as faulty, a late answer counts as a miss for the circuit breaker (`breaker`). A
-  late answer does not count if the draft has never answered for the row's session.
+- A row in mode `on` may wait longer than its round. The round then runs without the row, and the row keeps
+  waiting during the next rounds. The reported reason is `AWAITED`.
+- The draft is faulty if a row in mode `on` has waited to its limit, or if the draft has been silent for too
+  long.
+- Otherwise, a late answer is a miss for the circuit breaker (`breaker`), unless the draft has never answered
+  for the row's session.
 """
 
 from __future__ import annotations

@@ -12,8 +12,8 @@ LAST_SLOW_BACKOFF_S = 0.2
 LAST_FAULTY_BACKOFF = 10.0
 """Longest back-off of a faulty draft, as a multiple of the fault deadline.
 
-A faulty draft may still answer pings. After each back-off, rows without a deadline then wait for such a draft
-once more. With this back-off, these waits take less than a tenth of the rows' time.
+A faulty draft may still answer pings. Rows without a deadline then wait for it once more after each back-off.
+With this longest back-off, these waits take less than a tenth of the rows' time.
 """
 SHARE, CAPACITY_S = 0.02, 0.15
 """Limits of the time that waits for open sessions may cost rows with a deadline and rows without drafts.
@@ -46,25 +46,23 @@ class BreakerState(Enum):
 class Breaker:
     """Stops requests to a draft after three missed deadlines in a row, or immediately after a fault.
 
-    After a back-off, an answered ping makes the breaker half-open. The next answer in time then closes the
-    breaker.
+    After a back-off, an answered ping makes the breaker half-open. The next answer in time closes it.
 
-    A draft that misses deadlines may only be slow, so rows without a deadline still request trees from this
-    draft. These rows stop only while the draft is `faulty`.
+    A draft that misses deadlines may only be slow. Rows without a deadline therefore stop requesting trees
+    only while the draft is `faulty`.
 
-    The first fault may be a short pause of the draft, so the draft is tried again as soon as it answers a
-    ping. Each further fault without an answer in between costs another wait. From the second fault on, the
-    back-off is therefore at least one fault deadline, and each further fault doubles the back-off.
+    After a first fault, the draft is tried again as soon as it answers a ping. After a second fault in a row,
+    the back-off is at least one fault deadline. Each further fault in a row doubles it.
 
-    A draft that answers for a while after each pause, and then stops again, never has two faults in a row.
-    Three budgets of lost time (`WaitBudget`) therefore limit the waits:
+    A draft that repeatedly stops and recovers never has two faults in a row. Three budgets of lost time
+    (`WaitBudget`) therefore limit the waits:
 
     - The first budget is for rows with a deadline and rows that need no tree. After a miss, the back-off
-      lasts at least until this budget is positive again.
-    - The second budget is for rows without a deadline. After a fault, the back-off lasts at least until this
-      budget is positive again.
-    - The third budget is for waits for the first trees of new sessions. This budget does not open the
-      breaker, because first trees may take long.
+      lasts until this budget is positive again.
+    - The second budget is for rows without a deadline. After a fault, the back-off lasts until this budget is
+      positive again.
+    - The third budget is for the first trees of new sessions. It does not open the breaker, because first
+      trees may take long.
 
     `sign_of_life` may be called from any thread, because it only changes OPEN to HALF_OPEN.
 

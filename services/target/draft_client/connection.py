@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from outrider.draft.v1 import draft_pb2
 from outrider.services.target.draft_client.transport.carrier import Carrier
-from outrider.shared.rpc.version import Agreed
+from outrider.shared.rpc.version import Agreed, Feature
 from outrider.shared.spec.drafter import FeatureSpec
 
 
@@ -33,3 +33,7 @@ class Connection:
         self.send = carrier.send
         self.receive = carrier.receive
         self.close = carrier.close
+
+    def has(self, feature: Feature) -> bool:
+        """Return True if both sides support a feature of the protocol."""
+        return self.agreed is not None and feature in self.agreed.features

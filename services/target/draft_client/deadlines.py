@@ -22,17 +22,16 @@ class AnswerDeadlines:
     """Deadlines for the answers of one draft. Engine thread only. Times are values of `time.monotonic()`.
 
     A row in mode `auto` waits until the deadline of the `ProposalRequest`. A row in mode `on` waits for at
-    most `AnswerTimes.limit_s`. A round with other rows goes on earlier, without this row.
+    most `AnswerTimes.limit_s`. A round with other rows continues earlier, without this row.
 
-    The engine waits for the first answer of a new session in one round only, because the draft may still be
-    computing the prompt, or may have stopped. Later rounds do not wait for this session until its first
-    answer has arrived. A prompt that the draft computes slowly therefore delays only one round.
+    Only one round waits for the first answer of a new session, because the draft may still be computing the
+    prompt. A slow prompt at the draft therefore delays only one round.
 
     Attributes:
         fault_deadline_s: Time in seconds after which an outstanding answer makes the draft faulty.
         heard_s: Arrival time of the last message that was not a pong.
-        owed_s: Time of the first request since that message for a session that has had no answer. The request
-            counts even if the session has ended meanwhile. None if there is no such request.
+        owed_s: Time of the first request, since that message, for a session that has had no answer. The
+            session may have ended since then. None if there is no such request.
         times: Measured times of answers and of rounds on the device. First answers of sessions are left out.
     """
 
@@ -71,7 +70,7 @@ class AnswerDeadlines:
         return started if session.in_vain else started + deadline_s
 
     def row_until(self, session: DraftSession, pong_s: float) -> float:
-        """Return the time at which a row without a deadline stops waiting, in whatever round that is.
+        """Return the time at which a row without a deadline stops waiting. This time may be in a later round.
 
         Args:
             session: The session of the row.

@@ -1,8 +1,8 @@
 """Keeps the target connected to a remote draft: connects, performs the handshake, pings and reconnects.
 
-The engine thread never waits for this module. In every step, the engine thread checks which `Connection` is
-current. Only the link and the engine keep references to a connection. The memory of an ended connection is
-therefore freed, even if drafts connect and disconnect many times while the engine is idle.
+The engine thread never waits for this module. In every step, it checks which `Connection` is current. Only
+the link and the engine keep references to a connection, so the memory of an ended connection is freed even
+while the engine is idle.
 """
 
 from __future__ import annotations
@@ -269,7 +269,7 @@ class DraftLink:
     def _probe(self, connection: Connection) -> None:
         """Ping the draft: often while the breaker is open, otherwise just often enough to renew the lease.
 
-        At most one ping is outstanding, so a draft that resumes after a pause finds no backlog of pings.
+        At most one ping is outstanding, so pings do not pile up while a draft is paused.
         """
         nonce = 0
         last_ping = time.monotonic()

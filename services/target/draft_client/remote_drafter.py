@@ -2,13 +2,11 @@
 
 This is the engine's side of the draft protocol, a state machine that only the engine thread drives.
 
-A session is *live* once Open was sent over the current connection. The commits of a live session are merged
-and kept until the next frame, which is one message with the commits of several sessions. If a session falls
-too far behind, or if the draft has lost the session, the engine reopens the session and sends the feature
-rows that the target has stored.
+A session is *live* once Open was sent over the current connection. Commits of live sessions are merged until
+the next frame, which is one message for several sessions. If a session falls too far behind, or if the draft
+has lost it, the engine reopens the session and sends the stored feature rows again.
 
-A fault of the draft never raises an exception. Instead, the affected rows get single-node trees and a
-fallback reason.
+A fault of the draft raises no exception. The affected rows get single-node trees and a fallback reason.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ from outrider.services.target.draft_client.breaker import Breaker, BreakerState
 from outrider.services.target.draft_client.connection import Connection
 from outrider.services.target.draft_client.deadlines import AnswerDeadlines
 from outrider.services.target.draft_client.link import DraftLink, TargetIdentity, Weight
-from outrider.services.target.draft_client.session import DraftSession, open_message, send_frame
+from outrider.services.target.draft_client.session import DraftSession, send_frame
 from outrider.services.target.draft_client.slotted_rounds import SlottedRounds
 from outrider.services.target.draft_client.transport.create import carrier_of
 from outrider.services.target.draft_client.trees import fits
@@ -33,13 +31,13 @@ from outrider.shared.base.errors import OutriderError, ProtocolError
 from outrider.shared.spec.drafter import (
     AWAITED,
     Commits,
+    Drafter,
     DrafterState,
     FeatureSpec,
     ProposalRequest,
     ProposalRow,
     SequenceOpen,
 )
-from outrider.shared.spec.exchange_drafter import ExchangeDrafter
 from outrider.shared.spec.tree import DraftBatch
 from outrider.shared.spec.trees import HostTree, pad_trees
 
@@ -53,14 +51,13 @@ BAD_TREES_TO_TRIP = 3
 FAULTS_TO_RECONNECT = 3
 """Number of consecutive faults after which to reconnect, because the connection may be in a damaged state."""
 NO_DEADLINE_US = 0
-FIRST_EPOCH = 1
 REJECTED_FOR_S = 5.0
 """Seconds until a session that the draft refused is offered again, if the refusal does not name a time."""
 
 _log = logging.getLogger("outrider.target.draft")
 
 
-class RemoteDrafter(ExchangeDrafter):
+class RemoteDrafter(Drafter):
     """A drafter in another process. Engine thread only, except for `state`, `describe` and `refusal`.
 
     Args:
@@ -90,13 +87,13 @@ class RemoteDrafter(ExchangeDrafter):
         self._hello = draft_pb2.HelloAck()
         self._spec: FeatureSpec | None = None
         self._sessions: dict[int, DraftSession] = {}
-        self.slots = SlottedRounds(
+        self.slots: SlottedRounds = SlottedRounds(
             device,
             identity.vocab_size,
             identity.feature_dtype,
             self._sessions,
             self._patience,
-            self._usable,
+            self._breaker,
             self._take_reply,
             self._late_round,
         )
@@ -132,28 +129,16 @@ class RemoteDrafter(ExchangeDrafter):
         self._drain()
         return self._spec
 
-    @property
-    def device_resident(self) -> bool:
-        """True if rounds can stay on the device now. False during the pause after late rounds or a fault."""
-        connection = self._connection
-        return (
-            connection is not None
-            and self._breaker.state is BreakerState.CLOSED
-            and self.slots.is_open(connection)
-        )
-
     def open(self, sequences: Sequence[SequenceOpen]) -> None:
         for sequence in sequences:
             self.slots.left([sequence.fence.session_id])
-            session = self._sessions[sequence.fence.session_id] = DraftSession(sequence.fence)
+            former = self._sessions.get(sequence.fence.session_id)
+            session = self._sessions[sequence.fence.session_id] = DraftSession(sequence.fence, former)
             connection = self._usable()
             if connection is None:
                 session.lost = True
-                continue
-            connection.send(open_message(sequence))
-            session.live = True
-            # A draft that has followed this sequence before may still have some rows. OpenAck says how many.
-            session.acked = connection.carrier.rows_follow_open and sequence.fence.epoch == FIRST_EPOCH
+            else:
+                session.begin(connection, sequence)
 
     def features(self, session_id: int, base: int, rows: torch.Tensor) -> None:
         """Send the feature rows of a prompt, or keep the rows until the draft has opened the session."""

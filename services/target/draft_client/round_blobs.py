@@ -10,12 +10,12 @@ import torch
 from outrider.draft.v1 import draft_pb2
 from outrider.kernels.tree_check import tree_check
 from outrider.services.target.draft_client.transport.exchange import Exchange
-from outrider.shared.spec.exchange_drafter import ExchangedRound
+from outrider.shared.spec.exchanged_slots import ExchangedRound
 from outrider.shared.spec.resident import (
     GroupSize,
-    LastExtent,
     RoundState,
     StateBlob,
+    StateLayout,
     TreesBlob,
     state_starts,
     trees_starts,
@@ -122,8 +122,8 @@ class RoundBlobs:
                 TreesBlob.of(self._trees[start:stop], size.batch_size, size.nodes)
                 for size, start, stop in zip(sizes, ends, ends[1:], strict=False)
             ]
-            extent = LastExtent(starts[-2], states[-1].extent)
-            state = StateBlob(self._states[: starts[-1]], extent)
+            layout = StateLayout([one.layout for one in states])
+            state = StateBlob(self._states[: starts[-1]], layout)
             self._layouts[key] = _Layout(state, states, self._trees[: ends[-1]], trees)
         return self._layouts[key]
 

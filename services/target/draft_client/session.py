@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 
 import torch
@@ -11,9 +12,12 @@ from outrider.services.target.draft_client.connection import Connection
 from outrider.services.target.draft_client.fences import fence_from_proto, fence_to_proto
 from outrider.services.target.draft_client.trees import check_tree
 from outrider.shared.base.errors import ProtocolError
+from outrider.shared.rpc.version import Feature
 from outrider.shared.spec.drafter import AWAITED, Commit, ProposalRow, SequenceOpen
 from outrider.shared.spec.fence import Fence
 from outrider.shared.spec.trees import HostTree
+
+FIRST_EPOCH = 1
 
 _log = logging.getLogger("outrider.target.draft")
 
@@ -33,6 +37,10 @@ class DraftSession:
         joining: True if a row in mode `on` waits until `ready` is True.
         lost: True if the engine must reopen the session.
         warm: True if the draft has answered a request since the session was last opened.
+        have_len: Number of leading positions whose feature rows the draft does not need.
+        misled: True if the session was lost after the draft had reported a `have_len`, which may be wrong.
+        doubts: True if the session replaces one that was misled. The draft's `have_len` is then ignored.
+        opened_len: Number of committed tokens with which the session was opened.
         in_vain: True if a wait for the session's first answer has timed out.
         base_len: Number of committed tokens before the first pending commit.
         token_ids: Tokens of the pending commits, i.e. of the commits that were not sent yet.
@@ -49,13 +57,17 @@ class DraftSession:
         "acked",
         "asked_s",
         "base_len",
+        "doubts",
         "features",
         "fence",
+        "have_len",
         "held",
         "in_vain",
         "joining",
         "live",
         "lost",
+        "misled",
+        "opened_len",
         "owes",
         "ready",
         "reason",
@@ -66,17 +78,20 @@ class DraftSession:
         "warm",
     )
 
-    def __init__(self, fence: Fence) -> None:
+    def __init__(self, fence: Fence, former: DraftSession | None = None) -> None:
         self.fence = fence
         self.live = False
         self.acked = False
+        self.have_len = 0
+        self.misled: bool = False
+        self.doubts = former is not None and former.misled
         self.held: list[tuple[int, torch.Tensor]] = []
         self.ready = False
         self.joining = False
         self.lost = False
         self.warm = False
         self.in_vain = False
-        self.base_len = fence.committed_len
+        self.base_len = self.opened_len = fence.committed_len
         self.token_ids: list[int] = []
         self.features: list[torch.Tensor] = []
         self.wanted: ProposalRow | None = None
@@ -90,6 +105,7 @@ class DraftSession:
         """Discard all pending data. The engine reopens the session."""
         self.live, self.lost, self.warm, self.acked = False, True, False, False
         self.in_vain = self.owes = self.ready = self.joining = False
+        self.misled, self.have_len = self.have_len > 0, 0
         self.wanted, self.tree = None, None
         self.reason = reason or ("resync" if self.reason == AWAITED else self.reason)
         self.held.clear()
@@ -169,14 +185,28 @@ class DraftSession:
         return commit
 
     def send_rows(self, connection: Connection, target_id: str, base: int, rows: torch.Tensor) -> None:
-        """Send feature rows, or keep the rows until the draft has opened the session."""
+        """Send the feature rows that the draft lacks, or keep rows until the draft has opened the session."""
         if not self.acked:
             self.held.append((base, rows))
+            return
+        known = min(max(self.have_len - base, 0), rows.shape[0])
+        base, rows = base + known, rows[known:]
+        if not rows.shape[0]:
             return
         place = draft_pb2.BulkRequest(
             session_id=self.fence.session_id, epoch=self.fence.epoch, base=base, target_id=target_id
         )
         connection.carrier.send_rows(place, rows)
+
+    def begin(self, connection: Connection, sequence: SequenceOpen) -> None:
+        """Open the session at the draft."""
+        connection.send(open_message(sequence))
+        self.live = True
+        # OpenAck says how many rows the draft has kept, of this sequence or of earlier ones.
+        reuses = sequence.fence.epoch > FIRST_EPOCH or (
+            sequence.stored_len > 0 and connection.has(Feature.STORED_ROWS)
+        )
+        self.acked = connection.carrier.rows_follow_open and not reuses
 
     def is_opened_by(self, ack: draft_pb2.OpenAck) -> bool:
         """Return True if the session waits for this answer to Open."""
@@ -188,15 +218,17 @@ class DraftSession:
         Args:
             connection: The current connection.
             target_id: This target's id.
-            have_len: Number of leading positions whose rows the draft already has. These rows are not sent
-                again.
+            have_len: Number of leading positions whose rows the draft already has. These rows are not sent.
         """
         self.acked = True
+        # The last row is always sent, so that a draft that lacks earlier rows notices the gap.
+        if have_len > max(0, self.opened_len - 2):
+            _log.warning("the draft reported %d rows of %d tokens; ignored", have_len, self.opened_len)
+        elif not self.doubts:
+            self.have_len = have_len
         held, self.held = self.held, []
         for base, rows in held:
-            known = min(max(have_len - base, 0), rows.shape[0])
-            if known < rows.shape[0]:
-                self.send_rows(connection, target_id, base + known, rows[known:])
+            self.send_rows(connection, target_id, base, rows)
 
     def send_unasked(self, connection: Connection, round_number: int) -> None:
         """Send the pending commits without a request for a tree."""
@@ -215,9 +247,16 @@ def open_message(sequence: SequenceOpen) -> draft_pb2.SessionRequest:
             seed=sequence.seed,
             temperature=sequence.temperature,
             choice_index=sequence.choice_index,
+            cache_salt=None if sequence.cache_salt is None else _hidden(sequence.cache_salt),
+            stored_len=sequence.stored_len,
             traceparent=sequence.traceparent,
         )
     )
+
+
+def _hidden(salt: str) -> str:
+    """Return a text of fixed length for a salt, from which the salt cannot be read."""
+    return hashlib.sha256(salt.encode()).hexdigest() if salt else ""
 
 
 def send_frame(connection: Connection, frame: draft_pb2.TargetFrame, features: list[torch.Tensor]) -> None:

@@ -3,14 +3,12 @@
 The draft receives these messages, in order, on one stream:
 
 - SlotsOpen when a connection begins.
-- RoundsNext for each round as soon as the target has enqueued the round, so that the draft can enqueue its
-  part. RoundsNext lists the sessions that join a slot, the slots that draft, the tokens of the passes that
-  the target has read since its last message, and the slots that have become free.
-- SlotsUpdate if no round follows soon. SlotsUpdate lists only the tokens and the free slots.
+- RoundsNext for each round, as soon as the target has enqueued the round. It lists the sessions that join a
+  slot, the slots that draft, the tokens that the target has read since its last message, and the free slots.
+- SlotsUpdate if no round follows soon. It lists only the tokens and the free slots.
 
-A *series* of rounds lasts until a round fails, because trees arrive late or the draft cannot go on. All
-sessions in slots are then opened again, because the draft may lack some of their rows. This is cheap, because
-the draft keeps the rows of all tokens that the target has reported.
+A *series* of rounds lasts until a round fails. All sessions in slots are then opened again, because the draft
+may lack some of their rows. This is cheap, because the draft keeps the rows of all reported tokens.
 """
 
 from __future__ import annotations
@@ -24,6 +22,7 @@ from dataclasses import dataclass
 import torch
 
 from outrider.draft.v1 import draft_pb2
+from outrider.services.target.draft_client.breaker import Breaker, BreakerState
 from outrider.services.target.draft_client.connection import Connection
 from outrider.services.target.draft_client.deadlines import AnswerDeadlines
 from outrider.services.target.draft_client.round_blobs import BoundedRound, RoundBlobs
@@ -32,7 +31,7 @@ from outrider.services.target.draft_client.transport.exchange import Exchange
 from outrider.services.target.draft_client.trees import fits
 from outrider.shared.rpc.tensors import wire_dtype
 from outrider.shared.spec.drafter import AWAITED, DrafterState
-from outrider.shared.spec.exchange_drafter import ExchangedGroup, ExchangedRound, ExchangedSlots
+from outrider.shared.spec.exchanged_slots import ExchangedGroup, ExchangedRound, ExchangedSlots
 from outrider.shared.spec.resident import GroupSize
 from outrider.shared.spec.tree import DraftShape
 
@@ -77,7 +76,7 @@ class SlottedRounds(ExchangedSlots):
         sessions: The drafter's sessions.
         deadlines: Measured times of answers. This class adds the times of rounds. All these times limit the
             waits.
-        usable: Returns the connection, or None if the draft is faulty.
+        breaker: Stops rounds while the draft is faulty or slow.
         take_reply: Waits up to the given number of seconds for a message and processes the message.
         on_late: Called when the trees of a round were late. The arguments are the seconds of the wait, and
             True if only rows without a deadline have waited.
@@ -90,7 +89,7 @@ class SlottedRounds(ExchangedSlots):
         dtype: torch.dtype,
         sessions: Mapping[int, DraftSession],
         deadlines: AnswerDeadlines,
-        usable: Callable[[], Connection | None],
+        breaker: Breaker,
         take_reply: Callable[[Connection, float], bool],
         on_late: Callable[[float, bool], None],
     ) -> None:
@@ -98,7 +97,7 @@ class SlottedRounds(ExchangedSlots):
         self._dtype = dtype
         self._sessions = sessions
         self._deadlines = deadlines
-        self._usable = usable
+        self._breaker = breaker
         self._take_reply = take_reply
         self._on_late = on_late
         self._connection: Connection | None = None
@@ -158,12 +157,11 @@ class SlottedRounds(ExchangedSlots):
             self._pause(reply.rounds_ended.reason)
             self._end_series()
 
-    def is_open(self, connection: Connection) -> bool:
-        """Return True if rounds may start or continue over this connection."""
-        channel = self._channel
-        if channel is None or connection is not self._connection or not self._accepted:
+    def are_open(self) -> bool:
+        connection, channel = self._connection, self._channel
+        if connection is None or channel is None or not self._accepted:
             return False
-        if connection.ended.is_set():
+        if self._breaker.state is not BreakerState.CLOSED or connection.ended.is_set():
             return False
         if self._series and channel.broken:
             late = self._round
@@ -179,10 +177,10 @@ class SlottedRounds(ExchangedSlots):
     # ---- the sessions
 
     def obstacle(self, session_id: int, shape: DraftShape, *, must_wait: bool) -> str:
-        session, connection = self._sessions.get(session_id), self._usable()
+        session, connection = self._sessions.get(session_id), self._connection
         if session is None:
             return "not_followed"
-        if connection is None:
+        if connection is None or self._breaker.refuses_all:
             return DrafterState.DOWN.value
         if not session.live:
             return session.reason or RESYNC
@@ -307,13 +305,13 @@ class SlottedRounds(ExchangedSlots):
         if self._num_rounds >= GOOD_ROUNDS:
             self._pause_s = FIRST_PAUSE_S
 
-    def hand_over(self) -> None:
+    def send_state(self) -> None:
         if self._channel is not None:
-            self._channel.hand_over()
+            self._channel.send_state()
 
-    def carry(self, wanted: bool) -> None:
+    def receive_trees(self, wanted: bool) -> None:
         if self._channel is not None:
-            self._channel.carry(wanted)
+            self._channel.receive_trees(wanted)
 
     def record(self, size: GroupSize, shape: DraftShape) -> None:
         message = draft_pb2.RoundsEnter(

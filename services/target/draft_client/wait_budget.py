@@ -1,12 +1,11 @@
 """Limits the share of time that requests lose by waiting for trees that do not arrive.
 
-A budget grows with time, up to a capacity. Every wait that ends without trees is deducted from the budget.
-While the budget is used up, the draft gets no requests, even if the draft answers again. During any period of
-length t, requests therefore lose at most
+A budget grows with time, up to a capacity. Every wait that ends without trees is deducted from it. While the
+budget is used up, the draft gets no requests. During any period of length t, requests therefore lose at most
 
     capacity + share × t + one wait
 
-whatever the draft does. For example, the draft may be stopped for 0.9 s of every second.
+This holds even if the draft is stopped for 0.9 s of every second, for example.
 """
 
 from __future__ import annotations

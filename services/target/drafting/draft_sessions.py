@@ -10,7 +10,6 @@ from outrider.services.target.scheduling.sequence import Sequence
 from outrider.shared.base.errors import OutriderError
 from outrider.shared.spec.drafter import (
     Commit,
-    Described,
     Drafter,
     DrafterState,
     FeatureSpec,
@@ -84,8 +83,7 @@ class DraftSessions:
         """Identifier of the drafter, which a restart does not change. Empty before a drafter is known."""
         if self._offered is None:
             return ""
-        described = self._drafter.describe() if isinstance(self._drafter, Described) else ()
-        return "/".join((*described, self._offered.fingerprint))
+        return "/".join(filter(None, (*self._drafter.describe(), self._offered.fingerprint)))
 
     @property
     def outdated(self) -> bool:
@@ -170,7 +168,7 @@ class DraftSessions:
     def _open(self, sequence: Sequence) -> None:
         sequence.epoch += 1
         sequence.drafted = True
-        sampling = sequence.request.sampling
+        request, sampling = sequence.request, sequence.request.sampling
         self._drafter.open(
             [
                 SequenceOpen(
@@ -179,7 +177,9 @@ class DraftSessions:
                     sampling.seed,
                     sampling.temperature,
                     sampling.choice_index,
-                    sequence.request.traceparent,
+                    request.traceparent,
+                    request.cache_salt if self._scheduler.prefixes.enabled else None,
+                    sequence.feature_len if self._wants_features else sequence.found_len,
                 )
             ]
         )

@@ -9,6 +9,7 @@ from typing import Protocol
 
 from outrider.services.target.model.outcome import Outcome
 from outrider.services.target.model.packed_batch import Entry
+from outrider.services.target.policy.cost_model import DraftPath
 from outrider.services.target.scheduling.scheduler import PrefillChunk
 from outrider.services.target.scheduling.sequence import Sequence
 from outrider.shared.spec.tree import DraftShape
@@ -54,7 +55,22 @@ class ProposalWait:
 
 
 class DraftSource(Protocol):
-    """Supplies the draft trees of rounds. Engine thread only."""
+    """Supplies the draft trees of rounds. Engine thread only.
+
+    Sources inherit from this class. Methods with a default have nothing to do in some of the sources.
+    """
+
+    @property
+    def path(self) -> DraftPath:
+        """How the trees of the next round reach the target."""
+        ...
+
+    def recording(self, batch_size: int, shape: DraftShape) -> Callable[[], None] | None:
+        """Return a function that records the drafting of `batch_size` trees of one shape in advance.
+
+        Return None if this drafting is not recorded.
+        """
+        return None
 
     def planned(self, decodes: Seq[Sequence]) -> list[DraftShape | None]:
         """Return for each row the shape that was already chosen for the next round, or None."""
@@ -66,7 +82,7 @@ class DraftSource(Protocol):
 
     def postponed(self, entries: Seq[Entry]) -> None:
         """Keep the shapes of a round that is launched only after earlier rounds have been read."""
-        ...
+        return
 
     def prepare(self, entries: Seq[Entry]) -> PreparedDrafts:
         """Prepare the drafting of a round."""
@@ -74,18 +90,18 @@ class DraftSource(Protocol):
 
     def launched(self) -> None:
         """Do the host's work for the round that was just enqueued, before the previous round is read."""
-        ...
+        return
 
-    def carry(self) -> None:
+    def receive_trees(self) -> None:
         """Do the host's remaining work for the last enqueued round. This work may wait for a drafter.
 
         Called after the previous round has been read, and before the last enqueued round is read.
         """
-        ...
+        return
 
     def take_wait(self) -> ProposalWait | None:
         """Return the times of the last round's trees. Return None if they were not measured."""
-        ...
+        return None
 
     def prefilled(self, chunk: PrefillChunk) -> None:
         """Pass on the feature rows of a prompt chunk that was enqueued."""
@@ -105,7 +121,7 @@ class DraftSource(Protocol):
         Args:
             ended: Ids of the sessions that end with this round but were not closed yet.
         """
-        ...
+        return
 
     def ended(self, sequence: Sequence) -> None:
         """Forget a sequence that is about to end or to be retracted."""

@@ -1,40 +1,46 @@
 """Exchanges states and trees with a drafter in another process, in stream order on both devices.
 
-In each round, the target gathers the states of the slots that draft, in one group per tree shape. The target
-sends all groups to the draft together, receives the trees, and checks and packs them. All these steps run in
-stream order. Sequences may join and leave between any two rounds, even while other rounds are in flight. A
-sequence that does not draft costs the drafter nothing, because its tokens are sent later, in larger commits.
+In each round, the target gathers the states of the slots that draft, in one group per tree shape. It sends
+all groups together, receives the trees, and checks and packs them. Sequences may join and leave between any
+two rounds. A sequence that does not draft costs the drafter nothing, because its tokens are sent later, in
+larger commits.
 
-A sequence joins once the drafter has the feature rows of its prompt. Until then, rounds leave out a sequence
-in mode `on`, and a sequence in mode `auto` decodes without drafts. Rounds that cannot be exchanged are
+A sequence joins once the drafter has the feature rows of its prompt. Until then, a sequence in mode `on` is
+left out of rounds, and a sequence in mode `auto` decodes without drafts. Rounds that cannot be exchanged are
 drafted through the host (`host_source`).
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Mapping, Set
+from collections.abc import Callable, Collection, Mapping, Set
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
-from outrider.kernels.packed_round import GroupRows, gather_group, pack_trees
 from outrider.services.target.drafting.draft_source import DraftSource, PreparedDrafts, ProposalWait
 from outrider.services.target.drafting.host_source import HostSource
 from outrider.services.target.drafting.planner import DraftPlanner, bound_of
+from outrider.services.target.drafting.shape_groups import (
+    ShapeGroup,
+    gather_rows,
+    pack_drafts,
+    shape_groups,
+)
 from outrider.services.target.model.outcome import Outcome
 from outrider.services.target.model.packed_batch import Entry
 from outrider.services.target.model.round_runner import RoundRunner
 from outrider.services.target.policy.controller import SpeculationController
+from outrider.services.target.policy.cost_model import DraftPath
 from outrider.services.target.scheduling.scheduler import PrefillChunk
 from outrider.services.target.scheduling.sequence import Sequence, SequenceStatus
-from outrider.shared.engine.buckets import batch_buckets, bucket
+from outrider.shared.engine.buckets import batch_buckets
 from outrider.shared.kv.pool import KVPool
 from outrider.shared.kv.upload import upload
 from outrider.shared.spec.drafter import AWAITED
-from outrider.shared.spec.exchange_drafter import ExchangedGroup, ExchangeDrafter, ExchangedRound
-from outrider.shared.spec.resident import GroupSize, RoundState
+from outrider.shared.spec.exchanged_slots import ExchangedGroup, ExchangedRound, ExchangedSlots
+from outrider.shared.spec.resident import GroupSize
 from outrider.shared.spec.tree import NO_DRAFT, DraftShape
 
 TURN_S = 0.02
@@ -44,20 +50,11 @@ After this wait, the engine checks for new requests and cancellations, and then 
 """
 
 
-@dataclass(frozen=True, slots=True)
-class _Group:
-    """The entries that draft with one shape in a round."""
-
-    shape: DraftShape
-    sequences: list[Sequence]
-    size: GroupSize
-
-
 class ExchangeSource(DraftSource):
     """Exchanges states and trees with a drafter in another process. Engine thread only.
 
     Args:
-        drafter: The drafter.
+        slots: The slots of the drafter.
         host: Drafts the rounds that cannot be exchanged.
         rounds: Owns the slots and the packed trees.
         pool: The target's pool.
@@ -67,15 +64,14 @@ class ExchangeSource(DraftSource):
 
     def __init__(
         self,
-        drafter: ExchangeDrafter,
+        slots: ExchangedSlots,
         host: HostSource,
         rounds: RoundRunner,
         pool: KVPool,
         controller: SpeculationController,
         planner: DraftPlanner,
     ) -> None:
-        self._drafter = drafter
-        self._slots = drafter.slots
+        self._slots = slots
         self._host = host
         self._rounds = rounds
         self._pool = pool
@@ -92,6 +88,16 @@ class ExchangeSource(DraftSource):
         self._awaiting: list[Sequence] = []
         self._tried: set[object] = set()
 
+    @property
+    def path(self) -> DraftPath:
+        return DraftPath.DEVICE if self._slots.are_open() else DraftPath.HOST
+
+    def recording(self, batch_size: int, shape: DraftShape) -> Callable[[], None]:
+        """Return a function that announces the size to the draft, which records its part."""
+        bounded = shape.bounded()
+        size = GroupSize(batch_size, bounded.columns, bounded.max_nodes)
+        return lambda: self._slots.record(size, bounded)
+
     def planned(self, decodes: Seq[Sequence]) -> list[DraftShape | None]:
         return self._host.planned(decodes)
 
@@ -103,10 +109,10 @@ class ExchangeSource(DraftSource):
             bool(drafting)
             and not formed
             and not self._host.awaits_trees
-            and self._drafter.device_resident
+            and self._slots.are_open()
             and self._slots.fits([group.size for group in self._groups(drafting)])
         )
-        return formed or (not self._exchanges and self._host.waits_for_host(entries))
+        return not self._exchanges and self._host.waits_for_host(entries)
 
     def postponed(self, entries: Seq[Entry]) -> None:
         self._host.postponed(entries)
@@ -152,12 +158,12 @@ class ExchangeSource(DraftSource):
         return PreparedDrafts(running, lambda: self._draft(started, groups, running))
 
     def launched(self) -> None:
-        self._slots.hand_over()
+        self._slots.send_state()
 
-    def carry(self) -> None:
+    def receive_trees(self) -> None:
         alive = any(sequence.status is not SequenceStatus.ENDED for sequence in self._awaiting)
         self._awaiting = []
-        self._slots.carry(wanted=alive)
+        self._slots.receive_trees(wanted=alive)
 
     def take_wait(self) -> ProposalWait | None:
         return self._host.take_wait()
@@ -193,7 +199,7 @@ class ExchangeSource(DraftSource):
         number = self._in_flight.popleft()
         self._slots.measure(exchanged=number > 0)
         # Do not announce a round that can be exchanged.
-        self._host.learn(ended, announces=not self._drafter.device_resident)
+        self._host.learn(ended, announces=not self._slots.are_open())
         if not self._in_flight:
             self._slots.flush()
 
@@ -202,16 +208,11 @@ class ExchangeSource(DraftSource):
         self._host.ended(sequence)
 
     def abandon(self) -> None:
-        self._slots.carry(wanted=False)
+        self._slots.receive_trees(wanted=False)
         self._leave(self._continuous)
         self._awaiting = []
         self._in_flight.clear()
         self._host.abandon()
-
-    def capture(self, batch_size: int, shape: DraftShape) -> None:
-        """Announce a size of rounds to the draft, which records its part."""
-        bounded = shape.bounded()
-        self._slots.record(GroupSize(batch_size, _columns(bounded), bounded.max_nodes), bounded)
 
     def _admit(self, entry: Entry, placed: dict[int, Entry]) -> None:
         """Leave out a row that awaits the drafter. Let a row that cannot draft decode without drafts."""
@@ -233,49 +234,28 @@ class ExchangeSource(DraftSource):
         self._slots.flush()
         self._continuous = self._continuous - session_ids
 
-    def _groups(self, drafting: Seq[Entry]) -> list[_Group]:
-        by_shape: dict[DraftShape, list[Sequence]] = {}
-        for entry in drafting:
-            by_shape.setdefault(entry.shape, []).append(entry.sequence)
-        groups: list[_Group] = []
-        for shape, sequences in by_shape.items():
-            batch_size = bucket(self._batch_sizes, len(sequences))
-            assert batch_size is not None, "a round has at most as many entries as there are slots"
-            columns = max(_columns(shape), *(sequence.fresh_columns for sequence in sequences))
-            groups.append(_Group(shape, sequences, GroupSize(batch_size, columns, shape.max_nodes)))
-        return groups
+    def _groups(self, drafting: Seq[Entry]) -> list[ShapeGroup]:
+        return shape_groups(drafting, self._batch_sizes)
 
     @torch.inference_mode()
-    def _draft(self, started: ExchangedRound, groups: Seq[_Group], entries: Seq[Entry]) -> None:
+    def _draft(self, started: ExchangedRound, groups: Seq[ShapeGroup], entries: Seq[Entry]) -> None:
         """Enqueue the exchange of a round, and pack the trees."""
         tried = (*((group.shape, group.size) for group in groups), self._rounds.size_of(entries))
         ahead = tried in self._tried and self._rounds.replays(entries)
         places = {entry.sequence.session_id: index for index, entry in enumerate(entries)}
         members = [self._members(group, places, started.refused) for group in groups]
-        table, packed = self._rounds.table, self._rounds.batch
-        rows, trees = packed.entries(packed.rows), packed.trees(packed.rows)
         for state, held in zip(started.states, members, strict=True):
-            gather_group(table.state, table.features, table.sampling, held, rows, _rows_of(state))
+            gather_rows(self._rounds, held, state.rows)
         started.exchange(self._wait_limit_s(len(entries)), ahead)
         for index, held in enumerate(members):
-            drafts = started.trees(index)
-            pack_trees(
-                drafts.tokens,
-                drafts.parents,
-                drafts.depths,
-                drafts.ancestors,
-                drafts.num_nodes,
-                drafts.logprobs,
-                held,
-                rows,
-                trees,
-            )
+            pack_drafts(self._rounds, started.trees(index), held)
         self._tried.add(tried)
 
-    def _members(self, group: _Group, places: Mapping[int, int], refused: Collection[int]) -> torch.Tensor:
+    def _members(
+        self, group: ShapeGroup, places: Mapping[int, int], refused: Collection[int]
+    ) -> torch.Tensor:
         """Return the index of each row's entry, ``[G] int32``. Idle rows of the group have -1."""
-        ids = [sequence.session_id for sequence in group.sequences]
-        held = [places[session_id] for session_id in ids if session_id not in refused]
+        held = [places[session_id] for session_id in group.session_ids if session_id not in refused]
         idle = [-1] * (group.size.batch_size - len(held))
         return upload(held + idle, torch.int32, self._pool.device)
 
@@ -290,28 +270,7 @@ class ExchangeSource(DraftSource):
         return self._slots.others_s if batch_size > len(drafting) - len(auto) else None
 
 
-def _columns(shape: DraftShape) -> int:
-    """Return the largest number of tokens that a round with this shape may choose for a sequence."""
-    return min(shape.depth, shape.max_nodes - 1) + 1
-
-
-def _exchanged(group: _Group) -> ExchangedGroup:
+def _exchanged(group: ShapeGroup) -> ExchangedGroup:
     return ExchangedGroup(
-        group.shape,
-        group.size.batch_size,
-        group.size.columns,
-        [sequence.session_id for sequence in group.sequences],
-        [sequence.committed_upper for sequence in group.sequences],
-    )
-
-
-def _rows_of(state: RoundState) -> GroupRows:
-    return GroupRows(
-        state.committed_lens,
-        state.counts,
-        state.tokens,
-        state.features,
-        state.temperature,
-        state.seeds,
-        state.choices,
+        group.shape, group.size.batch_size, group.size.columns, group.session_ids, group.committed_upper
     )

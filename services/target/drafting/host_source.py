@@ -7,12 +7,11 @@ A round with such trees can start only after the host has read the previous roun
     remote draft                           | extend by n, draft n + 1  |
 
 The host announces the next round immediately after it has read a round, because a draft in another process
-idles until the announcement arrives. Rounds in which no sequence drafts are enqueued ahead as usual. The
-drafter then receives their tokens later, in larger commits.
+idles until then. Rounds in which no sequence drafts are enqueued ahead as usual. The drafter receives their
+tokens later, in larger commits.
 
-If the tree of a row in mode `on` is later than usual, the round goes on without this row. The next rounds
-leave the row out too, until the tree arrives or the drafter stops waiting for the tree. A draft that has
-stopped therefore delays only rows in mode `on`.
+If the tree of a row in mode `on` is late, this round and the next rounds run without the row, until the tree
+arrives or the wait ends. A stopped draft therefore delays only rows in mode `on`.
 """
 
 from __future__ import annotations
@@ -25,14 +24,15 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from outrider.kernels.packed_round import pack_trees
 from outrider.services.target.drafting.draft_sessions import DraftSessions
 from outrider.services.target.drafting.draft_source import DraftSource, PreparedDrafts, ProposalWait
 from outrider.services.target.drafting.planner import DraftPlanner, bound_of
+from outrider.services.target.drafting.shape_groups import pack_drafts
 from outrider.services.target.model.outcome import Outcome
 from outrider.services.target.model.packed_batch import Entry
 from outrider.services.target.model.round_runner import RoundRunner
 from outrider.services.target.policy.controller import SpeculationController
+from outrider.services.target.policy.cost_model import DraftPath
 from outrider.services.target.scheduling.scheduler import PrefillChunk, Scheduler
 from outrider.services.target.scheduling.sequence import Sequence
 from outrider.shared.kv.upload import upload
@@ -41,7 +41,6 @@ from outrider.shared.spec.drafter import (
     Commit,
     Commits,
     Drafter,
-    EagerDrafter,
     ProposalRequest,
     ProposalRow,
 )
@@ -116,6 +115,10 @@ class HostSource(DraftSource):
         self._left_out: set[int] = set()
         self._wait: ProposalWait | None = None
 
+    @property
+    def path(self) -> DraftPath:
+        return DraftPath.HOST
+
     def planned(self, decodes: Seq[Sequence]) -> list[DraftShape | None]:
         planned, self._planned = self._planned, {}
         # The announced request cannot be extended, so rows that join get drafts in the next round at the
@@ -174,12 +177,6 @@ class HostSource(DraftSource):
         ]
         return PreparedDrafts(running, lambda: self._pack(drafts, members), may_run_ahead=False)
 
-    def launched(self) -> None:
-        """Do nothing, because the trees have arrived before the launch."""
-
-    def carry(self) -> None:
-        """Do nothing, because the trees have arrived before the launch."""
-
     def take_wait(self) -> ProposalWait | None:
         wait, self._wait = self._wait, None
         return wait
@@ -188,7 +185,7 @@ class HostSource(DraftSource):
         """Send the stored feature rows of a chunk, without the prompt's last row."""
         self._sessions.send_prefill_features(chunk)
         sequence = chunk.sequence
-        if isinstance(self._drafter, EagerDrafter) and sequence.drafted and sequence.remaining > 1:
+        if sequence.drafted and sequence.remaining > 1:
             self._drafter.absorb([sequence.session_id])
 
     def first_token(self, sequence: Sequence, token: int) -> None:
@@ -223,7 +220,9 @@ class HostSource(DraftSource):
             return
         # No round is in flight, so the next round may draft. Announce it before any work that can wait.
         decodes = [one for one in self._scheduler.decoding() if one.session_id not in ended]
-        shapes = self._planner.shapes(decodes, [self._planned.get(one.session_id) for one in decodes])
+        shapes = self._planner.shapes(
+            decodes, DraftPath.HOST, [self._planned.get(one.session_id) for one in decodes]
+        )
         self._planned = {one.session_id: shape for one, shape in zip(decodes, shapes, strict=True)}
         wanting = [(one, shape) for one, shape in zip(decodes, shapes, strict=True) if shape.drafts]
         if wanting:
@@ -302,21 +301,11 @@ class HostSource(DraftSource):
             self._controller.costs.observe_answer(taken * (1.0 if answered else 2.0))
 
     def _pack(self, drafts: DraftBatch, members: list[int]) -> None:
-        batch = self._rounds.batch
-        device = batch.nodes.device
+        device = self._rounds.batch.nodes.device
         tokens, parents, depths, num_nodes, ancestors = (
             part.to(device, non_blocking=True)
             for part in (drafts.tokens, drafts.parents, drafts.depths, drafts.num_nodes, drafts.ancestors)
         )
         logprobs = None if drafts.logprobs is None else drafts.logprobs.to(device, non_blocking=True)
-        pack_trees(
-            tokens,
-            parents,
-            depths,
-            ancestors,
-            num_nodes,
-            logprobs,
-            upload(members, torch.int32, device),
-            batch.entries(batch.rows),
-            batch.trees(batch.rows),
-        )
+        moved = DraftBatch(tokens, parents, depths, num_nodes, ancestors, logprobs)
+        pack_drafts(self._rounds, moved, upload(members, torch.int32, device))

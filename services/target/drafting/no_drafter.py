@@ -21,8 +21,6 @@ from outrider.shared.spec.trees import root_trees
 class NoDrafter(Drafter):
     """A drafter that proposes only single-node trees, follows no sequence and wants no features."""
 
-    device_resident = False
-
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self._device = torch.device(device)
 

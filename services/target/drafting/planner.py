@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
 from outrider.services.target.drafting.draft_sessions import DraftSessions
@@ -26,7 +25,6 @@ class DraftPlanner:
         controller: Chooses the shapes of rows in mode `auto`.
         metrics: Counts fallbacks.
         max_rows: Largest number of packed rows of a round, i.e. of tree nodes of all sequences.
-        path: Function that returns how the trees of the next round reach the target.
     """
 
     def __init__(
@@ -35,22 +33,22 @@ class DraftPlanner:
         controller: SpeculationController,
         metrics: TargetMetrics,
         max_rows: int,
-        *,
-        path: Callable[[], DraftPath],
     ) -> None:
         self._sessions = sessions
         self._controller = controller
         self._metrics = metrics
         self._max_rows = max_rows
-        self._path = path
         self._turn = 0
         self._share = FixedShare()
 
-    def shapes(self, decodes: Seq[Sequence], planned: Seq[DraftShape | None] = ()) -> list[DraftShape]:
+    def shapes(
+        self, decodes: Seq[Sequence], path: DraftPath, planned: Seq[DraftShape | None] = ()
+    ) -> list[DraftShape]:
         """Choose the shape of each row.
 
         Args:
             decodes: The rows of a round.
+            path: How the trees of the round reach the target.
             planned: For each row, the shape that was already chosen for this round, or None. By default, this
                 method chooses the shapes of all rows.
 
@@ -77,13 +75,13 @@ class DraftPlanner:
             chosen_here = set(auto)
             others = [shape for index, shape in enumerate(shapes) if index not in chosen_here]
             rows = [bound_of(decodes[index]) for index in auto]
-            chosen = self._controller.choose(rows, others, self._path())
+            chosen = self._controller.choose(rows, others, path)
             for index, shape in zip(auto, chosen, strict=True):
                 shapes[index] = shape.bounded() if shape.drafts else NO_DRAFT
         elif away:
             self._controller.draft_away(away, len(decodes))
         if not planned or all(shape is None for shape in planned):
-            self._bound_fixed(decodes, shapes, auto)
+            self._bound_fixed(decodes, shapes, auto, path)
         return self._within_budget(decodes, shapes, auto)
 
     def expects_drafts(self, sequence: Sequence) -> bool:
@@ -97,7 +95,9 @@ class DraftPlanner:
         sequence.stats.fell_back(reason)
         self._metrics.fell_back(reason)
 
-    def _bound_fixed(self, decodes: Seq[Sequence], shapes: list[DraftShape], auto: Seq[int]) -> None:
+    def _bound_fixed(
+        self, decodes: Seq[Sequence], shapes: list[DraftShape], auto: Seq[int], path: DraftPath
+    ) -> None:
         """Limit the time that trees of fixed shapes add to a round with other rows. See `FixedShare`.
 
         If all rows have fixed shapes, the rows with the smallest trees count as the other rows.
@@ -116,7 +116,7 @@ class DraftPlanner:
         others = [shape for index, shape in enumerate(shapes) if index not in bounded]
         nodes = sum(shape.max_nodes for shape in others) + len(fixed)
         groups = Counter(shape for shape in others if shape.drafts)
-        costs, path = self._controller.costs, self._path()
+        costs = self._controller.costs
         if not costs.measured_plain:  # the estimate of a round without trees would be a guess
             return
 

@@ -1,33 +1,40 @@
 """Drafts on the target's device. For each tree shape, the drafting can be recorded as one CUDA graph.
 
-The drafting for a shape first gathers the state of the slots that draft with this shape. The drafter then
-extends its K/V by the tokens of the last round and grows the trees. Finally, the trees are written to the
-packed rows of their sequences. A round is drafted before the host has read the previous round.
+For each shape, the state of the slots that draft with this shape is gathered. The drafter extends its K/V by
+the tokens of the last round and grows the trees. The trees are written to the packed rows of their sequences.
+All this happens before the host has read the previous round.
 
 A sequence that does not draft in a round costs the drafter nothing. Its feature rows stay in the target's
-feature plane, and its tokens are kept in this module. Before the sequence drafts again, the drafter processes
-the tokens and rows that it lacks.
+feature plane, and this module keeps its tokens. Before the sequence drafts again, the drafter processes the
+missing tokens and rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Set
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 
 import torch
 
-from outrider.kernels.packed_round import GroupRows, gather_group, pack_trees
-from outrider.services.target.drafting.draft_source import DraftSource, PreparedDrafts, ProposalWait
+from outrider.kernels.packed_round import GroupRows
+from outrider.services.target.drafting.draft_source import DraftSource, PreparedDrafts
 from outrider.services.target.drafting.planner import DraftPlanner
+from outrider.services.target.drafting.shape_groups import (
+    ShapeGroup,
+    gather_rows,
+    pack_drafts,
+    shape_groups,
+)
 from outrider.services.target.model.graph_key import GraphKey
 from outrider.services.target.model.model_runner import ModelRunner
 from outrider.services.target.model.outcome import Outcome
 from outrider.services.target.model.packed_batch import Entry
 from outrider.services.target.model.round_runner import RoundRunner
+from outrider.services.target.policy.cost_model import DraftPath
 from outrider.services.target.scheduling.scheduler import PrefillChunk
 from outrider.services.target.scheduling.sequence import Sequence
-from outrider.shared.engine.buckets import batch_buckets, bucket
+from outrider.shared.engine.buckets import batch_buckets
 from outrider.shared.kv.upload import upload
 from outrider.shared.spec.device_drafter import DeviceDrafter, SeatedGroup
 from outrider.shared.spec.tree import NO_DRAFT, DraftShape
@@ -72,14 +79,18 @@ class ResidentSource(DraftSource):
         # New tokens of sequences that do not draft. The drafter receives them later, in larger commits.
         self._untold: dict[int, list[int]] = {}
 
+    @property
+    def path(self) -> DraftPath:
+        return DraftPath.DEVICE
+
+    def recording(self, batch_size: int, shape: DraftShape) -> Callable[[], None]:
+        return lambda: self._capture(batch_size, shape)
+
     def planned(self, decodes: Seq[Sequence]) -> list[DraftShape | None]:
         return [None] * len(decodes)
 
     def waits_for_host(self, entries: Seq[Entry]) -> bool:
         return False
-
-    def postponed(self, entries: Seq[Entry]) -> None:
-        """Do nothing, because no round waits for the host."""
 
     def prepare(self, entries: Seq[Entry]) -> PreparedDrafts:
         # 1. Supply the rows that sessions lack because they did not draft in the last pass.
@@ -100,13 +111,15 @@ class ResidentSource(DraftSource):
         self._continuous -= {entry.sequence.session_id for entry in entries}
         # 2. Seat the sessions of each shape.
         placed = list(entries)
-        groups: dict[DraftShape, list[int]] = {}
+        places = {entry.sequence.session_id: index for index, entry in enumerate(entries)}
         for index, entry in enumerate(entries):
-            if entry.sequence.session_id in drafting:
-                groups.setdefault(entry.shape, []).append(index)
-            elif entry.shape.drafts:
+            if entry.shape.drafts and entry.sequence.session_id not in drafting:
                 self._drop(placed, index, "not_followed")
-        launches = [self._seat(shape, members, placed) for shape, members in groups.items()]
+        groups = shape_groups([entry for entry in placed if entry.shape.drafts], self._batch_sizes)
+        launches = [
+            self._seat(group, [places[session_id] for session_id in group.session_ids], placed)
+            for group in groups
+        ]
         if not launches:
             return PreparedDrafts(placed, None)
 
@@ -115,16 +128,6 @@ class ResidentSource(DraftSource):
                 launch()
 
         return PreparedDrafts(placed, draft, catches_up=most_rows > self._rounds.table.columns)
-
-    def launched(self) -> None:
-        """Do nothing, because the device needs no help."""
-
-    def carry(self) -> None:
-        """Do nothing, because the device needs no help."""
-
-    def take_wait(self) -> ProposalWait | None:
-        """Return None, because the host does not wait for trees."""
-        return None
 
     def prefilled(self, chunk: PrefillChunk) -> None:
         """Feed the drafter a prompt chunk, if the sequence will probably draft in its first round."""
@@ -150,9 +153,6 @@ class ResidentSource(DraftSource):
         else:
             self._keep(session_id, kept)
 
-    def read(self, ended: Set[int]) -> None:
-        """Do nothing, because `committed` has already processed all tokens."""
-
     def ended(self, sequence: Sequence) -> None:
         self._continuous.discard(sequence.session_id)
         self._untold.pop(sequence.session_id, None)
@@ -162,10 +162,10 @@ class ResidentSource(DraftSource):
         self._untold.clear()
 
     @torch.inference_mode()
-    def capture(self, batch_size: int, shape: DraftShape) -> None:
+    def _capture(self, batch_size: int, shape: DraftShape) -> None:
         """Record the draft of one size before it is needed, with idle rows."""
         shape = shape.bounded()
-        columns = min(shape.depth, shape.max_nodes - 1) + 1
+        columns = shape.columns
         group = self._group(batch_size, columns)
         group.members.fill_(-1)
         seated = self._drafter.seat((), (), shape, batch_size, columns)
@@ -200,30 +200,26 @@ class ResidentSource(DraftSource):
             self._drafter.features(sequence.session_id, lacking.start, rows)
         return max(0, min(lacking.stop, stop) - lacking.start)
 
-    def _seat(self, shape: DraftShape, members: list[int], placed: list[Entry]) -> Callable[[], None]:
-        """Seat the sessions of one shape, and return a function that enqueues their drafts."""
-        sequences = [placed[index].sequence for index in members]
-        own = min(shape.depth, shape.max_nodes - 1) + 1
-        columns = max(own, *(sequence.fresh_columns for sequence in sequences))
-        size = bucket(self._batch_sizes, len(members))
-        assert size is not None, "a round has at most as many entries as there are slots"
+    def _seat(self, seats: ShapeGroup, members: list[int], placed: list[Entry]) -> Callable[[], None]:
+        """Seat the sessions of one shape, and return a function that enqueues their drafts.
+
+        Args:
+            seats: The sessions.
+            members: For each session, the index of its entry.
+            placed: The entries of the round. Entries of refused sessions lose their drafts.
+        """
+        size, columns = seats.size.batch_size, seats.size.columns
         group = self._group(size, columns)
-        seated = self._drafter.seat(
-            [sequence.session_id for sequence in sequences],
-            [sequence.committed_upper for sequence in sequences],
-            shape,
-            size,
-            columns,
-        )
+        seated = self._drafter.seat(seats.session_ids, seats.committed_upper, seats.shape, size, columns)
         refused = set(seated.refused)
         for row in refused:
             self._drop(placed, members[row], "kv_full")
         self._continuous |= {
-            sequence.session_id for row, sequence in enumerate(sequences) if row not in refused
+            session_id for row, session_id in enumerate(seats.session_ids) if row not in refused
         }
         held = [-1 if row in refused else index for row, index in enumerate(members)]
         places = upload(held + [-1] * (size - len(held)), torch.int32, self._runner.device)
-        key, graphs = _key(size, columns, shape, seated), self._runner.graphs
+        key, graphs = _key(size, columns, seats.shape, seated), self._runner.graphs
         recorded = len(members) <= self._rounds.recorded_entries
 
         def launch() -> None:
@@ -243,21 +239,8 @@ class ResidentSource(DraftSource):
 
     def _run(self, group: _Group, seated: SeatedGroup) -> None:
         """Run the part of a draft that can be recorded. All tensors of this part keep their addresses."""
-        table, batch = self._rounds.table, self._rounds.batch
-        entries, trees = batch.entries(batch.rows), batch.trees(batch.rows)
-        gather_group(table.state, table.features, table.sampling, group.members, entries, group.rows)
-        grown = seated.draft(group.rows)
-        pack_trees(
-            grown.tokens,
-            grown.parents,
-            grown.depths,
-            grown.ancestors,
-            grown.num_nodes,
-            grown.logprobs,
-            group.members,
-            entries,
-            trees,
-        )
+        gather_rows(self._rounds, group.members, group.rows)
+        pack_drafts(self._rounds, seated.draft(group.rows), group.members)
 
     def _drop(self, placed: list[Entry], index: int, reason: str) -> None:
         """Let a row verify its root alone in this round."""

@@ -12,6 +12,7 @@ from outrider.services.target.scheduling.sequence import Sequence
 from outrider.shared.base.errors import ErrorCode, InvalidRequestError, OutriderError
 from outrider.shared.base.generation import RoundTrace
 from outrider.shared.base.logit_rules import TokenLogprob
+from outrider.shared.base.token_states import TokenStates
 
 
 class Committer:
@@ -46,14 +47,29 @@ class Committer:
         step: Advance,
         trace: RoundTrace | None = None,
         logprobs: Seq[TokenLogprob] = (),
+        states: TokenStates | None = None,
     ) -> None:
         """Pass accepted tokens to the client, and end the sequence if it is complete."""
-        if self._output.tokens(sequence, step, trace, logprobs):
+        if self._output.tokens(sequence, step, trace, logprobs, self._new(sequence, states)):
             self._forget(sequence)
 
     def emit_prompt(self, sequence: Sequence, logprobs: Seq[TokenLogprob]) -> None:
         """Pass the logprobs of the next prompt tokens to the client."""
         self._output.prompt_logprobs(sequence, logprobs)
+
+    def emit_states(self, sequence: Sequence, states: TokenStates) -> None:
+        """Pass the states of those tokens to the client whose states it wants and has not received."""
+        new = self._new(sequence, states)
+        if new is not None:
+            self._output.states(sequence, new)
+
+    @staticmethod
+    def _new(sequence: Sequence, states: TokenStates | None) -> TokenStates | None:
+        """Return the states that the client has not received, and count them as received."""
+        new = None if states is None else states.between(sequence.states_len, states.stop)
+        if new is not None:
+            sequence.states_len = new.stop
+        return new
 
 
 def no_token_error(sequence: Sequence) -> OutriderError:

@@ -8,9 +8,16 @@ On a GPU, a round is enqueued before the host has read the previous round (a loo
 On a CPU, or if the trees of a round come from the host, the loop reads a round before it launches the next
 one (a lookahead of 0).
 
-Sequences join and leave between two rounds, while the rounds in flight continue. With a lookahead of 1, the
-host reads the end of a sequence one round late, so one more round may contain the ended sequence. The results
-of that round for this sequence are void: the tokens are never emitted, billed or cached.
+If an output has a form, such as a JSON schema, the host must know all earlier tokens before tokens can be
+chosen. Such a round is *open* when it is launched: the device begins with its forward pass. The host
+completes the round as soon as it has read all earlier passes:
+
+    device    | choose n | forward n + 1                                | choose n + 1 | …
+    host      launch n + 1 · wait for n · complete n + 1 · deliver n · launch n + 2 …
+
+Sequences join and leave between two rounds. With a lookahead of 1, the host reads the end of a sequence one
+round late, so one more round may contain the ended sequence. The tokens of that round for this sequence are
+never emitted, billed or cached.
 """
 
 from __future__ import annotations
@@ -27,7 +34,8 @@ from outrider.services.target.engine.prefill import Prefill, PrefillPass
 from outrider.services.target.metrics import TargetMetrics
 from outrider.services.target.model.outcome import Outcome
 from outrider.services.target.model.packed_batch import Entry
-from outrider.services.target.model.round_runner import FinishedRound, Round, RoundRunner
+from outrider.services.target.model.round_runner import RoundRunner
+from outrider.services.target.model.rounds import FinishedRound, OpenRound, Round
 from outrider.services.target.policy.acceptance import SamplingKind
 from outrider.services.target.policy.controller import ExecutedRow, ExecutedStep, SpeculationController
 from outrider.services.target.policy.cost_model import DraftPath
@@ -75,7 +83,7 @@ class DecodeLoop:
         self._controller = controller
         self._metrics = metrics
         self._lookahead = lookahead
-        self._in_flight: deque[Round | PrefillPass] = deque()
+        self._in_flight: deque[Round | OpenRound | PrefillPass] = deque()
         self._ahead = 0
         self._read_at = 0.0
         # Numbers of the rounds in flight in which the drafter also processes earlier tokens.
@@ -95,11 +103,6 @@ class DecodeLoop:
             launched = self._prefill.launch(plan.prefills)
             self._in_flight.append(launched)
             decodes = [*decodes, *self._joining(launched)]
-        if any(sequence.form is not None for sequence in decodes):
-            # The host finds the tokens that a form allows, so it must know all earlier tokens.
-            if any(isinstance(one, Round) for one in self._in_flight):
-                return
-            decodes = [sequence for sequence in decodes if not sequence.passes_ahead]
         entries = self._entries(decodes)
         if self._drafts.waits_for_host(entries):
             # The host requests these trees, for which it must know all earlier tokens.
@@ -107,8 +110,11 @@ class DecodeLoop:
                 self._drafts.postponed(entries)
                 return
             entries = [entry for entry in entries if not entry.sequence.passes_ahead]
-        if not entries:
-            return
+        if entries:
+            self._launch_round(entries)
+
+    def _launch_round(self, entries: Seq[Entry]) -> None:
+        """Draft and enqueue a round. Entries that await their trees are left out."""
         self._rounds.begin()
         prepared = self._drafts.prepare(entries)
         if not prepared.entries:
@@ -127,15 +133,18 @@ class DecodeLoop:
             sequence.tokens_ahead += entry.columns
             sequence.passes_ahead += 1
             sequence.fresh_columns = entry.columns
-        if prepared.may_run_ahead and all(entry.sequence.form is None for entry in prepared.entries):
+        if prepared.may_run_ahead:
             self._ahead = self._lookahead
+        self._complete()
 
     def finish(self) -> None:
         """Read, commit and emit the passes in flight, except for a round that may stay ahead of the host."""
         while self._in_flight and not self._stays_ahead():
             if len(self._in_flight) == 1:
-                self._drafts.carry()
-            self._finish(self._in_flight.popleft())
+                self._drafts.receive_trees()
+            first = self._in_flight.popleft()
+            assert not isinstance(first, OpenRound), "a round is completed when it becomes the first"
+            self._finish(first)
 
     def drain(self) -> None:
         """Finish all passes in flight."""
@@ -151,6 +160,11 @@ class DecodeLoop:
     def _stays_ahead(self) -> bool:
         return isinstance(self._in_flight[0], Round) and len(self._in_flight) <= self._ahead
 
+    def _complete(self) -> None:
+        """Complete an open round once the host has read all earlier passes."""
+        if self._in_flight and isinstance(self._in_flight[0], OpenRound):
+            self._in_flight[0] = self._rounds.complete(self._in_flight[0])
+
     def _joining(self, launched: PrefillPass) -> list[Sequence]:
         """Return the sequences with a complete prompt that can take part in a round immediately."""
         return [
@@ -164,7 +178,7 @@ class DecodeLoop:
     def _entries(self, decodes: Seq[Sequence]) -> list[Entry]:
         if not decodes:
             return []
-        shapes = self._planner.shapes(decodes, self._drafts.planned(decodes))
+        shapes = self._planner.shapes(decodes, self._drafts.path, self._drafts.planned(decodes))
         columns = self._rounds.table.columns
         return [
             Entry(sequence, sequence.residence, shape, sequence.epoch, columns)
@@ -174,6 +188,7 @@ class DecodeLoop:
     def _finish(self, launched: Round | PrefillPass) -> None:
         if isinstance(launched, PrefillPass):
             self._prefill.finish(launched, self._read_at)
+            self._complete()
         else:
             self._finish_round(self._rounds.read(launched))
         self._read_at = time.monotonic()
@@ -204,7 +219,9 @@ class DecodeLoop:
         self.num_rounds += 1
         # 2. Let the drafter begin with the next round, before anything that can wait.
         self._drafts.read({entries[index].sequence.session_id for index, _, step, _ in steps if step.finish})
-        # 3. Emit the tokens.
+        # 3. Complete the next round, before the device has ended its forward pass.
+        self._complete()
+        # 4. Emit the tokens.
         wait = self._drafts.take_wait()
         draft_s = finished.draft_s if wait is None else wait.draft_s
         for index, outcome, step, base_len in steps:
@@ -214,8 +231,9 @@ class DecodeLoop:
             if sequence.request.speculation.trace:
                 trace = self._trace(finished, index, outcome, step, base_len, draft_s)
             logprobs = finished.round.logprobs_of(index, len(step.kept))
-            self._committer.emit(sequence, step, trace, logprobs)
-        # 4. Feed the timings to the controller and the metrics.
+            states = finished.round.states_of(index, base_len - 1, len(step.kept))
+            self._committer.emit(sequence, step, trace, logprobs, states)
+        # 5. Feed the timings to the controller and the metrics.
         caught_up = finished.round.number in self._catching_up
         self._catching_up.discard(finished.round.number)
         if executed:

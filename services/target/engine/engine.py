@@ -1,4 +1,4 @@
-"""The target's engine and its `step`: receive, adopt a changed draft, schedule, launch, finish.
+"""The target's engine and its `step`: receive, adopt a changed draft, schedule, launch, finish, flush.
 
 A step enqueues prompt chunks and one round of all decoding sequences. Then it reads the earlier passes, and
 delivers their tokens. A sequence without draft nodes takes part in the same round with a single row.
@@ -15,12 +15,9 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 
+from outrider.services.target.drafting.create import source_of
 from outrider.services.target.drafting.draft_sessions import DraftSessions
-from outrider.services.target.drafting.draft_source import DraftSource
-from outrider.services.target.drafting.exchange_source import ExchangeSource
-from outrider.services.target.drafting.host_source import HostSource
 from outrider.services.target.drafting.planner import DraftPlanner
-from outrider.services.target.drafting.resident_source import ResidentSource
 from outrider.services.target.engine.committer import Committer, no_token_error
 from outrider.services.target.engine.decode_loop import DecodeLoop
 from outrider.services.target.engine.engine_stats import EngineStats
@@ -35,7 +32,6 @@ from outrider.services.target.metrics import TargetMetrics
 from outrider.services.target.model.model_runner import ModelRunner
 from outrider.services.target.policy.acceptance import SamplingKind
 from outrider.services.target.policy.controller import SpeculationController
-from outrider.services.target.policy.cost_model import DraftPath
 from outrider.services.target.policy.prefill_budget import PrefillBudget
 from outrider.services.target.request import EventSink, GenerationRequest
 from outrider.services.target.scheduling.limits import EngineLimits
@@ -44,9 +40,7 @@ from outrider.services.target.scheduling.sequence import Sequence, SequenceStatu
 from outrider.shared.base.errors import ErrorCode, OutriderError, UnavailableError
 from outrider.shared.base.generation import SpeculationMode
 from outrider.shared.engine.loop import Steppable
-from outrider.shared.spec.device_drafter import DeviceDrafter
 from outrider.shared.spec.drafter import Drafter, DrafterState
-from outrider.shared.spec.exchange_drafter import ExchangeDrafter
 
 DRAIN_RETRY_AFTER_S = 5.0
 NO_DRAFT_REASON = "no_draft"
@@ -108,12 +102,21 @@ class TargetEngine(Steppable):
         plan = plan or LoopPlan()
         self._budget = PrefillBudget(plan.prefill_budget_s)
         self._rounds = plan.make_rounds(runner, scheduler.limits.max_running, limits.max_model_len)
-        self._source = self._make_source(plan)
+        self._planner = DraftPlanner(self._sessions, self.controller, self.metrics, self._rounds.max_rows)
+        self._source = source_of(
+            drafter,
+            self._sessions,
+            self._planner,
+            scheduler,
+            self.controller,
+            runner,
+            self._rounds,
+            on_device=plan.drafts_on_device,
+        )
         self._output.before_end = self._source.ended
         self._loop = self._make_loop(plan)
-        recorded = self._source if isinstance(self._source, ResidentSource | ExchangeSource) else None
         self.recordings = Recordings(
-            runner, self._rounds, recorded, drafting=self._drafts, refresh=self._refresh
+            runner, self._rounds, self._source, drafting=self._drafts, refresh=self._refresh
         )
 
     # ---- any thread
@@ -256,20 +259,24 @@ class TargetEngine(Steppable):
         """Run one step for every request that can advance."""
         now = time.monotonic()
         self._receive(now)
-        if not self._adopts_draft():
+        self._adopt_draft()
+        if not self._record_when_idle():
             self._loop.launch(self._schedule(now))
             self._loop.finish()
         self._output.flush()
-        self._source.carry()  # last, because it may wait for a draft in another process
+        self._source.receive_trees()  # last, because it may wait for a draft in another process
 
-    def _adopts_draft(self) -> bool:
-        """Adopt a changed draft. Return True if the step called the recorder instead of serving requests."""
+    def _adopt_draft(self) -> None:
+        """Adopt the draft if it has changed since the last step."""
         self.recorder.hear()
         if self._sessions.outdated:
             # Sequences may be prefilled again, to capture the features that the new draft needs.
             self._loop.drain()
             if self._refresh():
                 self.recorder.renew()
+
+    def _record_when_idle(self) -> bool:
+        """Record a graph if one is due and no request is live. Return True if the recorder was called."""
         if self._live:
             self.recorder.live()
         if self._live or self._output.pending or not self.recorder.is_due():
@@ -314,30 +321,6 @@ class TargetEngine(Steppable):
         self._scheduler.prefixes.flush()
         self._loop.abandon()
 
-    def _make_source(self, plan: LoopPlan) -> DraftSource:
-        drafter, ahead = self._drafter, plan.drafts_on_device
-        seats = ahead and isinstance(drafter, DeviceDrafter) and drafter.device_resident
-        exchanges = ahead and isinstance(drafter, ExchangeDrafter)
-
-        def path() -> DraftPath:
-            if seats:
-                return DraftPath.DEVICE
-            return DraftPath.EXCHANGE if exchanges and drafter.device_resident else DraftPath.HOST
-
-        self._planner = DraftPlanner(
-            self._sessions, self.controller, self.metrics, self._rounds.max_rows, path=path
-        )
-        if seats and isinstance(drafter, DeviceDrafter):
-            self._sessions.sends_stored = False
-            return ResidentSource(drafter, self._runner, self._rounds, self._planner)
-        host = HostSource(
-            drafter, self._sessions, self._planner, self._scheduler, self.controller, self._rounds
-        )
-        if exchanges and isinstance(drafter, ExchangeDrafter):
-            pool = self._runner.pool
-            return ExchangeSource(drafter, host, self._rounds, pool, self.controller, self._planner)
-        return host
-
     def _make_loop(self, plan: LoopPlan) -> DecodeLoop:
         committer = Committer(self._output, self._poisoned, self._forget)
         self._prefill = Prefill(self._runner, self._rounds.table, self._source, committer, self._budget)
@@ -355,24 +338,30 @@ class TargetEngine(Steppable):
 
     def _receive(self, now: float) -> None:
         while self._inbox:
-            message = self._inbox.popleft()
-            if isinstance(message, Submit):
-                self._accept(message.sequence)
-                continue
-            if isinstance(message, FlushPrefixes):
-                message.removed.set_result(self._scheduler.prefixes.flush())
-                continue
-            sequence = self._live.get(message.session_id)
-            if sequence is None:
-                continue
-            if isinstance(message, Cancel):
-                self._output.cancel(sequence, message.keep_tokens)
-                self._forget(sequence)
-            else:
-                sequence.paused_at = now if message.paused else None
-                self._expiry.due_at(now + self.limits.pause_timeout_s if message.paused else None)
+            match self._inbox.popleft():
+                case Submit(sequence):
+                    self._accept(sequence)
+                case FlushPrefixes(removed):
+                    removed.set_result(self._scheduler.prefixes.flush())
+                case Cancel(session_id, keep_tokens):
+                    self._cancel(session_id, keep_tokens)
+                case Pause(session_id, paused):
+                    self._pause(session_id, now if paused else None)
         for sequence, error in self._expiry.overdue(self._live.values(), now, self.limits.pause_timeout_s):
             self._fail(sequence, error)
+
+    def _cancel(self, session_id: int, keep_tokens: int | None) -> None:
+        sequence = self._live.get(session_id)
+        if sequence is not None:
+            self._output.cancel(sequence, keep_tokens)
+            self._forget(sequence)
+
+    def _pause(self, session_id: int, since: float | None) -> None:
+        """Pause a sequence since a time, or let it continue if the time is None."""
+        sequence = self._live.get(session_id)
+        if sequence is not None:
+            sequence.paused_at = since
+            self._expiry.due_at(None if since is None else since + self.limits.pause_timeout_s)
 
     def _accept(self, sequence: Sequence) -> None:
         self._live[sequence.session_id] = sequence

@@ -12,8 +12,8 @@ class Expiry:
     """Tracks the earliest time at which a live request may have to end. Engine thread only.
 
     Attributes:
-        next_due: Time of the next check, from `time.monotonic()`. None if no check is due. The check may be
-            too early, but never too late.
+        next_due: Time of the next check, from `time.monotonic()`. None if no check is due. No request has to
+            end before this time.
     """
 
     def __init__(self) -> None:

@@ -17,6 +17,7 @@ from outrider.services.target.scheduling.sequence import Sequence
 from outrider.shared.base.errors import OutriderError
 from outrider.shared.base.generation import FinishReason, RoundTrace
 from outrider.shared.base.logit_rules import TokenLogprob
+from outrider.shared.base.token_states import TokenStates
 
 
 class OutputProcessor:
@@ -24,7 +25,8 @@ class OutputProcessor:
 
     Attributes:
         generated_tokens: Number of tokens emitted since the start or the last call of `start_counting`.
-        totals: Speculation statistics of the sequences that have ended since the same moment.
+        totals: Speculation statistics of the sequences that have ended since the start or the last call of
+            `start_counting`.
         before_end: Called with every sequence before it ends.
     """
 
@@ -67,6 +69,7 @@ class OutputProcessor:
         step: Advance,
         trace: RoundTrace | None,
         logprobs: Seq[TokenLogprob] = (),
+        states: TokenStates | None = None,
     ) -> bool:
         """Emit the tokens that a prefill or round kept. Return True if these tokens ended the sequence."""
         now = time.monotonic()
@@ -78,7 +81,8 @@ class OutputProcessor:
         sequence.last_emit_at = now
         self.generated_tokens += len(step.kept)
         rounds = () if trace is None else (trace,)
-        self._put(sequence, TokensEvent(sequence.request.request_id, step.kept, rounds, logprobs))
+        request_id = sequence.request.request_id
+        self._put(sequence, TokensEvent(request_id, step.kept, rounds, logprobs, states=states))
         if step.finish is None:
             return False
         self._finish(
@@ -89,6 +93,10 @@ class OutputProcessor:
     def prompt_logprobs(self, sequence: Sequence, logprobs: Seq[TokenLogprob]) -> None:
         """Emit the logprobs of the next prompt tokens."""
         self._put(sequence, TokensEvent(sequence.request.request_id, (), prompt_logprobs=logprobs))
+
+    def states(self, sequence: Sequence, states: TokenStates) -> None:
+        """Emit the states of the next prompt tokens."""
+        self._put(sequence, TokensEvent(sequence.request.request_id, (), states=states))
 
     def cancel(self, sequence: Sequence, keep_tokens: int | None) -> None:
         """End a sequence at the client's request, without billing for tokens after `keep_tokens`."""

@@ -20,11 +20,15 @@ from outrider.services.target.model.model_runner import ChosenTokens, ModelRunne
 from outrider.services.target.model.scores import ScoredPrompt, unpack_logprobs
 from outrider.services.target.model.slot_rules import SlotRules
 from outrider.services.target.model.slot_table import SlotTable
+from outrider.services.target.model.token_states import PromptStates
 from outrider.services.target.model.tree_forms import prompt_masks
 from outrider.services.target.policy.prefill_budget import PrefillBudget
 from outrider.services.target.scheduling.scheduler import PrefillChunk, Scheduler
 from outrider.services.target.scheduling.sequence import Sequence, SequenceStatus
 from outrider.shared.base.logit_rules import TokenLogprob
+
+STATE_BYTES = 1 << 20
+"""Largest size of a message with the states of several tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +126,9 @@ class Prefill:
         for scored in launched.chosen.prompts:
             if not scored.void:
                 self._emit_prompt(scored)
+        for states in launched.chosen.states:
+            if not states.void:
+                self._emit_states(states)
         for index, ((sequence, residence), token) in enumerate(zip(launched.completed, tokens, strict=True)):
             if sequence.residence != residence or sequence.slot < 0:
                 continue
@@ -151,8 +158,16 @@ class Prefill:
         rows = scored.logprobs[max(0, known) :]
         if top is None or not rows.shape[0]:
             return
+        requested = None if scored.requested is None else scored.requested[max(0, known) :]
         sequence.prompt_scored += rows.shape[0]
-        self._committer.emit_prompt(sequence, unpack_logprobs(rows, top))
+        self._committer.emit_prompt(sequence, unpack_logprobs(rows, top, requested))
+
+    def _emit_states(self, states: PromptStates) -> None:
+        """Emit the states of prompt tokens that the client has not received, in messages of limited size."""
+        sequence = states.sequence
+        first = max(states.first, sequence.states_len)
+        for part in states.parts(first, STATE_BYTES):
+            self._committer.emit_states(sequence, part)
 
     def _stored(self, chunk: PrefillChunk) -> None:
         """Update a sequence's lengths for the K/V and the feature rows that a chunk stores."""
@@ -167,4 +182,4 @@ def _first_logprob(chosen: ChosenTokens, index: int, sequence: Sequence) -> list
     top = sequence.request.logprobs.top
     if top is None or chosen.logprobs is None:
         return []
-    return unpack_logprobs(chosen.logprobs[index : index + 1], top)
+    return unpack_logprobs(chosen.logprobs[index : index + 1], top, chosen.requested[index])

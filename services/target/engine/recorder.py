@@ -4,10 +4,10 @@
     new draft   | idle: first graphs, immediately | idle for `IDLE_S`: one further graph per step …
 
 A preparation is other work that is not urgent. It is divided into parts, and one step of the engine does one
-part. A request that arrives during this work waits for at most one recording or one part.
+part. A new request therefore waits for at most one recording or one part.
 
-While requests are live, nothing is recorded here, and pieces of a round that have no graph run kernel by
-kernel. However, `GraphCache` records such a piece if it is used often and can be recorded quickly.
+While requests are live, nothing is recorded here. Pieces without a graph then run kernel by kernel.
+`GraphCache` may record such a piece if it is used often and can be recorded quickly.
 """
 
 from __future__ import annotations
@@ -125,8 +125,8 @@ class Recorder:
     def hear(self) -> None:
         """Note the callers of `ask`. Call this before checking whether the draft has changed.
 
-        The draft may change between this check and a later call of `ask`. The event of a later call is
-        therefore set only after the next check.
+        The event of a caller of `ask` is set after the next check that follows the call, because the draft
+        may have changed since the last check.
         """
         while self._asked:
             self._heard.append(self._asked.popleft())
@@ -163,6 +163,11 @@ class Recorder:
         self._first, self._further = deque(listed.first), deque(listed.further)
         self._checked, self._uncompiled = False, 0
         self._started = self._clock()
+
+    def add(self, recordings: list[Recording]) -> None:
+        """Add further graphs that a request has made necessary. `follow` must list them from now on."""
+        if self._list is not None:
+            self._further.extend(recordings)
 
     def forget(self) -> None:
         """Record no graph any more, because the process must end."""

@@ -4,23 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
-from typing import Protocol
 
+from outrider.services.target.drafting.draft_source import DraftSource
 from outrider.services.target.engine.recorder import Recording
 from outrider.services.target.model.model_runner import ModelRunner
 from outrider.services.target.model.packed_batch import WIDTHS, SamplingMode, width_class
 from outrider.services.target.model.round_runner import RoundRunner
 from outrider.services.target.model.verify_pass import PassSize
 from outrider.shared.spec.tree import DraftShape
-
-
-class RecordedDrafts(Protocol):
-    """A draft source whose drafts are recorded in advance."""
-
-    def capture(self, batch_size: int, shape: DraftShape) -> None:
-        """Record the drafting of trees of one shape for `batch_size` idle rows."""
-        ...
-
 
 USUAL_MODES = (SamplingMode.NOISE, SamplingMode.GREEDY)
 """Sampling modes of requests without filters, rules and logprobs."""
@@ -32,6 +23,8 @@ DENSE_ROWS = 64
 For larger rounds, padding rows cost little, so only the sizes in `WIDE_ROWS` are recorded.
 """
 WIDE_ROWS = (96, 128, 160, 192, 256, 320, 384, 448, 512)
+MOST_MASKED_ROWS = 256
+"""Largest number of packed rows of a round with forms that is recorded in advance."""
 
 
 class Recordings:
@@ -40,7 +33,7 @@ class Recordings:
     Args:
         runner: Records passes over prompts.
         rounds: Records verify passes.
-        drafts: Records drafts. None if trees come from the host.
+        drafts: Lists the recordings of drafts.
         drafting: True if requests may draft.
         refresh: Adopts a changed draft, whose features the graphs capture.
     """
@@ -49,7 +42,7 @@ class Recordings:
         self,
         runner: ModelRunner,
         rounds: RoundRunner,
-        drafts: RecordedDrafts | None,
+        drafts: DraftSource,
         *,
         drafting: bool,
         refresh: Callable[[], object],
@@ -82,6 +75,17 @@ class Recordings:
             return []
         return list(mixed_recordings(self._rounds, captures=self._runner.captures))
 
+    def masked(self) -> list[Recording]:
+        """List the graphs of rounds in which outputs have forms. Empty until there was such a round."""
+        if not self._rounds.has_forms or self._runner.graphs.observed:
+            return []
+        captures = self._runner.captures
+        return list(masked_recordings(self._rounds, captures=captures, drafting=self._drafting))
+
+    def on_first_form(self, add: Callable[[list[Recording]], None]) -> None:
+        """Pass the list of `masked` to a function when the first round with a form is launched."""
+        self._rounds.on_first_form = lambda: add(self.masked())
+
     def prompt(self, size: int) -> Recording:
         """Return the recording of the pass over prompt chunks of up to `size` tokens."""
         self._refresh()
@@ -98,7 +102,7 @@ class Recordings:
 
 def round_recordings(
     rounds: RoundRunner,
-    drafts: RecordedDrafts | None,
+    drafts: DraftSource,
     batches: Seq[tuple[int, DraftShape]],
     modes: Seq[SamplingMode] = USUAL_MODES,
     *,
@@ -108,7 +112,7 @@ def round_recordings(
 
     Args:
         rounds: Records verify passes.
-        drafts: Records drafts. None if trees come from the host.
+        drafts: Lists the recordings of drafts.
         batches: Batch sizes and shapes, in the order in which to record them.
         modes: Sampling modes.
         captures: True if feature rows are stored for a drafter.
@@ -116,11 +120,9 @@ def round_recordings(
     seen: set[PassSize] = set()
     for batch_size, shape in batches:
         bounded = shape.bounded()
-        if shape.drafts and drafts is not None:
-            yield (
-                f"drafts of {batch_size} sequences, {shape.max_nodes} nodes",
-                lambda batch_size=batch_size, shape=shape: drafts.capture(batch_size, shape),  # type: ignore[misc]
-            )
+        record = drafts.recording(batch_size, shape) if shape.drafts else None
+        if record is not None:
+            yield f"drafts of {batch_size} sequences, {shape.max_nodes} nodes", record
         nodes = bounded.max_nodes if shape.drafts else 1
         if batch_size * nodes > rounds.max_rows:
             continue
@@ -148,6 +150,22 @@ def mixed_recordings(rounds: RoundRunner, *, captures: bool) -> Iterator[Recordi
             for mode in (SamplingMode.FILTERED, *USUAL_MODES):
                 for width in WIDTHS[1:]:
                     yield _recording(rounds, PassSize(rows, width, mode, captures))
+
+
+def masked_recordings(rounds: RoundRunner, *, captures: bool, drafting: bool) -> Iterator[Recording]:
+    """Yield the recordings of rounds with forms, the largest first.
+
+    Args:
+        rounds: Records verify passes.
+        captures: True if feature rows are stored for a drafter.
+        drafting: True if requests may draft.
+    """
+    most = min(MOST_MASKED_ROWS, rounds.max_rows)
+    for rows in reversed(rounds.buckets.sizes):
+        if rows <= most and (rows <= DENSE_ROWS or rows in WIDE_ROWS):
+            for width in WIDTHS if drafting and rows > 1 else WIDTHS[:1]:
+                for capture in (True, False) if captures and width == 1 else (captures,):
+                    yield _recording(rounds, PassSize(rows, width, SamplingMode.FULL, capture, masked=True))
 
 
 def _recording(rounds: RoundRunner, size: PassSize) -> Recording:

@@ -17,8 +17,9 @@ from outrider.shared.base.errors import ConfigurationError, InvalidRequestError
 class GrammarBackend(Enum):
     """The library that enforces constraints.
 
-    AUTO uses xgrammar for the JSON schemas and choices that it enforces exactly, and llguidance for all other
-    constraints. These include clients' own grammars, because llguidance limits the time per token.
+    AUTO uses xgrammar for the JSON schemas and choices that xgrammar enforces exactly, and llguidance for
+    all other constraints. Grammars of clients always use llguidance, because it limits the time per
+    token.
     """
 
     LLGUIDANCE = "llguidance"

@@ -1,7 +1,7 @@
 """Compiles constraints: first in a separate process, with caps on time and memory, then in the target.
 
-If the process has compiled a constraint, the constraint is harmless. The target then compiles the constraint
-again, because a compiled grammar cannot be sent from one process to another.
+A constraint that the process has compiled is harmless. The target then compiles it again, because a compiled
+grammar cannot be sent from one process to another.
 """
 
 from __future__ import annotations

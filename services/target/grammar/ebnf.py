@@ -1,9 +1,9 @@
 """Converts constraints to EBNF grammars, for xgrammar.
 
-xgrammar also converts JSON schemas and regular expressions itself. But its conversion ignores some keywords
-(``not``, ``if``, ``uniqueItems``, ``contains`` and others), sometimes with a warning only. It also allows
-texts that are no JSON, such as line breaks in strings with a largest length. The functions below refuse
-everything that they do not know. The other constraints are enforced exactly.
+xgrammar's own conversion of JSON schemas ignores some keywords (``not``, ``if``, ``uniqueItems``,
+``contains`` and others). It also allows texts that are not JSON, such as line breaks in strings with a
+largest length. The functions of this module refuse everything that they do not know, and convert all other
+constraints exactly.
 """
 
 from __future__ import annotations

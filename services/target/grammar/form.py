@@ -14,8 +14,8 @@ PROMPT_END_TOKENS = 8
 class OutputForm:
     """Determines which tokens may come next in one output. Engine thread only.
 
-    An output consists of an optional free part, which ends with a marker, and a part that the grammar
-    determines. A text that is called the opening may precede the free part.
+    An output has up to three parts: an opening text, a free part that ends with a marker, and a part that the
+    grammar determines. The first two are optional.
 
     `settle` follows each token of the output once, in order. `accept` and `rollback` visit the nodes of a
     tree. Each `accept` must be rolled back before the next call of `settle`.

@@ -20,6 +20,7 @@ class GraphKey(NamedTuple):
         mode: The sampling mode. None if the graph serves every mode.
         shape: Shape of the trees of a draft.
         capture: True if feature rows are computed and stored.
+        masked: True if the verify pass has two parts, because the host must find allowed tokens in between.
         drafter: The part of the key that the drafter supplies.
         draft_dependent: True if the graph reads the drafter's tensors, the feature plane or the projector.
             Such graphs become invalid when another draft connects. Graphs of plain decoding stay valid.
@@ -31,5 +32,6 @@ class GraphKey(NamedTuple):
     mode: SamplingMode | None = None
     shape: DraftShape | None = None
     capture: bool = False
+    masked: bool = False
     drafter: Hashable = None
     draft_dependent: bool = False

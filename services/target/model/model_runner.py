@@ -16,10 +16,11 @@ from outrider.kernels.token_logprobs import token_logprobs
 from outrider.services.target.model.graph_key import GraphKey
 from outrider.services.target.model.prefill_graph import PrefillGraph, library_of
 from outrider.services.target.model.sampling import SamplingBatches
-from outrider.services.target.model.scores import ScoredPrompt, score_prompts
+from outrider.services.target.model.scores import ScoredPrompt, requested_logprobs, score_prompts
 from outrider.services.target.model.slot_rules import SlotRules
 from outrider.services.target.model.slot_table import SlotTable
 from outrider.services.target.model.synthetic_acceptance import SyntheticAcceptance
+from outrider.services.target.model.token_states import PromptStates, stacked, take_prompts, to_host
 from outrider.services.target.model.verify_pass import StepModel
 from outrider.services.target.scheduling.scheduler import PrefillChunk
 from outrider.services.target.scheduling.sequence import Sequence
@@ -30,12 +31,14 @@ from outrider.shared.kv.pool import KVPool
 from outrider.shared.kv.upload import upload
 from outrider.shared.nn.decoder import Decoder, DecoderOutput
 from outrider.shared.nn.feature_projector import FeatureProjector
+from outrider.shared.nn.layers.routes import recording_routes
 from outrider.shared.spec.drafter import FeatureSpec
 
 LIBRARY_ROWS = 1024
 """From this many rows on, a pass replays no graph of our attention kernel if a library's kernel is faster.
 
-For this many rows, a large GPU takes as long to run the kernels of a pass as the host takes to launch them.
+With this many rows, a large GPU needs as much time to run the kernels of a pass as the host needs to launch
+them.
 """
 
 
@@ -51,27 +54,44 @@ class ChosenTokens:
             Valid after `wait`.
         prompts: Logprobs of prompt tokens in host memory, for the chunks that have any, in order. Valid after
             `wait`.
+        states: States of prompt tokens, for the chunks whose clients want them. Valid after `wait`.
+        requested: For each chosen token, the logprobs of the tokens that its client has named, ``[1, k]
+            fp32``, or None. Valid after `wait`.
     """
 
     on_device: torch.Tensor
     logprobs: torch.Tensor | None
     prompts: Seq[ScoredPrompt]
+    states: Seq[PromptStates]
+    requested: Seq[torch.Tensor | None]
     _tokens: torch.Tensor
     _copied: torch.cuda.Event | None
 
     @classmethod
     def of(
-        cls, chosen: torch.Tensor, logprobs: torch.Tensor | None = None, prompts: Seq[ScoredPrompt] = ()
+        cls,
+        chosen: torch.Tensor,
+        logprobs: torch.Tensor | None = None,
+        prompts: Seq[ScoredPrompt] = (),
+        states: Seq[PromptStates] = (),
+        requested: Seq[torch.Tensor | None] = (),
     ) -> ChosenTokens:
-        """Enqueue the copies to the host."""
+        """Enqueue the copies to the host. The copies of `states` and `requested` are enqueued already."""
         if not chosen.is_cuda:
-            return cls(chosen, logprobs, prompts, chosen, None)
-        host = _pinned(chosen)
-        logprobs = None if logprobs is None else _pinned(logprobs)
-        prompts = [replace(one, logprobs=_pinned(one.logprobs)) for one in prompts]
+            return cls(chosen, logprobs, prompts, states, requested, chosen, None)
+        host = to_host(chosen)
+        logprobs = None if logprobs is None else to_host(logprobs)
+        prompts = [
+            replace(
+                one,
+                logprobs=to_host(one.logprobs),
+                requested=None if one.requested is None else to_host(one.requested),
+            )
+            for one in prompts
+        ]
         copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
         copied.record()
-        return cls(chosen, logprobs, prompts, host, copied)
+        return cls(chosen, logprobs, prompts, states, requested, host, copied)
 
     def wait(self) -> list[int]:
         """Wait for the copy and return the tokens."""
@@ -181,41 +201,54 @@ class ModelRunner:
         finished = [chunk.sequence for chunk in chunks if chunk.is_last]
         capture = self.captures and any(chunk.sequence.stores_features for chunk in chunks)
         prompts: Seq[ScoredPrompt] = ()
+        states: Seq[PromptStates] = ()
         if self._recorded is not None and self._replays(self._recorded, chunks):
             hidden = self._recorded.run(chunks, capture)
         else:
-            hidden, prompts = self._unrecorded(chunks, capture)
+            with recording_routes(
+                any(one.sequence.request.states.routed_experts for one in chunks)
+            ) as routes:
+                output, ends = self._unrecorded(chunks, capture)
+            hidden, prompts = output.hidden[ends], score_prompts(self.decoder, output.hidden, chunks)
+            states = take_prompts(output.hidden, stacked(self.decoder, routes), chunks)
         if not finished:
-            return ChosenTokens.of(self._int64([]), None, prompts)
-        return self._choose(hidden, finished, rules, prompts, allowed)
+            return ChosenTokens.of(self._int64([]), None, prompts, states)
+        return self._choose(hidden, finished, rules, allowed, prompts, states)
 
     def _choose(
         self,
         hidden: torch.Tensor,
         finished: list[Sequence],
         rules: SlotRules | None,
-        prompts: Seq[ScoredPrompt],
         allowed: torch.Tensor | None,
+        prompts: Seq[ScoredPrompt],
+        states: Seq[PromptStates],
     ) -> ChosenTokens:
         """Choose the first token after each prompt, from ``hidden [n, hidden_size]``."""
         sampling = self._sampling.rows(finished, [1] * len(finished))
         positions = self._int64([sequence.committed_len for sequence in finished])
         if rules is None or not any(sequence.ruled for sequence in finished):
-            return ChosenTokens.of(self.decoder.choose(hidden, sampling, positions), None, prompts)
+            return ChosenTokens.of(self.decoder.choose(hidden, sampling, positions), None, prompts, states)
         sampling = replace(sampling, all_greedy=False, rules=rules.prompt_rows(finished), allowed=allowed)
         logits = self.decoder.logits(hidden)
         chosen = self.decoder.choose_from(logits, sampling, positions)
         tops = [-1 if one.request.logprobs.top is None else one.request.logprobs.top for one in finished]
         wanted = upload(tops, torch.int32, self.device)
         rows = torch.arange(len(finished), device=self.device)
-        return ChosenTokens.of(chosen, token_logprobs(logits, rows, chosen, wanted), prompts)
+        logprobs = token_logprobs(logits, rows, chosen, wanted)
+        named = [one.request.logprobs.token_ids for one in finished]
+        requested = [
+            to_host(requested_logprobs(logits[row : row + 1], ids)) if ids else None
+            for row, ids in enumerate(named)
+        ]
+        return ChosenTokens.of(chosen, logprobs, prompts, states, requested)
 
     def _replays(self, recorded: PrefillGraph, chunks: Seq[PrefillChunk]) -> bool:
         """Return True if these chunks have a recorded pass and no unrecorded pass would be faster.
 
-        A long pass takes longer on the device than its launch takes on the host. If a library's attention is
-        faster than our kernel, a long pass therefore uses the library. Such a pass cannot be recorded,
-        because the shapes that the library needs depend on the chunks.
+        A long pass takes longer on the device than its launch takes on the host. It therefore needs no graph,
+        and uses a library's attention if this is faster than our kernel. Such a pass cannot be recorded,
+        because the library's shapes depend on the chunks.
         """
         if recorded.takes_whole(chunks):
             return recorded.takes(chunks)
@@ -229,12 +262,14 @@ class ModelRunner:
             [(chunk.start, chunk.stop - chunk.start) for chunk in chunks], kept.num_heads * kept.head_dim
         )
 
-    def _unrecorded(self, chunks: Seq[PrefillChunk], capture: bool) -> tuple[torch.Tensor, Seq[ScoredPrompt]]:
+    def _unrecorded(
+        self, chunks: Seq[PrefillChunk], capture: bool
+    ) -> tuple[DecoderOutput, torch.Tensor | slice]:
         """Enqueue one pass over chunks of any size.
 
         Returns:
-            ``[n, hidden_size]``, the last hidden states of the n chunks that complete their prompts, and the
-            logprobs of the chunks' tokens where they were requested.
+            The output of all rows, one chunk after the other, and the index of the last rows of those chunks
+            that complete their prompts.
         """
         starts = [chunk.start for chunk in chunks]
         counts = [chunk.stop - chunk.start for chunk in chunks]
@@ -248,8 +283,7 @@ class ModelRunner:
         if capture:
             self._store_prefill_features(output, chunks, batch.slots)
         ends = [end - 1 for end, chunk in zip(accumulate(counts), chunks, strict=True) if chunk.is_last]
-        hidden = output.hidden[self._int64(ends)] if ends else output.hidden[:0]
-        return hidden, score_prompts(self.decoder, output.hidden, chunks)
+        return output, self._int64(ends) if ends else slice(0)
 
     def use_slots(self, table: SlotTable) -> None:
         """Enable recorded passes over prompts of sequences with slots. These passes read the page table."""
@@ -309,12 +343,6 @@ class ModelRunner:
 
     def _int64(self, values: Seq[int] | np.ndarray) -> torch.Tensor:
         return upload(values, torch.int64, self.device)
-
-
-def _pinned(values: torch.Tensor) -> torch.Tensor:
-    """Enqueue the copy of a tensor to pinned host memory."""
-    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-    return host.copy_(values, non_blocking=True)
 
 
 def _output_rows(output: DecoderOutput, rows: torch.Tensor) -> DecoderOutput:

@@ -81,8 +81,12 @@ class PrefillGraph:
             size is not None
             and self._graphs.replays(self._key(size))
             and all(chunk.sequence.slot >= 0 for chunk in chunks)
-            # The logprobs of a prompt need the hidden states of all rows.
-            and all(chunk.sequence.request.logprobs.prompt_top is None for chunk in chunks)
+            # The logprobs and the states of a prompt need the hidden states of all rows.
+            and all(
+                chunk.sequence.request.logprobs.prompt_top is None
+                and not chunk.sequence.request.states.wanted
+                for chunk in chunks
+            )
         )
 
     def takes_whole(self, chunks: Seq[PrefillChunk]) -> bool:

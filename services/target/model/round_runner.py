@@ -4,6 +4,13 @@ A round consists of pieces, each of which is a CUDA graph where possible:
 
     draft, once per tree shape | verify: locate rows, forward, choose, accept, compact, features, post result
 
+If the outputs of some entries have forms, the verify piece is cut in two before the choice of tokens. The
+host must know all earlier tokens to find those that a form allows, so `launch` returns an `OpenRound`, and
+`complete` enqueues the rest once the host has read all earlier rounds:
+
+    device    | choose n | forward n + 1           | choose n + 1 | forward n + 2 …
+    host        launch n + 1 · read n · masks of n + 1 · deliver n · launch n + 2 …
+
 `services.target.drafting` enqueues the draft pieces, and this module enqueues the verify piece. Graphs of the
 verify piece are keyed by the number of packed rows, the class of the widest tree, the sampling mode, and
 whether features are stored. All mixtures of requests therefore share a few graphs.
@@ -15,7 +22,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate
 
 import torch
@@ -23,7 +30,6 @@ import torch
 from outrider.kernels.token_logprobs import WORDS
 from outrider.services.target.model.graph_key import GraphKey
 from outrider.services.target.model.model_runner import ModelRunner
-from outrider.services.target.model.outcome import Outcome
 from outrider.services.target.model.packed_batch import (
     Entry,
     PackedBatch,
@@ -32,99 +38,22 @@ from outrider.services.target.model.packed_batch import (
     width_class,
 )
 from outrider.services.target.model.result_ring import ResultRing
-from outrider.services.target.model.scores import unpack_logprobs
+from outrider.services.target.model.rounds import FinishedRound, Marks, Moment, OpenRound, Round, unpack
 from outrider.services.target.model.slot_table import SlotTable
-from outrider.services.target.model.tree_forms import Masks, TreeForms
-from outrider.services.target.model.verify_pass import PassSize, verify_pass
-from outrider.shared.base.generation import TraceNode
-from outrider.shared.base.logit_rules import TokenLogprob
+from outrider.services.target.model.token_states import RoundTap, tapped
+from outrider.services.target.model.tree_forms import TreeForms
+from outrider.services.target.model.verify_pass import (
+    PassResult,
+    PassSize,
+    choose_pass,
+    forward_pass,
+    verify_pass,
+)
+from outrider.shared.engine.recorded_graph import Parts
+from outrider.shared.nn.layers.routes import recording_routes
 
 MOST_PADDING = 4
 """A round may replay the graph of a larger round that has at most this multiple of the round's own rows."""
-
-
-@dataclass(frozen=True, slots=True)
-class Marks:
-    """Times at three moments of a round: its start, the end of drafting, and its end.
-
-    Drafting includes the drafter's work on earlier tokens. A round without drafts starts with its verify
-    pass.
-
-    On a GPU, the times are CUDA events. On a CPU, they are seconds of `time.monotonic`.
-    """
-
-    begun: float | torch.cuda.Event
-    drafted: float | torch.cuda.Event
-    verified: float | torch.cuda.Event
-
-    def seconds(self) -> tuple[float, float]:
-        """Return the seconds of drafting and of verifying. The round must have ended."""
-        return _between(self.begun, self.drafted), _between(self.drafted, self.verified)
-
-
-@dataclass(frozen=True, slots=True)
-class Round:
-    """A round that was enqueued but not read yet.
-
-    Attributes:
-        number: The number of the round.
-        entries: The sequences, in the order of the results.
-        starts: First packed row of each entry.
-        launched_at: Time of the launch, from `time.monotonic`.
-        result: ``[B, 2 + 2 R] int32`` in host memory.
-        nodes: ``[4, M] int32`` in host memory: tokens, parents, depths and log-probabilities of the trees.
-            None if no client wants a trace.
-        marks: Times of the round.
-        provisional: True if a piece of the round ran without a graph, so that later rounds of the same size
-            probably take less time.
-        logprobs: ``[M, WORDS] int32`` in host memory, as in `PassResult`. None if no client wants logprobs.
-    """
-
-    number: int
-    entries: Seq[Entry]
-    starts: Seq[int]
-    launched_at: float
-    result: torch.Tensor
-    nodes: torch.Tensor | None
-    marks: Marks
-    provisional: bool = False
-    logprobs: torch.Tensor | None = None
-
-    def logprobs_of(self, index: int, count: int) -> list[TokenLogprob]:
-        """Return the logprobs of the first `count` tokens that the round chose for an entry."""
-        top = self.entries[index].sequence.request.logprobs.top
-        if top is None:
-            return []
-        assert self.logprobs is not None, "the round was launched without logprobs"
-        start = self.starts[index]
-        return unpack_logprobs(self.logprobs[start : start + count], top)
-
-    def trace_of(self, index: int, num_nodes: int) -> list[TraceNode]:
-        """Return the tree of an entry for the client. Requires `nodes`."""
-        assert self.nodes is not None, "the round was launched without a trace"
-        start = self.starts[index]
-        part = self.nodes[:, start : start + num_nodes]
-        tokens, parents, depths = part[:3].tolist()
-        logprobs = part[3].view(torch.float32).tolist()
-        return [TraceNode(*node) for node in zip(tokens, parents, depths, logprobs, strict=True)]
-
-
-@dataclass(frozen=True, slots=True)
-class FinishedRound:
-    """The result of a round on the host.
-
-    Attributes:
-        round: The round.
-        outcomes: One outcome per entry. The outcome is None for an entry whose slot was idle.
-        seconds: Time from the end of the previous round, or from the launch if the launch was later.
-        draft_s, verify_s: Seconds of drafting and of verifying.
-    """
-
-    round: Round
-    outcomes: list[Outcome | None]
-    seconds: float
-    draft_s: float
-    verify_s: float
 
 
 class RoundRunner:
@@ -145,6 +74,8 @@ class RoundRunner:
         buckets: Numbers of packed rows to which rounds are padded.
         batch: Entries and trees of the rounds.
         recorded_entries: Largest number of entries of a round, or of one of its drafts, that is recorded.
+        has_forms: True once a round has had an entry with a form.
+        on_first_form: Called when `has_forms` becomes True.
     """
 
     def __init__(
@@ -168,8 +99,10 @@ class RoundRunner:
         self.recorded_entries = slots if recorded_entries is None else recorded_entries
         self._rings: dict[tuple[str, int, int], ResultRing] = {}
         self._last_read = 0.0
-        self._begun: float | torch.cuda.Event | None = None
+        self._begun: Moment | None = None
         self._count = 0
+        self.has_forms = False
+        self.on_first_form: Callable[[], None] = lambda: None
 
     @property
     def max_rows(self) -> int:
@@ -188,11 +121,12 @@ class RoundRunner:
             width_class(max(entry.rows for entry in entries)),
             SamplingMode.of([entry.sequence for entry in entries]),
             self._runner.captures and any(entry.sequence.has_features for entry in entries),
+            any(entry.sequence.form is not None for entry in entries),
         )
 
     def replays(self, entries: Seq[Entry]) -> bool:
         """Return True if the verify pass of these entries is a recorded graph, or if graphs are disabled."""
-        if any(entry.sequence.form is not None for entry in entries):
+        if tapped(entries):
             return not self._graphs.enabled
         size = self._recorded_size(self.size_of(entries))
         return not self._graphs.enabled or (size is not None and len(entries) <= self.recorded_entries)
@@ -202,17 +136,24 @@ class RoundRunner:
         self._begun = self._mark()
 
     @torch.inference_mode()
-    def launch(self, entries: Seq[Entry], draft: Callable[[], None] | None) -> Round:
+    def launch(self, entries: Seq[Entry], draft: Callable[[], None] | None) -> Round | OpenRound:
         """Enqueue a round.
 
         Args:
             entries: The sequences. Their slots and pages must have been written to the slot table.
             draft: Enqueues the drafts, which write their trees to `PackedBatch.trees`. None without drafts.
+
+        Returns:
+            The round. If the output of an entry has a form, the round is open: pass it to `complete` before
+            anything else is launched.
         """
         launched_at, size, graphs = time.monotonic(), self.size_of(entries), self._graphs
-        formed = any(entry.sequence.form is not None for entry in entries)
-        recorded = len(entries) <= self.recorded_entries and not formed
+        recorded = len(entries) <= self.recorded_entries and self._records(size) and not tapped(entries)
         provisional_runs = graphs.provisional_runs
+        if size.masked and not self.has_forms:
+            self.has_forms = True
+            self._forms.allocate()
+            self.on_first_form()
         if recorded:
             if graphs.due(self._key(size)) and not graphs.holds(self._key(size)):
                 self.capture(size)  # before the entries are loaded, because a recording runs the pass
@@ -224,28 +165,48 @@ class RoundRunner:
         if draft is not None:
             draft()
         starts = [0, *accumulate(entry.rows for entry in entries)][: len(entries)]
-        # The host needs the drafted trees to find the tokens that a form allows.
-        allowed = self._forms.fit(entries, starts, size.rows) if formed else None
-        drafted = self._mark()
-        if draft is None or begun is None:
-            begun = drafted
+        self._count += 1
+        opened = OpenRound(
+            self._count,
+            tuple(entries),
+            starts,
+            launched_at,
+            size,
+            None if draft is None else begun,
+            provisional_runs,
+            RoundTap.of(entries, starts),
+        )
+        if size.masked:
+            opened.work = (
+                graphs.run_parts(key, lambda: self._parts(size))
+                if recorded
+                else self._parts(size, opened.tap)
+            )
+            # Trees of outputs with forms are changed before the forward pass.
+            if any(entry.sequence.form is not None and entry.shape.drafts for entry in entries):
+                self._forms.fetch()
+            else:
+                self._forward(opened)
+            return opened
+        opened.drafted = self._mark()
         if not recorded:
-            self._verify(size, allowed)
+            self._verify(size, opened.tap)
         elif graphs.replays(key):
             graphs.run(key, lambda: self._verify(size))
         else:
             graphs.run_eagerly(key, lambda: self._verify(size))
-        traced = any(entry.sequence.request.speculation.trace for entry in entries)
-        nodes = self._post_nodes(size.rows) if traced else None
-        scored = size.mode is SamplingMode.FULL
-        self._count += 1
-        result = self._ring(size.rows).take()
-        logprobs = self._logprobs_ring(size.rows).take() if scored else None
-        marks = Marks(begun, drafted, self._mark())
-        provisional = formed or graphs.provisional_runs > provisional_runs
-        return Round(
-            self._count, tuple(entries), starts, launched_at, result, nodes, marks, provisional, logprobs
-        )
+        return self._closed(opened)
+
+    @torch.inference_mode()
+    def complete(self, opened: OpenRound) -> Round:
+        """Enqueue the rest of an open round. The host must have read all earlier rounds and first tokens."""
+        formed = self._forms.fit(opened.entries, opened.starts)
+        if opened.drafted is None:
+            self._forward(opened)
+        self._forms.fill(formed)
+        for _ in opened.work:
+            pass
+        return self._closed(opened)
 
     def read(self, launched: Round) -> FinishedRound:
         """Wait for a round and return its result."""
@@ -263,7 +224,10 @@ class RoundRunner:
     def capture(self, size: PassSize) -> None:
         """Record the verify pass of one size before it is needed, with idle rows."""
         self.batch.make_idle(size.rows)
-        self._graphs.capture(self._key(size), lambda: self._verify(size))
+        if size.masked:
+            self._graphs.capture_parts(self._key(size), lambda: self._parts(size))
+        else:
+            self._graphs.capture(self._key(size), lambda: self._verify(size))
         self._ring(size.rows).recorded()
         if size.mode is SamplingMode.FULL:
             self._logprobs_ring(size.rows).recorded()
@@ -281,12 +245,63 @@ class RoundRunner:
                 return padded
         return None
 
-    def _verify(self, size: PassSize, allowed: Masks | None = None) -> None:
+    def _records(self, size: PassSize) -> bool:
+        """Return True if the verify pass of this size may be recorded."""
+        # Several ranks have not been tried with passes in two parts.
+        return not (size.masked and self._graphs.observed)
+
+    def _verify(self, size: PassSize, tap: RoundTap | None = None) -> None:
         model = self._runner.step_model(size.capture)
-        result = verify_pass(model, self.table, self.batch, size, allowed)
+        with recording_routes(tap is not None and tap.wants_experts) as routes:
+            result = verify_pass(model, self.table, self.batch, size)
+        self._post(size, result, tap, routes)
+
+    def _parts(self, size: PassSize, tap: RoundTap | None = None) -> Parts[None]:
+        """Run a verify pass with masks in two parts."""
+        model, allowed = self._runner.step_model(size.capture), self._forms.masks(size.rows)
+        with recording_routes(tap is not None and tap.wants_experts) as routes:
+            forward = forward_pass(model, self.table, self.batch, size)
+        yield
+        result = choose_pass(model, self.table, self.batch, size, forward, allowed)
+        self._post(size, result, tap, routes)
+
+    def _forward(self, opened: OpenRound) -> None:
+        """Enqueue the forward pass of an open round."""
+        opened.drafted = self._mark()
+        next(opened.work)
+
+    def _post(
+        self, size: PassSize, result: PassResult, tap: RoundTap | None, routes: Seq[torch.Tensor]
+    ) -> None:
+        if tap is not None:
+            tap.take(self._runner.decoder, result, routes)
         self._ring(size.rows).post(result.packed)
         if result.logprobs is not None:
             self._logprobs_ring(size.rows).post(result.logprobs)
+
+    def _closed(self, opened: OpenRound) -> Round:
+        """Return a round whose work has been enqueued."""
+        entries, size, drafted = opened.entries, opened.size, opened.drafted
+        assert drafted is not None, "the forward pass has been enqueued"
+        traced = any(entry.sequence.request.speculation.trace for entry in entries)
+        nodes = self._post_nodes(size.rows) if traced else None
+        result = self._ring(size.rows).take()
+        logprobs = self._logprobs_ring(size.rows).take() if size.mode is SamplingMode.FULL else None
+        marks = Marks(drafted if opened.begun is None else opened.begun, drafted, self._mark())
+        never_recorded = opened.tap is not None or not self._records(size)
+        provisional = never_recorded or self._graphs.provisional_runs > opened.provisional_runs
+        return Round(
+            opened.number,
+            entries,
+            opened.starts,
+            opened.launched_at,
+            result,
+            nodes,
+            marks,
+            provisional,
+            logprobs,
+            opened.tap,
+        )
 
     def _post_nodes(self, rows: int) -> torch.Tensor:
         ring = self._ring_of("nodes", 4, self.max_rows)
@@ -305,7 +320,7 @@ class RoundRunner:
             self._rings[key] = ResultRing(rows, columns, self._runner.device)
         return self._rings[key]
 
-    def _mark(self) -> float | torch.cuda.Event:
+    def _mark(self) -> Moment:
         if self._runner.device.type != "cuda":
             return time.monotonic()
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -320,26 +335,6 @@ class RoundRunner:
             width=size.width,
             mode=size.mode,
             capture=size.capture,
+            masked=size.masked,
             draft_dependent=size.capture,
         )
-
-
-def unpack(rows: list[list[int]]) -> list[Outcome | None]:
-    """Decode the result of `verify_pass` into one outcome per row. The outcome of an idle row is None."""
-    if not rows:
-        return []
-    columns = (len(rows[0]) - 2) // 2
-    return [
-        None
-        if accepted < 0
-        else Outcome(num_nodes, rest[1 : 1 + accepted], rest[columns : columns + accepted + 1])
-        for accepted, num_nodes, *rest in rows
-    ]
-
-
-def _between(first: float | torch.cuda.Event, second: float | torch.cuda.Event) -> float:
-    if isinstance(first, torch.cuda.Event) and isinstance(second, torch.cuda.Event):
-        return float(first.elapsed_time(second)) / 1e3
-    assert isinstance(first, float)
-    assert isinstance(second, float)
-    return second - first

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -27,12 +27,14 @@ class ScoredPrompt:
         residence: The sequence's residence when the chunk was enqueued.
         first: Index of the first token.
         logprobs: ``[n, WORDS] int32``, from `token_logprobs`.
+        requested: ``[n, k] fp32``, from `requested_logprobs`. None if the client names no tokens.
     """
 
     sequence: Sequence
     residence: int
     first: int
     logprobs: torch.Tensor
+    requested: torch.Tensor | None = None
 
     @property
     def void(self) -> bool:
@@ -55,31 +57,57 @@ def score_prompts(decoder: Decoder, hidden: torch.Tensor, chunks: Seq[PrefillChu
         stop = min(chunk.stop + 1, sequence.prompt_len)
         if top is not None and first < stop:
             rows = hidden[offset + first - 1 - chunk.start : offset + stop - 1 - chunk.start]
-            logprobs = _score(decoder, rows, sequence.tokens[first:stop], top)
-            found.append(ScoredPrompt(sequence, sequence.residence, first, logprobs))
+            ids = sequence.request.logprobs.token_ids
+            scores = _score(decoder, rows, sequence.tokens[first:stop], top, ids)
+            found.append(ScoredPrompt(sequence, sequence.residence, first, *scores))
         offset += chunk.stop - chunk.start
     return found
 
 
-def _score(decoder: Decoder, hidden: torch.Tensor, tokens: Seq[int], top: int) -> torch.Tensor:
+def _score(
+    decoder: Decoder, hidden: torch.Tensor, tokens: Seq[int], top: int, token_ids: Seq[int]
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     targets = upload(tokens, torch.int64, hidden.device)
-    parts = []
+    parts, requested = [], []
     for first in range(0, len(tokens), ROWS):
         part = targets[first : first + ROWS]
         rows = torch.arange(len(part), device=hidden.device)
         tops = torch.full((len(part),), top, dtype=torch.int32, device=hidden.device)
         logits = decoder.logits(hidden[first : first + ROWS].contiguous())
         parts.append(token_logprobs(logits, rows, part, tops))
-    return torch.cat(parts)
+        if token_ids:
+            requested.append(requested_logprobs(logits, token_ids))
+    return torch.cat(parts), torch.cat(requested) if requested else None
 
 
-def unpack_logprobs(rows: torch.Tensor, top: int) -> list[TokenLogprob]:
+def requested_logprobs(logits: torch.Tensor, token_ids: Seq[int]) -> torch.Tensor:
+    """Return the logprobs of tokens that a client has named, ``[rows, len(token_ids)] fp32``.
+
+    Args:
+        logits: ``[rows, V]``. The distribution is the softmax of the logits, computed in fp32.
+        token_ids: The tokens.
+    """
+    exact = logits.float()
+    return exact[:, upload(token_ids, torch.int64, logits.device)] - exact.logsumexp(-1, keepdim=True)
+
+
+def unpack_logprobs(
+    rows: torch.Tensor, top: int, requested: torch.Tensor | None = None
+) -> list[TokenLogprob]:
     """Return the logprobs of the tokens of some rows.
 
     Args:
         rows: ``[n, WORDS] int32`` in host memory, from `token_logprobs`.
         top: Number of alternatives that the client wants.
+        requested: ``[n, k] fp32`` in host memory, the logprobs of the tokens that the client has named. None
+            if it has named none.
     """
+    if requested is not None:
+        named = requested.tolist()
+        return [
+            replace(one, requested=tuple(logprobs))
+            for one, logprobs in zip(unpack_logprobs(rows, top), named, strict=True)
+        ]
     own = rows[:, 0].contiguous().view(torch.float32).tolist()
     if not top:
         return [TokenLogprob(logprob) for logprob in own]

@@ -2,8 +2,7 @@
 
 A sequence owns a slot from its admission until it ends or is retracted. The tensors never move, so recorded
 CUDA graphs may refer to them. The host writes parameters and pages in stream order, behind the rounds in
-flight. Each round therefore reads the parameters and pages that were valid when it was launched, and a slot
-or a page can be reused immediately.
+flight. Each round therefore reads the values of its launch, and slots and pages can be reused immediately.
 """
 
 from __future__ import annotations

@@ -8,8 +8,10 @@ lists, such as the values of an enum.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
 from collections.abc import Sequence as Seq
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -17,17 +19,38 @@ import torch
 from outrider.kernels.packed_round import pack_trees
 from outrider.services.target.grammar.form import OutputForm
 from outrider.services.target.grammar.matcher import Mask, words_of
+from outrider.services.target.model.mask_buffer import MaskBuffer
 from outrider.services.target.model.packed_batch import Entry, PackedBatch
 from outrider.services.target.model.tree_fit import children_of, fitted
 from outrider.services.target.scheduling.sequence import Sequence
 from outrider.shared.kv.upload import upload
 from outrider.shared.spec.trees import HostTree, pad_trees
 
-Masks = Callable[[], torch.Tensor]
-"""Returns the masks of a round, ``[rows, words] int32`` on the device.
+MOST_FITTED = 64
+"""Total number of nodes up to which all trees of a round are fitted before the forward pass.
 
-The host finds the allowed tokens in this call, while the device runs the forward pass.
-"""
+The device is idle while trees are fitted. In larger rounds, only those trees are fitted to whose roots forced
+text can be added. In the other trees, the masks of the nodes above forbidden nodes exclude these."""
+MANY_NODES = 32
+"""Number of nodes from which on several threads find the masks of a round."""
+MASK_THREADS = 8
+
+
+@dataclass(slots=True)
+class FormedEntry:
+    """An entry whose output has a form.
+
+    Attributes:
+        index: Index of the entry in the round.
+        form: The form, which has followed all tokens of the output.
+        start: First packed row of the entry.
+        tree: The tree. None until it is read.
+    """
+
+    index: int
+    form: OutputForm
+    start: int
+    tree: HostTree | None = None
 
 
 class TreeForms:
@@ -41,54 +64,81 @@ class TreeForms:
     def __init__(self, batch: PackedBatch, vocab_size: int) -> None:
         self._batch = batch
         self._words = words_of(vocab_size)
+        self._buffer: MaskBuffer | None = None
+        self._fetched: FetchedTrees | None = None
+        self._threads: ThreadPoolExecutor | None = None
 
-    def fit(self, entries: Seq[Entry], starts: Seq[int], rows: int) -> Masks | None:
+    def allocate(self) -> MaskBuffer:
+        """Allocate the masks unless they exist. Servers without constrained outputs need no masks."""
+        if self._buffer is None:
+            self._buffer = MaskBuffer(self._batch.rows, self._words, self._batch.nodes.device)
+        return self._buffer
+
+    def masks(self, rows: int) -> torch.Tensor:
+        """Return the masks of a round, ``[rows, words] int32`` on the device. They never move."""
+        return self.allocate().on_device(rows)
+
+    def fetch(self) -> None:
+        """Enqueue the copy of the trees of a round to the host. The drafting must have been enqueued."""
+        if self._fetched is None:
+            self._fetched = FetchedTrees(self._batch)
+        self._fetched.fetch()
+
+    def fit(self, entries: Seq[Entry], starts: Seq[int]) -> list[FormedEntry]:
         """Fit the trees of a round to the forms of their outputs.
 
-        The drafting of this round must have been enqueued, and the host must have read all earlier rounds.
+        If trees were drafted, call `fetch` first. The host must have read all earlier rounds.
 
         Args:
             entries: The entries of the round.
             starts: First packed row of each entry.
-            rows: Number of packed rows.
 
         Returns:
-            A function that makes the masks of the fitted trees. None if no output has a form.
+            All entries with a form, except for sequences that have ended.
         """
-        formed = [index for index, entry in enumerate(entries) if entry.sequence.form is not None]
-        if not formed:
-            return None
-        drafted = [index for index in formed if entries[index].shape.drafts]
-        trees = self._read(entries, starts, drafted) if drafted else {}
-        visits: list[tuple[OutputForm, HostTree, int]] = []
-        for index in formed:
-            sequence, entry = entries[index].sequence, entries[index]
-            form = settled_form(sequence)
-            tree = trees.get(index)
-            if tree is None:
-                tree = HostTree.of_root(sequence.tokens[-1])
-            else:
-                tree = trees[index] = fitted(form, tree, entry.rows, entry.columns - 1)
-            visits.append((form, tree, starts[index]))
-        if trees:
-            self._write(trees)
-        return lambda: self._masks(visits, rows)
+        formed: list[FormedEntry] = []
+        for index, entry in enumerate(entries):
+            sequence = entry.sequence
+            if sequence.form is None or entry.void or sequence.remaining <= 0:
+                continue
+            one = FormedEntry(index, settled_form(sequence), starts[index])
+            if not entry.shape.drafts:
+                one.tree = HostTree.of_root(sequence.tokens[-1])
+            formed.append(one)
+        drafted = [one for one in formed if one.tree is None]
+        if sum(entries[one.index].rows for one in drafted) > MOST_FITTED:
+            drafted = [one for one in drafted if one.form.forced()]
+        for one in drafted:
+            entry = entries[one.index]
+            one.tree = fitted(one.form, self._tree_of(one), entry.rows, entry.columns - 1)
+        if drafted:
+            self._write({one.index: one.tree for one in drafted if one.tree is not None})
+        return formed
 
-    def _read(self, entries: Seq[Entry], starts: Seq[int], drafted: Seq[int]) -> dict[int, HostTree]:
-        """Copy trees to the host, and wait until they have been drafted."""
-        batch = self._batch
-        last = drafted[-1]
-        nodes = batch.nodes[:, : starts[last] + entries[last].rows].cpu()
-        counts = batch.trees(batch.rows).num_nodes[: last + 1].tolist()
-        trees = {}
-        for index in drafted:
-            part = nodes[:, starts[index] : starts[index] + counts[index]]
-            tokens, parents, _ = part[:3].tolist()
-            logprobs = part[3].view(torch.float32).tolist()
-            tree = trees[index] = HostTree.of_root(tokens[0])
-            for token, parent, logprob in zip(tokens[1:], parents[1:], logprobs[1:], strict=True):
-                tree.add(token, parent, logprob)
-        return trees
+    def fill(self, formed: Seq[FormedEntry]) -> None:
+        """Find the allowed tokens of all nodes, and enqueue their copy to the device.
+
+        Call this once the forward pass has been enqueued, so that the device is busy meanwhile.
+        """
+        masks = self.allocate()
+        masks.clear()
+        work: list[tuple[OutputForm, HostTree, Mask]] = []
+        for one in formed:
+            tree = one.tree or self._tree_of(one)
+            work.append((one.form, tree, masks.rows(one.start, one.start + len(tree.tokens))))
+        if len(work) > 1 and sum(len(tree.tokens) for _, tree, _ in work) >= MANY_NODES:
+            # The grammar library releases the interpreter's lock while it finds a mask.
+            if self._threads is None:
+                self._threads = ThreadPoolExecutor(min(MASK_THREADS, os.cpu_count() or 1), "outrider-masks")
+            list(self._threads.map(lambda given: fill_masks(*given), work))
+        else:
+            for given in work:
+                fill_masks(*given)
+        masks.upload()
+
+    def _tree_of(self, one: FormedEntry) -> HostTree:
+        assert self._fetched is not None, "drafted trees are fetched"
+        return self._fetched.tree(one.index, one.start)
 
     def _write(self, trees: dict[int, HostTree]) -> None:
         """Replace the packed trees of some entries."""
@@ -106,12 +156,47 @@ class TreeForms:
             batch.trees(batch.rows),
         )
 
-    def _masks(self, visits: Seq[tuple[OutputForm, HostTree, int]], rows: int) -> torch.Tensor:
-        masks = np.full((rows, self._words), -1, dtype=np.int32)
-        for form, tree, start in visits:
-            fill_masks(form, tree, masks[start : start + len(tree.tokens)])
-        flat = upload(masks.reshape(-1), torch.int32, self._batch.nodes.device)
-        return flat.view(rows, self._words)
+
+class FetchedTrees:
+    """The drafted trees of the newest round, in host memory.
+
+    Args:
+        batch: The packed trees of the rounds.
+    """
+
+    def __init__(self, batch: PackedBatch) -> None:
+        self._batch = batch
+        self._copied: torch.cuda.Event | None = None
+        pinned = batch.nodes.is_cuda
+        with torch.inference_mode(False):
+            self._nodes = torch.zeros(batch.nodes.shape, dtype=torch.int32, pin_memory=pinned)
+            self._counts = torch.zeros(batch.rows, dtype=torch.int32, pin_memory=pinned)
+
+    def fetch(self) -> None:
+        """Enqueue the copy to the host."""
+        self._nodes.copy_(self._batch.nodes, non_blocking=True)
+        self._counts.copy_(self._batch.trees(self._batch.rows).num_nodes, non_blocking=True)
+        if self._batch.nodes.is_cuda:
+            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._copied.record()
+
+    def tree(self, index: int, start: int) -> HostTree:
+        """Return the tree of an entry. Wait until it has been drafted and copied.
+
+        Args:
+            index: Index of the entry.
+            start: First packed row of the entry.
+        """
+        if self._copied is not None:
+            self._copied.synchronize()
+            self._copied = None
+        part = self._nodes[:, start : start + int(self._counts[index])]
+        tokens, parents, _ = part[:3].tolist()
+        logprobs = part[3].view(torch.float32).tolist()
+        tree = HostTree.of_root(tokens[0])
+        for token, parent, logprob in zip(tokens[1:], parents[1:], logprobs[1:], strict=True):
+            tree.add(token, parent, logprob)
+        return tree
 
 
 def settled_form(sequence: Sequence) -> OutputForm:
@@ -144,18 +229,18 @@ def fill_masks(form: OutputForm, tree: HostTree, masks: Mask) -> None:
 
     Args:
         form: The form of the output, after it has followed the root.
-        tree: A tree from `tree_fit.fitted`.
-        masks: ``[nodes, words] int32``.
+        tree: The tree.
+        masks: ``[nodes, words] int32``. Nothing is written for nodes that the form forbids, for nodes whose
+            tokens end the output, and for nodes below these. Forbidden nodes are never accepted, and tokens
+            after the end of the output are dropped.
     """
     children = children_of(tree)
 
     def visit(node: int) -> None:
         form.fill(masks[node])
         for child in children[node]:
-            if form.accept(tree.tokens[child]):
+            if tree.tokens[child] not in form.ends and form.accept(tree.tokens[child]):
                 visit(child)
                 form.rollback()
-            else:  # text that `forced` returned although the form does not allow it
-                masks[child].fill(0)
 
     visit(0)

@@ -1,12 +1,12 @@
 """One verify pass over packed rows, from trees and slots to accepted tokens, entirely on the device.
 
 The pass does not need the host, so it can be recorded into a CUDA graph. On a CPU, the same code runs
-directly.
+directly. If an output has a form, the pass is recorded as two graphs, and the host finds the tokens that the
+form allows while the first graph runs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -44,12 +44,15 @@ class PassSize:
         width: Class of the widest entry; see `packed_batch.width_class`.
         mode: Sampling mode.
         capture: True if feature rows are computed and stored.
+        masked: True if the outputs of some entries have forms. The pass then pauses before the choice of
+            tokens, until the host has found the allowed tokens. The sampling mode is `FULL`.
     """
 
     rows: int
     width: int
     mode: SamplingMode
     capture: bool
+    masked: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,19 +64,37 @@ class PassResult:
             nodes, the path, and the emitted tokens.
         logprobs: ``[M, token_logprobs.WORDS] int32``. Row ``starts[e] + c`` belongs to the token at column c
             of entry e. None unless the sampling mode is `FULL`.
+        hidden: ``[M, hidden_size]``, the output rows of the model.
+        logits: ``[M, V]``. None unless the sampling mode is `FULL`.
+        rows: ``[M] int64``. Element ``starts[e] + c`` is the packed row from which the token at column c of
+            entry e was chosen. None unless the sampling mode is `FULL`.
     """
 
     packed: torch.Tensor
     logprobs: torch.Tensor | None
+    hidden: torch.Tensor
+    logits: torch.Tensor | None = None
+    rows: torch.Tensor | None = None
 
 
-def verify_pass(
-    model: StepModel,
-    table: SlotTable,
-    batch: PackedBatch,
-    size: PassSize,
-    allowed: Callable[[], torch.Tensor] | None = None,
-) -> PassResult:
+@dataclass(frozen=True, slots=True)
+class ForwardResult:
+    """What the forward pass of a round leaves for the choice of its tokens.
+
+    Attributes:
+        placed: Where the rows are.
+        output: Hidden states after the final norm, and captured layers.
+        sampling: Sampling parameters of the rows.
+        logits: ``[M, V]`` in the weights' type. None unless the sampling mode is `FULL`.
+    """
+
+    placed: PlacedEntries
+    output: DecoderOutput
+    sampling: SamplingTensors
+    logits: torch.Tensor | None
+
+
+def verify_pass(model: StepModel, table: SlotTable, batch: PackedBatch, size: PassSize) -> PassResult:
     """Verify the trees of a round, compact the accepted K/V, store features, and update the slots.
 
     Args:
@@ -81,24 +102,25 @@ def verify_pass(
         table: The slots.
         batch: Entries and drafted trees of the round.
         size: Sizes of the pass.
-        allowed: Returns the tokens that may be chosen after each row, ``[M, ceil(V / 32)] int32``
-            (`kernels/token_masks`). Called once the forward pass has been enqueued. None allows all tokens. A
-            pass with this function cannot be recorded, and its sampling mode is `FULL`.
 
     Returns:
         The result for the host.
     """
+    return choose_pass(model, table, batch, size, forward_pass(model, table, batch, size))
+
+
+def forward_pass(model: StepModel, table: SlotTable, batch: PackedBatch, size: PassSize) -> ForwardResult:
+    """Run the first half of `verify_pass`, which does not depend on the tokens that forms allow."""
     # 1. Locate the rows.
     entries, trees, pool = batch.entries(size.rows), batch.trees(size.rows), model.pool
     state, page_table = table.state, table.page_table
     placed = place_entries(state, entries, trees, page_table, pool.page_size, table.sampling)
-    alone = size.width == 1
     attention_batch = AttentionBatch(
         page_table=page_table,
         prefix_lens=placed.cached_lens,
         kv_lens=placed.kv_lens,
         query_start=entries.starts,
-        ancestors=None if alone else trees.ancestors,
+        ancestors=None if size.width == 1 else trees.ancestors,
         slots=placed.kv_slots,
         max_query_len=size.width,
         max_kv_len=page_table.shape[1] * pool.page_size,
@@ -106,29 +128,52 @@ def verify_pass(
         ragged=True,
     )
 
-    # 2. Forward, and sample a token after every row.
-    projector = model.projector if size.capture else None
-    aux_layer_ids = tuple(projector.spec.aux_layer_ids) if projector else ()
+    # 2. Forward.
+    aux_layer_ids = tuple(model.projector.spec.aux_layer_ids) if size.capture and model.projector else ()
     model.attention.plan(attention_batch)
     output = model.decoder.forward(trees.tokens, placed.positions, model.attention, pool, aux_layer_ids)
     sampling, logits = _sampling(placed.sampling, size.mode), None
     if size.mode is SamplingMode.FULL:
         sampling = replace(sampling, rules=_rules(table, entries.starts, trees, placed))
         logits = model.decoder.logits(output.hidden)
-        if allowed is not None:
-            sampling = replace(sampling, allowed=allowed())
+    return ForwardResult(placed, output, sampling, logits)
+
+
+def choose_pass(
+    model: StepModel,
+    table: SlotTable,
+    batch: PackedBatch,
+    size: PassSize,
+    forward: ForwardResult,
+    allowed: torch.Tensor | None = None,
+) -> PassResult:
+    """Run the second half of `verify_pass`, from the logits on.
+
+    Args:
+        model, table, batch, size: As in `verify_pass`.
+        forward: The result of the first half.
+        allowed: The tokens that may be chosen after each row, ``[M, ceil(V / 32)] int32``
+            (`kernels/token_masks`). None allows all tokens. Requires the sampling mode `FULL`.
+    """
+    entries, trees, pool = batch.entries(size.rows), batch.trees(size.rows), model.pool
+    state, page_table = table.state, table.page_table
+    placed, logits = forward.placed, forward.logits
+
+    # 3. Sample a token after every row.
+    if logits is not None:
+        sampling = replace(forward.sampling, allowed=allowed)
         chosen = model.decoder.choose_from(logits, sampling, placed.next_positions)
     else:
-        chosen = model.decoder.choose(output.hidden, sampling, placed.next_positions)
-    if not alone and model.synthetic is not None:
+        chosen = model.decoder.choose(forward.output.hidden, forward.sampling, placed.next_positions)
+    if size.width > 1 and model.synthetic is not None:
         chosen = model.synthetic.packed(
             chosen, trees, entries.starts, placed.next_positions, placed.sampling.seeds
         )
 
-    # 3. Accept: walk the trees, then move the K/V of the accepted nodes to their final KV slots.
+    # 4. Accept: walk the trees, then move the K/V of the accepted nodes to their final KV slots.
     results = batch.results(size.rows)
     accepted = accept_entries(state, entries, trees, placed, chosen, page_table, pool.page_size, results)
-    if not alone:
+    if size.width > 1:
         pool.compact(
             page_table,
             placed.cached_lens,
@@ -137,8 +182,8 @@ def verify_pass(
             placed.table_rows,
         )
 
-    # 4. Count the chosen tokens for the rules of later rounds, and compute the logprobs that clients want.
-    logprobs = None
+    # 5. Count the chosen tokens for the rules of later rounds, and compute the logprobs that clients want.
+    logprobs = rows = None
     if logits is not None:
         outputs = record_outputs(
             table.rules.state,
@@ -148,15 +193,17 @@ def verify_pass(
             accepted.packed,
             size.rows,
         )
-        logprobs = token_logprobs(logits, outputs.rows, chosen[outputs.rows], outputs.tops)
+        rows = outputs.rows
+        logprobs = token_logprobs(logits, rows, chosen[rows], outputs.tops)
 
-    # 5. Compute and store the feature rows of the accepted nodes.
+    # 6. Compute and store the feature rows of the accepted nodes.
+    projector = model.projector if size.capture else None
     if projector is not None:
-        picked = _picked(output, accepted.feature_rows, projector.spec.final_hidden)
+        picked = _picked(forward.output, accepted.feature_rows, projector.spec.final_hidden)
         pool.scatter_features(
             projector.parts(picked), accepted.feature_slots, accepted.feature_places, table.features
         )
-    return PassResult(accepted.packed, logprobs)
+    return PassResult(accepted.packed, logprobs, forward.output.hidden, logits, rows)
 
 
 def _sampling(rows: SamplingTensors, mode: SamplingMode) -> SamplingTensors:

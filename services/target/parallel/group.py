@@ -148,9 +148,8 @@ class RankGroup:
 def end_soon(error: OutriderError) -> None:
     """End this process within `END_GRACE_S`, even if its threads are blocked.
 
-    This is the default failure handler. A timer thread ends the process. If the interpreter is already
-    shutting down, no Python thread runs, but a library may still wait for the device. An alarm signal covers
-    this case.
+    This is the default failure handler. A timer thread ends the process. While the interpreter shuts down, no
+    Python thread runs, but a library may still wait for the device. An alarm signal covers this case.
     """
     signal.alarm(math.ceil(2 * END_GRACE_S))
     _in(END_GRACE_S, lambda: exit_now(1))

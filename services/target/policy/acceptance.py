@@ -1,17 +1,16 @@
 """Estimates how many draft tokens of a round are accepted, by drafter, kind of sampling and request.
 
-p_d is the probability that the draft token at depth d is accepted if its parent was accepted. A round of
-depth D is expected to emit the following number of tokens. The first term is the token that the target itself
-adds.
+p_d is the probability that the draft token at depth d is accepted if its parent was accepted. The expected
+number of tokens of a round of depth D is the following sum. Its first term is the token that the target adds.
 
     1 + p_1 + p_1 p_2 + ... + p_1 p_2 ... p_D
 
-`DrafterAcceptance` estimates p_d from all rounds with one drafter. It keeps separate estimates for each kind
-of sampling, and for trees and chains. The estimates survive the end of requests and a restart of the draft.
+`DrafterAcceptance` estimates p_d from all rounds with one drafter, separately for each kind of sampling, and
+for trees and chains. The estimates are kept when requests end and when the draft restarts.
 
-In addition, each request has a *level*: a number that states how much better or worse its drafts are than
-those of other requests. The level shifts the log-odds of every p_d. A new request therefore starts from the
-estimates of the server, and its first rounds adjust its level.
+Each request also has a *level*, which states how much better or worse its drafts are than those of other
+requests. The level shifts the log-odds of every p_d. A new request starts at level 0, and its own rounds
+adjust the level.
 """
 
 from __future__ import annotations
@@ -35,9 +34,9 @@ kinds of sampling, and from rounds with the other form (tree or chain)."""
 FADING = 0.99
 """Factor by which each decision reduces the weight of outdated trials.
 
-The trials of a depth, in trees or in chains, are outdated if no round since the last decision reached that
-depth although rounds with the same kind of sampling ran. Without this factor, a few old rounds would
-determine the estimates of unused depths and forms forever."""
+Trials of a depth are outdated if rounds with the same kind of sampling ran since the last decision, but none
+reached this depth. Without the factor, a few old rounds would determine the estimates of unused depths
+forever."""
 SURE_TRIALS = 60
 """Number of trials at a depth greater than 1 after which its estimate gets no bonus; see `rates`."""
 ROUNDS_TO_KNOW = 10
@@ -138,10 +137,10 @@ class DrafterAcceptance:
         The prior of a depth comes from the other kinds of sampling and the other form (tree or chain). If
         none of their rounds reached that depth, the prior is the estimate of the previous depth.
 
-        The estimate of each depth greater than 1 gets a bonus of up to one standard deviation. The bonus
-        shrinks to zero as the number of trials grows. Without the bonus, a few unlucky trials could end the
-        use of deep drafts, and then nothing would measure their acceptance again. Depth 1 gets no bonus,
-        because the acceptance at depth 1 mostly determines whether drafting is worthwhile at all.
+        Depths greater than 1 get a bonus of up to one standard deviation, which shrinks to zero with more
+        trials. Without it, a few unlucky trials could end the use of deep drafts, and their acceptance would
+        never be measured again. Depth 1 gets no bonus, because its acceptance mostly determines whether
+        drafting is worthwhile.
         """
         found = self._rates.get((kind, chain))
         if found is not None:

@@ -1,16 +1,16 @@
 """Chooses how many tokens each `auto` request drafts in the next round, from none to the largest shape.
 
-The controller maximises the expected tokens per second of the whole batch. `partition` divides the rows of
-the batch, one per request, among tree shapes and plain decoding. `RoundCosts` estimates the seconds of a
-round, and `DrafterAcceptance` estimates its tokens. Both learn from executed rounds (`observe`).
+The controller maximises the expected tokens per second of the whole batch. A row is one request of the batch.
+`partition` divides the rows among tree shapes and plain decoding. `RoundCosts` estimates the seconds of a
+round, and `DrafterAcceptance` estimates its tokens, both from executed rounds (`observe`).
 
-A decision is kept for several rounds, because a change of shape needs other CUDA graphs and interrupts the
-rounds of a remote draft. Estimates become outdated, so a decision may include a *look* (see `looks`): for a
-few rounds, some rows draft with a shape that is not in use, or all rows decode plainly. A new drafter is
-first used in looks. The total time that looks may lose is limited for the whole server.
+A decision is kept for several rounds, because a change of shape needs other CUDA graphs. Estimates become
+outdated, so a decision may include a *look* (see `looks`): for a few rounds, some rows draft with an unused
+shape, or all rows decode plainly. A new drafter is first used in looks. The time that looks may lose is
+limited for the whole server.
 
-The estimates of a drafter are kept when requests end, and when a draft with the same identity reconnects. The
-controller runs no model, so tests can run it against simulated machines.
+The estimates are kept when requests end, and when a draft with the same identity reconnects. The controller
+runs no model, so tests can run it against simulated machines.
 """
 
 from __future__ import annotations
@@ -41,8 +41,6 @@ FIRST_PLAIN_ROUNDS = 2
 """Number of plain rounds to run at a new batch size. The second is planned before the first ends."""
 ADVANTAGE = 1.01
 """Other shapes replace those in use if their expected rate is at least this multiple of the current rate."""
-EXCHANGE_ADVANTAGE = 1.03
-"""Like `ADVANTAGE`, but for changes that interrupt the rounds of a remote draft."""
 SURPRISE = 1.5
 """A round that takes longer than this multiple of its estimate leads to a new decision."""
 MOST_DRAFTERS = 8
@@ -177,10 +175,10 @@ class SpeculationController:
     def _shape(self, row: RowBound, decision: _Decision) -> DraftShape:
         state = row.state
         if state.decision != decision.number:  # the row has joined since
-            tokens, look = expected_tokens(row), decision.look
-            state.shape = decision.partition.shape_for(tokens)
-            if look is not None and (not look.drafts or decision.path is DraftPath.EXCHANGE):
-                state.shape = look if state.shape.drafts and look in tokens else NO_DRAFT
+            look = decision.look
+            state.shape = decision.partition.shape_for(expected_tokens(row))
+            if look is not None and not look.drafts:
+                state.shape = NO_DRAFT
             state.decision = decision.number
         shape = state.shape
         if not shape.drafts or row.useful_depth <= 0:
@@ -210,7 +208,7 @@ class SpeculationController:
         best = partitions.plain
         if not unmeasured and drafter.known:
             kept = self._decision.partition.shapes if self._decision is not None else ()
-            best = partitions.best(kept, EXCHANGE_ADVANTAGE if path is DraftPath.EXCHANGE else ADVANTAGE)
+            best = partitions.best(kept, ADVANTAGE)
         # 3. Assign the shapes, and let some rows look if that is affordable.
         self._count += 1
         _assign(rows, expected, best, self._count)
@@ -258,15 +256,12 @@ class SpeculationController:
             return None
         # 1. A look takes a few rows whose drafter catches up fast and that took part in few looks. If that is
         #    cheaper, the look takes all rows that draft, because no row then needs a draft of the old shape.
-        #    A remote draft has only one shape per round, so all rows that draft take part.
         able = [index for index, row in enumerate(rows) if row.useful_depth > 0]
         able.sort(key=lambda index: rows[index].lag + LOOKS_APART * rows[index].state.looks)
         drafting = [index for index in able if rows[index].state.shape.drafts]
-        few = able[:LOOK_ROWS]
-        sets = [drafting] if drafting and partitions.path is DraftPath.EXCHANGE else [few, drafting]
         # 2. What would a look cost?
         costs: dict[DraftShape, tuple[float, list[int]]] = {}
-        for looking in filter(None, sets):
+        for looking in filter(None, (able[:LOOK_ROWS], drafting)):
             for shape in partitions.offered:
                 if not any(shape in expected[index] for index in looking):
                     continue

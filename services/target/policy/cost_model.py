@@ -44,14 +44,12 @@ SHORTEST_S = 1e-7
 class DraftPath(Enum):
     """Where the trees of a round come from. The cost of several tree shapes in one round depends on the path.
 
-    - DEVICE: From a drafter on the target's device. Each shape needs a separate draft.
-    - EXCHANGE: From a drafter in another process, without passing through the host. All rows in mode `auto`
-      that draft in a round have the same shape.
+    - DEVICE: From a drafter on the target's device, or on the device of another process. Each shape needs a
+      separate draft.
     - HOST: From the host, which requests all trees together. The deepest shape determines the time.
     """
 
     DEVICE = "device"
-    EXCHANGE = "exchange"
     HOST = "host"
 
 

@@ -1,11 +1,14 @@
 """Limits the time that trees of fixed shapes add to the rounds, which all rows share.
 
-A client may request a large tree in every round (mode `on`). Such a tree makes the round longer for all rows.
-On average, the trees of fixed shapes may at most double the estimated time of a round. A credit, in seconds,
-enforces this limit. Each round adds `ROUND_LIMIT - 1` times its estimated time without these trees to the
-credit, and subtracts the estimated time of the trees that it drafts. If the credit does not suffice for the
-trees of all rows, the rows take turns. If a single tree costs more than the full credit, its row still gets a
-turn. After such a turn, no row of a fixed shape drafts until the credit is positive again.
+A client may request a large tree in every round (mode `on`), which makes the round longer for all rows. On
+average, these trees of fixed shapes may at most double the estimated time of a round. A credit, in seconds,
+enforces this limit:
+
+- Each round adds `ROUND_LIMIT - 1` times its estimated time without these trees.
+- Each round subtracts the estimated time of the trees of fixed shapes that it drafts.
+- If the credit does not suffice for the trees of all rows, the rows take turns.
+- A tree that costs more than the full credit still gets a turn. Afterwards, no row of a fixed shape drafts
+  until the credit is positive again.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
 """Plans looks, i.e. rounds that measure shapes that are not in use, and limits the time that looks lose.
 
-In a look, a few rows draft for a few rounds with a shape that is not in use, or all rows decode plainly. A
-look updates the estimates of the drafter's acceptance and of the cost of the shape. The loss of a look is the
-additional time that it takes, compared with the best choice for the same number of tokens. The losses of all
-looks together are limited to a fixed share of the time of all rounds of the server. The looks of many short
-requests therefore lose no more time than those of one long request.
+In a look, a few rows draft with an unused shape for a few rounds, or all rows decode plainly. A look updates
+the estimates of acceptance and of the cost of the shape. Its *loss* is the additional time compared with the
+best choice for the same number of tokens. The losses of all looks are limited to a fixed share of the time of
+all rounds, for all requests together.
 
-The next look measures the shape for which the losses of past looks and the estimated loss of the next look
-have the smallest sum. Cheap shapes are therefore measured more often.
+The next look measures the shape with the smallest sum of two numbers: the losses of its past looks, and the
+estimated loss of its next look. Cheap shapes are therefore measured more often.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ LOOK_SHARE = 0.005
 FIRST_ROUNDS = 2.0
 """Initial balance of the budget, as a number of plain rounds.
 
-The first look may cost twice this balance. Otherwise, a drafter with slow rounds would not be measured during
-the first requests of the server."""
+The first look may cost twice this balance, so that even a drafter with slow rounds is measured during the
+first requests."""
 MOST_ROUNDS = 24.0
 """Largest balance of the budget, as a number of plain rounds."""
 LOOK_ROWS = 4

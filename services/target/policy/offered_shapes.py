@@ -40,7 +40,7 @@ def offered_shapes(forms: tuple[DraftShape, ...], batch_size: int) -> tuple[Draf
     Args:
         forms: The largest tree, the longest chain, or both; see `SpeculationParams.forms`.
         batch_size: Number of sequences. A shape is left out if all sequences together would have more than
-            `MOST_ROWS` rows with it. If this applies to every shape, only the smallest shape is offered.
+            `MOST_ROWS` rows with it. The smallest shape is always offered.
     """
     shapes: list[DraftShape] = []
     for form in forms:

@@ -5,10 +5,9 @@ The objective is the largest number of expected tokens per second of the round:
     expected tokens, summed over all rows  /  seconds of the round (`RoundCosts.round`)
 
 Each node of a tree makes the round longer. The *price* of a node is the number of tokens that the round could
-produce in this additional time. For a given set of shapes, each row gets the shape with the most expected
-tokens after the price of its nodes is deducted. Rows with good drafts therefore get large shapes. Rows whose
-drafts yield less than their price decode plainly. Rows with equal expectations form one class, so that a
-decision does not take longer for a larger batch.
+produce in this additional time. Each row gets the shape with the most expected tokens after the price of its
+nodes is deducted. Rows with good drafts therefore get large shapes, and rows with bad drafts decode plainly.
+Rows with equal expectations form one class, so that a decision does not take longer for a larger batch.
 """
 
 from __future__ import annotations
@@ -151,7 +150,7 @@ class Partitions:
         offered, best = self.offered, self.plain
         for shape in offered:
             best = max(best, self.priced((shape,), best.rate), key=_rate)
-        if self.path is not DraftPath.EXCHANGE and best.shapes:
+        if best.shapes:
             first = best.shapes[0]
             for pair in combinations(offered, MOST_SHAPES):
                 if first in pair:

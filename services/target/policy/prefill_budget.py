@@ -19,8 +19,8 @@ class PrefillBudget:
     """Converts a time budget to a number of prompt tokens. Engine thread only.
 
     The time per token grows with the context, so it is measured separately for each power of two of the
-    context. The time per token falls with the number of tokens of a pass, because every pass reads all
-    weights. The time per token of a short pass is therefore only an upper bound for longer passes.
+    context. It falls with the number of tokens of a pass, because every pass reads all weights. A short pass
+    therefore gives only an upper bound for longer passes.
 
     Args:
         budget_s: Seconds that the prompt tokens of a step may take while other sequences decode.

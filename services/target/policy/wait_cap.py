@@ -27,16 +27,15 @@ def wait_cap_s(rows: Sequence[RowBound], batch_size: int, costs: RoundCosts, *, 
     The limit is the smaller of two values:
 
     - `P99_MULTIPLE` times the 99th percentile of the measured proposal times;
-    - `WAIT_SHARE` of the time that the proposal can save. A proposal of n expected tokens saves the time of n
-      plain rounds, but costs the time of its verify pass. The assumed saving is at least the time of one
-      plain round.
+    - `WAIT_SHARE` of the time that the proposal can save, which is the time of n plain rounds for n expected
+      tokens, minus the time of the verify pass. The assumed saving is at least the time of one plain round.
 
     Args:
         rows: The `auto` rows.
         batch_size: Number of sequences of the round.
         costs: The measured costs.
-        known: True if the drafter's acceptance is known. If it is not, all nodes are assumed to be accepted,
-            because otherwise rounds might not wait, and acceptance would never be measured.
+        known: True if the drafter's acceptance is known. If not, all nodes are assumed to be accepted, so
+            that rounds wait and acceptance is measured.
     """
     plain_s = costs.plain(batch_size)
     if plain_s is None or costs.num_answers < ANSWERS_TO_JUDGE:

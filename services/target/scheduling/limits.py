@@ -41,12 +41,14 @@ class EngineLimits:
         max_model_len: Maximum number of prompt tokens and new tokens together.
         eos_token_ids: The model's end-of-sequence tokens.
         pause_timeout_s: Time in seconds after which a paused request fails.
+        routes: True if the model has routed experts that clients may request.
     """
 
     vocab_size: int
     max_model_len: int
     eos_token_ids: frozenset[int] = frozenset()
     pause_timeout_s: float = 30.0
+    routes: bool = False
 
     def check(self, sequence: Sequence, capacity: int) -> None:
         """Refuse a sequence that could never finish with this model, or in a KV pool of `capacity` tokens.
@@ -62,6 +64,14 @@ class EngineLimits:
                 f"max_new_tokens must be at least 1, not {request.max_new_tokens}.", field="max_new_tokens"
             )
         request.sampling.rules.check_vocabulary(self.vocab_size)
+        request.logprobs.check_vocabulary(self.vocab_size)
+        if request.states.routed_experts and not self.routes:
+            raise InvalidRequestError(
+                "return_routed_experts needs a model with routed experts whose router this server runs "
+                "itself. This model has none. Leave the field out.",
+                field="return_routed_experts",
+                reason="unsupported_parameter",
+            )
         self._check_tokens(request.prompt_ids, "prompt_ids")
         if request.resume_ids:
             self._check_resumed(sequence)

@@ -4,22 +4,23 @@ The life of a sequence:
 
 1. The sequence waits in the queue until pages for all of its tokens are free. It is then admitted.
 2. The sequence prefills in chunks and then decodes in every step.
-3. If a decoding sequence needs a page and none is free, the scheduler *retracts* one sequence. It chooses a
-   paused sequence if there is one, and otherwise usually the latest arrival (`TokenShares.victim`). The
-   scheduler also retracts a sequence if a waiting sequence needs its slot or its pages. In this case, the
-   retracted sequence is paused, has a lower priority, or belongs to a tenant with more than its share
-   (`TokenShares.makes_room`). A retracted sequence returns its pages, keeps its tokens and waits again.
-   Later, its prompt and its emitted tokens are prefilled again. This does not change the sequence's tokens.
+3. The scheduler may *retract* the sequence. A retracted sequence returns its pages, keeps its tokens and
+   waits again. Later, its prompt and its emitted tokens are prefilled again, which does not change its
+   tokens. There are two reasons:
+
+   - A decoding sequence needs a page, and none is free. The scheduler retracts a paused sequence if there is
+     one, and otherwise usually the latest arrival (`TokenShares.victim`).
+   - A waiting sequence needs a slot or pages. The scheduler retracts a sequence that is paused, has a lower
+     priority, or belongs to a tenant with more than its share (`TokenShares.makes_room`).
+
 4. When a sequence ends or is retracted, its full pages stay in the prefix cache until other sequences need
    the memory.
 
-If another sequence is already computing a prefix of a waiting sequence, the waiting sequence is admitted only
-after that prefix has been stored. If this would save little work (`LONG_PREFIX`), the sequence does not wait
-for the prefix.
+If another sequence is computing a prefix of a waiting sequence, the waiting sequence is admitted after this
+prefix has been stored. It does not wait for a prefix that saves little work (`LONG_PREFIX`).
 
-Among the sequences that are not paused, the oldest one of the highest priority is never retracted. A check
-on submission ensures that every sequence fits into the pool alone. Therefore at least one sequence always
-advances.
+The oldest sequence of the highest priority that is not paused is never retracted. Every sequence fits into
+the pool alone, which is checked on submission. Therefore at least one sequence always advances.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ spare pages."""
 LONG_PREFIX = 256
 """A sequence waits if another sequence is computing at least this many tokens of a prefix that both share.
 
-A sequence also waits for fewer tokens if they are at least half of the tokens that it still lacks."""
+A sequence also waits for fewer tokens, if they are at least half of the tokens that it has to compute."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,8 +181,8 @@ class Scheduler:
         """Prefill an active sequence again, e.g. to capture missing features.
 
         The results of passes in flight become void. The caller must flush the prefix cache first. A sequence
-        that shares pages with other sequences gives up its pages and waits, and so does a sequence that lacks
-        room for its next round.
+        that shares pages with other sequences, or that lacks room for its next round, gives up its pages and
+        waits.
         """
         sequence.feature_len = 0
         if not sequence.cached_len:

@@ -8,12 +8,13 @@ The named lengths are always in this order, which `Sequence.check` asserts:
     KV slots |------------------------------|-- tree nodes of a round --|--- spare --|
              0                      cached_len         cached_len + N          reserved_len <= max_len
 
-- Pages belong to the sequence's lease from admission until the sequence finishes, fails, is cancelled or is
-  retracted. Only `Scheduler` frees pages. The first pages of a lease may be shared with other sequences.
-  Shared pages are full, and each of their tokens is below `cached_len` or is being computed by this sequence.
-- The contents of KV slots from `cached_len` on are meaningless between rounds.
+- Pages belong to the sequence's lease from admission until the sequence ends or is retracted. Only
+  `Scheduler` frees pages.
+- The first pages of a lease may be shared with other sequences. Shared pages are full. Their tokens are below
+  `cached_len`, or are being computed by this sequence.
+- KV slots from `cached_len` on have no valid contents between rounds.
 - Between rounds of a running sequence, `cached_len == committed_len - 1`. During prefill, `cached_len` grows
-  up to `committed_len`. The two lengths then stay equal until the host has read the first token.
+  to `committed_len`. The two lengths stay equal until the host has read the first token.
 """
 
 from __future__ import annotations
@@ -71,10 +72,11 @@ class Sequence:
         passes_ahead: Number of passes in flight that add at least one token.
         fresh_columns: Largest number of tokens that the last enqueued pass may have chosen.
         charged_len: Number of committed tokens that were charged to the tenant (`TokenShares`).
-        ruled: True if the slot has rules or a form, or if the client wants logprobs. Rounds of the sequence
-            then need the sampling mode `FULL`.
+        ruled: True if the slot has rules or a form, or if the client wants logprobs or states. Rounds of the
+            sequence then need the sampling mode `FULL`.
         form: The form that the output must have, for requests with a constraint. Otherwise None.
         prompt_scored: Index of the next prompt token whose logprob the client has not received.
+        states_len: Index of the next token whose states the client has not received, if it wants states.
     """
 
     __slots__ = (
@@ -113,6 +115,7 @@ class Sequence:
         "shares_features",
         "sink",
         "slot",
+        "states_len",
         "stats",
         "status",
         "stop_ids",
@@ -168,8 +171,12 @@ class Sequence:
             # The end of a form ends the output even with `ignore_eos`.
             self.stop_ids |= frozenset(request.grammar.ends())
         self.ruled = (
-            not request.sampling.rules.neutral or request.logprobs.top is not None or self.form is not None
+            not request.sampling.rules.neutral
+            or request.logprobs.top is not None
+            or request.states.wanted
+            or self.form is not None
         )
+        self.states_len = request.states.start
         self.prompt_scored = max(1, request.logprobs.prompt_start)
         self.stats = SpeculationStats()
         self.pending_tokens: list[int] = []
@@ -218,10 +225,12 @@ class Sequence:
     def sharable_len(self) -> int:
         """Largest number of leading tokens that may come from the prefix cache.
 
-        The last token is always computed. If the client wants logprobs of prompt tokens, the rows that
-        predict the tokens whose logprobs it has not received are computed too.
+        The last token is always computed. Prompt tokens are also computed if the client wants their logprobs
+        or states, and has not received them yet. For the logprob of a token, the row before it is computed.
         """
         last = len(self.tokens) - 1
+        if self.request.states.wanted:
+            last = min(last, self.states_len)
         if self.request.logprobs.prompt_top is None or self.prompt_scored >= self.prompt_len:
             return last
         return min(last, self.prompt_scored - 1)

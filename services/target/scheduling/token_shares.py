@@ -1,13 +1,12 @@
 """Shares the target fairly between tenants: decides which sequence is admitted next, and which makes room.
 
-Each tenant with live sequences has a counter of the tokens that it was served: prompt tokens at admission,
-and emitted tokens. The tenant with the lowest counter is owed the most, so its sequences are admitted first.
-This is deficit round-robin with tokens as the unit. A tenant that arrives starts with the lowest counter of
-the other tenants, so it gets no credit for the time of its absence.
+Each tenant with live sequences has a counter of its tokens: prompt tokens at admission, and emitted tokens.
+Sequences of the tenant with the lowest counter are admitted first (deficit round-robin with tokens as the
+unit). A tenant that arrives starts with the lowest counter of the other tenants, so it gets no credit for its
+absence.
 
-Many requests of one tenant could still occupy all slots until their answers end. Therefore, a waiting
-sequence may take the slot of another tenant's sequence, provided that its own tenant then has no more slots
-than the other tenant.
+Requests of one tenant could still occupy all slots until their answers end. A waiting sequence may therefore
+take a slot of another tenant, if its own tenant then has no more slots than the other tenant.
 
 With a single tenant, nothing is counted, and sequences are ordered by priority, then by arrival.
 """
@@ -123,14 +122,15 @@ class TokenShares:
     ) -> Sequence | None:
         """Return the admitted sequence that makes room for a waiting sequence, or None.
 
-        If admitted sequences have a lower priority than the waiting sequence, one of the lowest priority
-        makes room. This is the youngest one, or with several tenants, the youngest one of the tenant with the
-        most slots.
+        There are two kinds of candidates:
 
-        Otherwise, a sequence of the same priority may make room if its tenant was served at least as many
-        tokens as the waiting sequence's tenant, and has at least two more slots. Of these sequences, the
-        youngest one of the tenant with the most slots makes room. The oldest sequence of the highest priority
-        is therefore never chosen.
+        - If admitted sequences have a lower priority than the waiting sequence, the candidates are the
+          sequences of the lowest priority.
+        - Otherwise, the candidates have the same priority as the waiting sequence. Their tenant was served at
+          least as many tokens as the waiting sequence's tenant, and has at least two more slots.
+
+        The youngest candidate of the tenant with the most slots makes room. The oldest sequence of the
+        highest priority is never chosen.
 
         Args:
             waiting: The sequence that is to be admitted next.

@@ -176,6 +176,7 @@ def record_graphs(
         lambda: list_graphs(engine.recordings, plan),
         partial(compiled_or_soon, graphs.device) if rehearses else always,
     )
+    engine.recordings.on_first_form(recorder.add)
     if rehearses:
         # These kernels are compiled in the background, so that the first requests find them.
         compile_ahead(graphs.device, _recordings_of_one(engine.recordings, plan), limit_s=None)
@@ -192,12 +193,11 @@ def record_graphs(
 def list_graphs(recordings: Recordings, plan: GraphPlan) -> RecordingList:
     """List the graphs that are recorded before the server is ready, and while it is idle.
 
-    Before the server is ready, only greedy rounds are recorded, namely plain rounds of a few sizes and the
-    default tree of a single request. All other recordings follow: rounds of equal requests, prompts, and
-    rounds of mixed requests.
+    Before the server is ready, only greedy rounds are recorded: plain rounds of a few sizes, and the default
+    tree of a single request. Rounds of equal requests, prompts, and rounds of mixed requests follow.
+    Rounds with forms follow as soon as a request has had a form.
 
-    Larger graphs are recorded first, so that smaller graphs can reuse the memory of larger graphs. The
-    largest graph is therefore the first graph that is recorded while the server is idle.
+    Larger graphs are recorded first, so that smaller graphs can reuse their memory.
     """
     plain = [(size, NO_DRAFT) for size in reversed(plan.batch_sizes)]
     mixed = recordings.mixed()
@@ -208,6 +208,7 @@ def list_graphs(recordings: Recordings, plan: GraphPlan) -> RecordingList:
         *recordings.rounds(plan.batches),
         *recordings.rounds(plain, [SamplingMode.FILTERED]),
         *mixed[1:],
+        *recordings.masked(),
     ]
     return RecordingList(recordings.rounds(plan.first_batches, [SamplingMode.GREEDY]), further)
 
@@ -223,19 +224,19 @@ def compile_kernels(
     """Compile the kernels that the start needs, in several processes.
 
     These kernels are used by the passes in `more`, by the first graphs of `list_graphs`, and by the same
-    rounds with sampled requests. Kernels that were compiled already are skipped. Kernels are compiled even if
-    no graphs are recorded. The kernels of all further graphs are compiled while the engine is idle.
+    rounds with sampled requests. They are compiled even if no graphs are recorded. Kernels of further graphs
+    are compiled while the engine is idle.
 
     Kernels are found by a rehearsal, i.e. by running passes without launching kernels. A rehearsal is
-    impossible if other ranks would have to take part, or if attention needs values that a rehearsal does not
-    compute. Kernels are then compiled at their first launch, and this is logged.
+    impossible with other ranks, or if attention needs values that a rehearsal does not compute. Kernels are
+    then compiled at their first launch, and this is logged.
 
     Args:
         engine: Provides the recordings.
         graphs: The cache that the recordings use.
         plan: Sizes and shapes.
-        more: Further passes to rehearse. Without further passes, the recordings that a draft adds are
-            rehearsed first, because a rehearsal stops early if its first passes need no new kernel.
+        more: Further passes to rehearse. Without them, the recordings of a draft are rehearsed first, because
+            a rehearsal stops early if its first passes need no new kernel.
         to_console: Whether to show a progress bar if standard error is a terminal.
     """
     if graphs.device.type != "cuda":

@@ -40,6 +40,9 @@ GRAPHS_PER_BATCH_SIZE = 16
 MIXED_GRAPHS = 160
 """Largest number of graphs of prompts and of rounds with trees. `MAX_LATE_GRAPHS` limits the number of graphs
 that are recorded later."""
+MASKED_GRAPHS = 64
+"""Largest number of graphs of rounds with forms that are recorded in advance. Nearly all of a round's kernels
+are in the first of its two graphs."""
 ALLOCATOR_SLACK = 1.25
 """Factor on activations and logits, because the caching allocator rounds up and fragments memory."""
 SMALLEST_CONTEXT = 2048
@@ -239,8 +242,9 @@ def working_bytes(settings: TargetSettings, config: ModelConfig, dtype: torch.dt
     # The larger of a layer's MLP and attention activations, plus residual, norms and captured layers.
     widest = max(3 * config.intermediate_size, 2 * heads) + 6 * config.hidden_size
     logits = verified * config.vocab_size * (dtype.itemsize + torch.float32.itemsize)
+    masks = verified * config.vocab_size // 8  # one bit per token (`model/mask_buffer.py`)
     return graphs_bytes(settings, config.num_layers) + int(
-        ALLOCATOR_SLACK * (rows * widest * dtype.itemsize + logits + slots + rules)
+        ALLOCATOR_SLACK * (rows * widest * dtype.itemsize + logits + masks + slots + rules)
     )
 
 
@@ -254,7 +258,13 @@ def graphs_bytes(settings: TargetSettings, num_layers: int) -> int:
     batch_sizes = len(batch_buckets(min(settings.cuda_graph_max_bs, settings.running_requests)))
     return (
         WORKSPACES_BYTES
-        + (batch_sizes * GRAPHS_PER_BATCH_SIZE + MIXED_GRAPHS + MAX_LATE_GRAPHS + 2 * len(PREFILL_SIZES))
+        + (
+            batch_sizes * GRAPHS_PER_BATCH_SIZE
+            + MIXED_GRAPHS
+            + MASKED_GRAPHS
+            + MAX_LATE_GRAPHS
+            + 2 * len(PREFILL_SIZES)
+        )
         * num_layers
         * GRAPH_BYTES_PER_LAYER
     )

@@ -1,14 +1,14 @@
 """The parity check at startup: verifying a tree must yield the logits of plain decoding, except for rounding.
 
-The check decodes given tokens one at a time (plain decoding). It then verifies the same tokens as one path of
+The check decodes given tokens one at a time (plain decoding). Then it verifies the same tokens as one path of
 a tree. The other nodes of the tree are decoys, which must not change the results of the path.
 
-The check compares logits instead of chosen tokens, because rounding may decide which of two nearly equal
-logits is larger. It also compares the residual stream after every layer. Rounding errors grow from layer to
-layer, so a fault is easiest to see in the layer where it first has an effect.
+The check compares logits instead of chosen tokens, because rounding may decide between nearly equal logits.
+It also compares the residual stream after every layer, because rounding errors grow from layer to layer and
+may hide a fault in the logits.
 
-For every node of the path, the check makes three comparisons. A *stage* is the residual stream after a layer,
-or the logits.
+A *stage* is the residual stream after a layer, or the logits. For every node of the path, the check makes
+three comparisons:
 
 1. At every stage, it compares the tree with plain decoding.
 2. At every stage, it compares the tree with a second tree that differs only in its decoys. The passes over
@@ -16,10 +16,10 @@ or the logits.
 3. After the first layer, it compares the tree with a causal chunk that has as many rows as the tree. Up to
    this stage, only attention may round differently in the two passes.
 
-`rounding_bounds.py` defines how large the errors may be. A correct model may exceed a bound with an unlucky
-prompt, for example if rounding selects another expert in a mixture of experts. The check therefore refuses a
-model (i.e. stops the start) only if the same row exceeds its bound at the same stage with each of several
-prompts. A fault exceeds its bound with every prompt.
+`rounding_bounds.py` defines how large the errors may be. A correct model may exceed a bound with one prompt,
+for example if rounding selects another expert. A fault exceeds its bound with every prompt. The check
+therefore refuses a model (i.e. stops the start) only if the same row exceeds its bound at the same stage with
+each of several prompts.
 
 With deterministic kernels, the tree and plain decoding must yield equal bits.
 """
@@ -168,8 +168,8 @@ def _worst(found: torch.Tensor, bound: torch.Tensor, limits: Limits) -> Parity:
 def _tokens(runner: ModelRunner, prompt: int) -> list[int]:
     """Return tokens that follow the prompt, one per row of a pass. If possible, all tokens are different.
 
-    The model does not choose these tokens, because models with random weights tend to repeat one token. If
-    all tokens were equal, a mask that hides an ancestor would hardly change the results.
+    The model does not choose these tokens, because models with random weights tend to repeat one token. With
+    equal tokens, a mask that wrongly hides an ancestor would hardly change the results.
     """
     vocab_size = runner.decoder.config.vocab_size
     return [(3 + 17 * index + 29 * prompt) % vocab_size for index in range(_NUM_NODES)]

@@ -10,12 +10,12 @@ difference, divided by the root mean square of the row. The check compares error
 
 The function `bounds` computes the bound of a stage from three numbers:
 
-- Usually, the bound is `Limits.slack` times the error of the causal chunk. This error depends on the model's
-  depth, its sensitivity to rounding and its kernels, but it does not depend on trees.
-- The bound is never below the *floor*, an error that rounding in a single layer can cause. Otherwise, a chunk
-  that happens to round exactly like plain decoding would make the bound 0.
-- The bound is never above the *ceiling*, because rounding does not cause larger errors. Otherwise, a fault
-  that the chunk shares with the tree would raise the bound and stay hidden.
+- Usually, the bound is `Limits.slack` times the error of the causal chunk. This error depends on the model
+  and its kernels, but not on trees.
+- The bound is never below the *floor*, an error that rounding in a single layer can cause. A chunk that
+  happens to round exactly like plain decoding would otherwise make the bound 0.
+- The bound is never above the *ceiling*, because rounding does not cause larger errors. A fault in both the
+  chunk and the tree would otherwise raise the bound and stay hidden.
 
 The floor and the ceiling depend on the data types of the model (`limits_of`). They were chosen from errors
 measured on a CPU, with random Llamas of 2 to 32 layers. In these models, each matrix product multiplies the
@@ -64,7 +64,7 @@ OFFSET_SHARE = 0.25
 """Least divisor of the error of a row's logits, as a share of the logits' root mean square.
 
 The usual divisor is the spread, i.e. the root mean square of the logits minus their mean. If all logits of a
-row are nearly equal, the spread is too small a divisor, because the size of the logits determines rounding.
+row are nearly equal, the spread is too small, because rounding depends on the size of the logits.
 """
 
 
@@ -133,8 +133,8 @@ def limits_of(decoder: Decoder, pool: KVPool) -> Limits:
 def errors(expected: Stages, found: Stages) -> torch.Tensor:
     """Return the error of each row at each stage, ``[rows, layers + 1] fp32``. The last stage is the logits.
 
-    Before logits are compared, the mean of each row's logits is subtracted, because a common offset does not
-    change any probability.
+    The mean of each row's logits is subtracted first, because a common offset does not change any
+    probability.
     """
     layers = _rms(found.layers - expected.layers) / _rms(expected.layers).clamp(min=_tiny())
     size, spread = _rms(expected.logits), _rms(_centred(expected.logits))

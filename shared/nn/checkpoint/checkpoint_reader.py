@@ -224,8 +224,8 @@ class CheckpointReader(TensorSource):
     def check_finite(self) -> None:
         """Wait for the copies, and reject tensors that contain NaN or infinite numbers.
 
-        On a CPU, every `take` calls this method. On a GPU, each call would wait for the device. The method is
-        therefore called only once on a GPU, at the end of the ``with`` block.
+        On a CPU, every `take` calls this method. On a GPU, it is called only once, at the end of the ``with``
+        block, because each call waits for the device.
 
         Raises:
             CheckpointError: A tensor contains NaN or infinite numbers, in the file or after its conversion.

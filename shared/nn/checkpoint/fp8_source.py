@@ -1,8 +1,8 @@
 """Widens FP8 weights that have one scale per block (DeepSeek-V3, Qwen3-FP8) while they are loaded.
 
-The tensor ``name.weight`` is an e4m3 matrix, and ``name.weight_scale_inv`` contains its scales. A block has
-the numbers of rows and columns that ``weight_block_size`` gives. The original weights are the numbers of the
-matrix multiplied by the scales of their blocks.
+The tensor ``name.weight`` is an e4m3 matrix, and ``name.weight_scale_inv`` contains its scales.
+``weight_block_size`` contains the numbers of rows and columns of a block. A weight is its number in the
+matrix times the scale of its block.
 """
 
 from __future__ import annotations

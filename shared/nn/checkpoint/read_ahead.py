@@ -1,8 +1,8 @@
 """Reads weight files into the page cache with several threads, ahead of the thread that loads the weights.
 
-When a program first touches a page of a mapped file, the page is read from disk. These threads touch the
-pages of all tensors, in the order in which the tensors will be used. The disk therefore stays busy, and when
-tensors are copied to the device, their pages are in the page cache already.
+A page of a mapped file is read from disk when a program first touches it. These threads touch the pages of
+all tensors in the order of their use. The disk therefore stays busy, and the loading thread finds the pages
+in the page cache.
 """
 
 from __future__ import annotations

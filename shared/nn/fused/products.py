@@ -1,8 +1,7 @@
 """Lists the matrix products of a fused model, so that `trial` can time each product with any tile.
 
 Products are grouped by shape and by the operation that follows the product. The timed work includes the
-kernel that reads the product. If a tile stores a product as several partial sums, this kernel needs time to
-add them.
+kernel that reads the product, because this kernel may have to add partial sums.
 """
 
 from __future__ import annotations

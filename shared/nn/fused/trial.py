@@ -2,9 +2,9 @@
 
 A tile (`Tile`) is the method and the block sizes with which a kernel computes a product. A fixed rule picks
 each product's default tile. For every shape and several row counts, the trial times the default tile, a few
-similar tiles, and the library's product. A measurement reads enough matrices to exceed all caches. The
-fastest choice replaces the default tile if it is faster by more than the measurement noise. The choice is
-stored on disk for later starts.
+similar tiles, and the library's product, with enough matrices to exceed all caches. The fastest choice
+replaces the default tile if it is faster by more than the measurement noise. It is stored on disk for later
+starts.
 """
 
 from __future__ import annotations
@@ -66,16 +66,15 @@ def try_products(
 ) -> list[Tried]:
     """Load the tiles of earlier trials, and run a trial for the other products. Do nothing without a GPU.
 
-    If a trial fails, the failure is logged and the products keep their default tiles. If another process is
-    running a trial, this process only uses the stored results, because two trials on one GPU would disturb
-    each other.
+    If a trial fails, the failure is logged and the products keep their default tiles. While another process
+    runs a trial, this process only uses the stored results, because two trials would disturb each other.
 
     Args:
         uses: The products of a model.
         device: Device of the model.
-        budget_s: Number of seconds after which no further measurement starts. A product without a measurement
-            uses the tile of the next larger row count that was measured. If there is none, it uses its
-            default tile. The next start of the service continues the trial.
+        budget_s: Number of seconds after which no further measurement starts. The next start of the service
+            continues the trial. A product without a measurement uses the tile of the next larger measured row
+            count, or else its default tile.
         clock: Returns the time in seconds.
 
     Returns:
@@ -189,8 +188,7 @@ class _Trial:
         """Return the microseconds per launch of each tile that runs on this GPU.
 
         Measurements of the tiles alternate. The result is empty if a tile has not been compiled yet, or if
-        the deadline passes before launches of all tiles are recorded. A choice is stored permanently, so it
-        must not be based on a part of the tiles.
+        the deadline passes before all tiles are recorded, because a permanent choice must consider all tiles.
         """
         run = use.prepare(rows)
         tiles = self._compiled(use, rows, run)

@@ -25,8 +25,8 @@ from outrider.shared.nn.generic.weights import load_weights
 class GenericDecoder(Decoder):
     """A `transformers` model over the KV pool. The model's modules compute everything except attention.
 
-    The model gets all rows of a step as one batch. It keeps no cache and makes no mask, because the planned
-    attention batch determines which tokens each row sees and where the row's K/V is stored.
+    The model gets all rows of a step as one batch. It has no cache and no mask, because the planned attention
+    batch determines which tokens each row sees and where its K/V is stored.
 
     Args:
         config: Configuration with the layout that the probe found.

@@ -7,6 +7,7 @@ from torch.nn import functional
 
 from outrider.shared.nn.checkpoint.experts_config import ExpertsConfig, ExpertWeights, Routing, Scoring
 from outrider.shared.nn.layers.modules import GatedMLP
+from outrider.shared.nn.layers.routes import note_route
 
 
 class Router:
@@ -47,6 +48,7 @@ class Router:
         if rule.groups > 1:
             ranked = self._keep_groups(ranked)
         chosen = ranked.topk(rule.top_k, dim=-1).indices
+        note_route(chosen)
         weights = scores.gather(1, chosen)
         if rule.normalise:
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)

@@ -1,10 +1,11 @@
 """Multi-head latent attention (DeepSeek-V2): caches one latent row per token instead of K and V.
 
 K and V of all heads are projections of the latent row, but they are never computed ("absorption"). Instead,
-queries are projected into the latent space before attention, and the attended latents are projected out of
-the latent space afterwards. Attention then has a single K/V head, which is as wide as the latent and the
-rotated part together. The keys of this head also serve as its values. Source: DeepSeek-V2, arXiv 2405.04434,
-section 2.1.
+queries are projected into the latent space before attention, and the attended latents are projected out of it
+afterwards. Attention then has a single K/V head, as wide as the latent and the rotated part together. Its
+keys also serve as its values.
+
+Source: DeepSeek-V2, arXiv 2405.04434, section 2.1.
 """
 
 from __future__ import annotations

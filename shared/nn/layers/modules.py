@@ -1,8 +1,8 @@
 """Norms, grouped-query attention, gated MLP and the decoder layer, as callable objects with weights.
 
-Weights are shared by reference and never change. The layers are plain objects and not `torch.nn.Module`s. A
-step at batch 1 calls each kind of layer a dozen times. The hooks, parameters and training modes of modules
-would take more time in these calls than the layers' small matrix products.
+Weights are shared by reference and never change. The layers are plain objects and not `torch.nn.Module`s,
+because the hooks, parameters and training modes of modules would take more time in a step at batch 1 than the
+layers' small matrix products.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Precomputes the first layer's q-k-v product for every token of the vocabulary, if the device has room.
 
-The first layer's input is the embedding of the token, so its q-k-v product depends only on the token. With
-few rows, most of the time of a pass is spent on reading weights. A product reads the whole weight, but a
-lookup in a table ``[vocabulary, out]`` reads only one row per token.
+The first layer's input is the embedding of the token, so its q-k-v product depends only on the token. A pass
+over few rows spends most of its time on reading weights. A product reads the whole weight, but a lookup in a
+table ``[vocabulary, out]`` reads only one row per token.
 """
 
 from __future__ import annotations

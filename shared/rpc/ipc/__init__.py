@@ -12,8 +12,8 @@
 - `blob_mailbox` and `cuda_blob_mailbox` exchange the blobs of rounds, without and with GPUs respectively.
 - `deferred_release` frees the GPU memory of closed connections without blocking launches of GPU work.
 
-A reader of tensors never waits for its peer's memory, because the writer names a slot in a message only after
-it has written the rows to the slot. If no slot is free, the writer sends the rows inside the message, or
-later. The reader refuses a message that contradicts the mailbox's layout or counters. Therefore, if a peer
-stops or dies, the other side only finds that the socket is silent or closed.
+The writer names a slot in a message only after it has written the rows to the slot. A reader therefore never
+waits for its peer's memory. If no slot is free, the writer sends the rows inside the message, or later. The
+reader refuses a message that contradicts the mailbox's layout or counters. If a peer stops or dies, the other
+side only sees a silent or closed socket.
 """

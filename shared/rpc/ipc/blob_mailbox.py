@@ -5,8 +5,8 @@ trees. The state is one blob, and all trees together are another blob. A blob is
 (`shared.spec.resident`).
 
 Each direction has two slots, which are used in turn, and a word in shared memory that announces the latest
-blob (`doorbells`). Two slots are enough: if a side's wait ends without the peer's blob, this side sends at
-most one more round. It therefore never overwrites a blob that the peer has not read yet.
+blob (`doorbells`). Two slots are enough, because a side whose wait ended without the peer's blob sends at
+most one more round.
 """
 
 from __future__ import annotations
@@ -55,6 +55,10 @@ class BlobLayout:
     def memory(self) -> SlotLayout:
         """Layout of the shared memory. Its first page contains the words."""
         return SlotLayout(1, self.slots_bytes if self.inside else 1)
+
+    def fits(self, state: torch.Tensor, trees: torch.Tensor) -> bool:
+        """Return True if a state and trees of these sizes fit into their slots."""
+        return state.nbytes <= self.state_bytes and trees.nbytes <= self.trees_bytes
 
     def state_slot(self, number: int) -> int:
         """Return the byte offset of a round's state within the memory of the slots."""

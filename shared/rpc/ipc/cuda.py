@@ -1,8 +1,8 @@
 """Shares device memory between processes, with a few ctypes calls into the CUDA runtime that torch loaded.
 
-torch shares tensors by pickling a handle per message. Here one handle of 64 bytes is exchanged once. The
-memory comes from cudaMalloc. torch's caching allocator is unsuitable, because its blocks start inside larger
-blocks and may belong to a pool that cannot be shared.
+torch shares tensors by pickling a handle per message. Here, one handle of 64 bytes is exchanged once. The
+memory comes from cudaMalloc, because blocks of torch's caching allocator start inside larger blocks and may
+belong to a pool that cannot be shared.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Exchanges the blobs of rounds between the GPU streams of two processes, without involving their hosts.
 
-Each stream writes the words of `doorbells`, and waits for words, in host memory that both processes have
-registered with CUDA. The words are in host memory so that the CPU can write them too. If a peer has died,
-stopped or fallen behind, the `DoorbellWatchdog` of the waiting process writes the peer's word, and the
-waiting stream continues.
+Each stream writes words and waits for words (`doorbells`) in host memory that both processes have registered
+with CUDA. The CPU can write these words too: if a peer is dead, stopped or late, the `DoorbellWatchdog` of
+the waiting process writes the peer's word, and the waiting stream continues.
 
 The blobs lie on the target's GPU. The draft maps their memory, and runs on the same GPU or on another GPU of
 the host.

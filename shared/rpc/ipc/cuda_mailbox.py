@@ -3,9 +3,8 @@
 The reader maps the writer's device memory. The hosts, not the streams, synchronise the two processes:
 
 - The writer names a slot in a message after its copies into the slot are done.
-- The reader releases the slot after its copies out of the slot are done. Before that, the reader cannot
-  detect whether the slot was overwritten during the copies. If a reader does not wait for its copies, it
-  checks and releases the slot in a later `read`.
+- The reader checks and releases the slot after its copies out of the slot are done. A reader that does not
+  wait for its copies does this in a later `read`.
 
 No stream ever waits for the other process, which may be dead.
 """

@@ -1,9 +1,8 @@
 """Doorbells: words in shared memory that signal the progress of rounds, and the watchdog that limits waits.
 
-In every round of drafting and verifying, the target sends the state of its batch and the draft replies with
-trees (`shared.spec.resident`). A word is a 32-bit integer. It contains the number of a round, which only
-increases. In normal operation, only the writer that the table names writes the word. A side's wait for round
-n ends when the peer's word is at least n. The watchdog limits every wait.
+In every round, the target sends the state of its batch and the draft replies with trees
+(`shared.spec.resident`). A word is a 32-bit integer. It contains the number of a round, which only increases.
+A side's wait for round n ends when the peer's word is at least n. The watchdog limits every wait.
 
     word            writer                               meaning
     STATE           the target, after writing it         the state of round n is in slot n % 2
@@ -21,9 +20,9 @@ One round in time order:
                                        ←      TREES = n
     TARGET_PASSED = n, copy the trees
 
-If a side has waited for its full limit, or its peer is gone, the watchdog of the waiting side writes the
-peer's word. The wait then ends, but the slot still contains the blob of an earlier round. The waiting side
-detects this by the number in the blob's header, and the round continues without a blob.
+If the limit has passed or the peer is gone, the watchdog of the waiting side writes the peer's word, which
+ends the wait. The slot then still contains the blob of an earlier round. The waiting side sees this by the
+number in the blob's header, and the round continues without a blob.
 """
 
 from __future__ import annotations
@@ -46,9 +45,9 @@ Each check takes the GIL from a thread that launches rounds.
 TICKS_A_LIMIT = 8
 """Number of checks within the limit of a wait, unless `TICK_S` or `LONGEST_TICK_S` bounds the interval.
 
-One check detects that a wait has begun, and a later check detects that it has lasted too long. Each of these
-checks may be one interval late. A wait therefore ends at most two intervals late: a quarter of the wait's
-limit, but at least 4 ms and at most 0.1 s.
+One check detects that a wait has begun, and a later check detects that it has lasted too long. Each check may
+be one interval late. A wait therefore ends at most two intervals late. Two intervals are a quarter of the
+wait's limit, but at least 4 ms and at most 0.1 s.
 """
 
 

@@ -30,8 +30,8 @@ MANY_CORES = 8
 SPIN_S = 100e-6 if (os.cpu_count() or 1) >= MANY_CORES else 0.0
 """How long a receiver polls before it sleeps.
 
-A receiver that polls does not have to wait until a sleeping core wakes up. On a host with few cores, the
-receiver does not poll, because the peer needs the core.
+Polling avoids the time to wake a sleeping core. On a host with few cores, the receiver does not poll, because
+the peer needs the core.
 """
 
 

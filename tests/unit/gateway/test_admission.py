@@ -76,6 +76,78 @@ def test_retry_after_follows_the_measured_drain_rate() -> None:
     assert admission.retry_after_s() == 1
 
 
+def _drained(admission: Admission, clock: Clock, interval_s: float) -> None:
+    """Let ten sequences leave a busy queue at equal intervals."""
+    with admission.admit(11) as slot:
+        slot.add_prompts([1] * 11)
+        for index in range(10):
+            clock.now += interval_s
+            slot.started(index)
+        clock.now += interval_s
+        slot.started(10)
+
+
+def test_a_request_that_would_wait_too_long_is_refused() -> None:
+    clock = Clock()
+    admission = Admission(100, 10**6, clock, max_wait_s=3.0)
+    with admission.admit(50) as slot:  # the speed of the queue is not known yet
+        slot.add_prompts([1] * 50)
+        with admission.admit(40):
+            pass
+    _drained(admission, clock, 0.5)
+    with ExitStack() as slots:
+        slots.enter_context(admission.admit(6))
+        slots.enter_context(admission.admit(1))
+        with pytest.raises(OverloadedError, match=r"in about 3\.5 s \(limit 3\.0 s\)") as caught:
+            admission.admit(1)
+        assert caught.value.retry_after_s == 2
+        slots.enter_context(admission.admit(1, priority=1))
+    clock.now += 1000  # a time without a queue says nothing about its speed
+    with admission.admit(6), admission.admit(1):
+        pass
+
+
+def test_a_deadline_that_the_queue_cannot_meet_is_refused_at_once() -> None:
+    clock = Clock()
+    admission = Admission(100, 10**6, clock)
+    _drained(admission, clock, 0.5)
+    with admission.admit(10):
+        with admission.admit(1, deadline_s=6.0):
+            pass
+        with pytest.raises(OverloadedError, match=r"limit 4\.0 s"):
+            admission.admit(1, deadline_s=4.0)
+
+
+def test_a_key_with_few_requests_does_not_wait_for_a_flood() -> None:
+    clock = Clock()
+    admission = Admission(100, 10**6, clock, max_wait_s=3.0)
+    _drained(admission, clock, 0.5)
+    with ExitStack() as slots:
+        slots.enter_context(admission.admit(20, "flood"))
+        with pytest.raises(OverloadedError, match="about 10"):
+            admission.admit(1, "flood")
+        slots.enter_context(admission.admit(2, "light"))
+        slots.enter_context(admission.admit(1, "light"))
+        slots.enter_context(admission.admit(1, "light"))
+        with pytest.raises(OverloadedError, match="about 4"):  # four of its own and four of the other key
+            admission.admit(1, "light")
+
+
+def test_a_queue_that_stands_still_counts_as_slow() -> None:
+    clock = Clock()
+    admission = Admission(100, 10**6, clock, max_wait_s=3.0)
+    with admission.admit(20) as slot:
+        slot.add_prompts([1] * 20)
+        for index in range(15):
+            clock.now += 0.1
+            slot.started(index)
+        with admission.admit(1):
+            pass
+        clock.now += 30
+        with pytest.raises(OverloadedError, match="first token"):
+            admission.admit(1)
+
+
 class AdmissionMachine(RuleBasedStateMachine):
     """Requests arrive, start, end and fail in any order. The counts always match those of a plain list."""
 

@@ -22,6 +22,7 @@ from outrider.services.gateway.target_client.movable_stream import MovableStream
 from outrider.shared.base.errors import InvalidRequestError, UnavailableError
 from outrider.shared.base.generation import FinishReason, RoundTrace, SamplingParams, SpeculationReport
 from outrider.shared.base.logit_rules import LogprobParams, TokenLogprob
+from outrider.shared.base.token_states import StateParams, TokenStates
 
 LOST = UnavailableError("lost", reason="target_lost")
 END = TargetFinish(FinishReason.LENGTH, None, Usage(3, 4), SpeculationReport())
@@ -121,6 +122,17 @@ async def read(stream: MovableStream) -> tuple[list[TargetDelta], TargetFinish]:
     while isinstance(event := await stream.next(), TargetDelta):
         deltas.append(event)
     return deltas, event
+
+
+async def test_the_next_target_reports_the_states_that_are_missing() -> None:
+    first = member([TargetDelta((), states=TokenStates(1, 2)), TargetDelta((8,)), LOST])
+    second = member([TargetDelta((9,), states=TokenStates(3, 2)), END])
+    asked = request(states=StateParams(hidden_states=True, start=1))
+    stream, _ = stream_of(asked, first, second)
+    deltas, _ = await read(stream)
+    assert [one.states for one in deltas] == [TokenStates(1, 2), None, TokenStates(3, 2)]
+    assert first.client.requests[0].states.start == 1
+    assert second.client.requests[0].states == StateParams(hidden_states=True, start=3)
 
 
 async def test_the_next_target_gets_what_was_emitted() -> None:

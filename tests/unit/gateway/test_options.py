@@ -88,7 +88,7 @@ def test_every_option_is_an_attribute_and_has_a_value_in_this_test() -> None:
     assert {option.name for option in OPTIONS} - VALUES.keys() == {"bad_word_ids"}
     rules = {option.name for option in OPTIONS if option.is_rule}
     assert rules == {one.name for one in fields(RequestedRules)}
-    apart = {"speculation", "rules", "logprobs", "may_be_empty", "constraint"}
+    apart = {"speculation", "rules", "logprobs", "may_be_empty", "constraint", "states"}
     assert {option.name for option in OPTIONS} - rules == {one.name for one in fields(Parameters)} - apart
 
 

@@ -580,22 +580,28 @@ class LogprobOptions(_message.Message):
     TOP_FIELD_NUMBER: _builtins.int
     PROMPT_TOP_FIELD_NUMBER: _builtins.int
     PROMPT_START_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
     top: _builtins.int
     """Number of the most likely tokens to report beside each output token; absent reports no output logprobs."""
     prompt_top: _builtins.int
     """The same for prompt tokens."""
     prompt_start: _builtins.int
     """Index of the first prompt token to report. Token 0 has no logprob."""
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Tokens whose log-probabilities to report at each reported position."""
+
     def __init__(
         self,
         *,
         top: _builtins.int | None = ...,
         prompt_top: _builtins.int | None = ...,
         prompt_start: _builtins.int = ...,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_prompt_top", b"_prompt_top", "_top", b"_top", "prompt_top", b"prompt_top", "top", b"top"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_prompt_top", b"_prompt_top", "_top", b"_top", "prompt_start", b"prompt_start", "prompt_top", b"prompt_top", "top", b"top"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_prompt_top", b"_prompt_top", "_top", b"_top", "prompt_start", b"prompt_start", "prompt_top", b"prompt_top", "token_ids", b"token_ids", "top", b"top"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__prompt_top: _TypeAlias = _typing.Literal["prompt_top"]  # noqa: Y015
     _WhichOneofArgType__prompt_top: _TypeAlias = _typing.Literal["_prompt_top", b"_prompt_top"]  # noqa: Y015
@@ -617,25 +623,94 @@ class TokenLogprob(_message.Message):
     LOGPROB_FIELD_NUMBER: _builtins.int
     TOP_IDS_FIELD_NUMBER: _builtins.int
     TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
+    REQUESTED_FIELD_NUMBER: _builtins.int
     logprob: _builtins.float
     @_builtins.property
     def top_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def top_logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]: ...
+    @_builtins.property
+    def requested(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """The log-probabilities of LogprobOptions.token_ids, in their order."""
+
     def __init__(
         self,
         *,
         logprob: _builtins.float = ...,
         top_ids: _abc.Iterable[_builtins.int] | None = ...,
         top_logprobs: _abc.Iterable[_builtins.float] | None = ...,
+        requested: _abc.Iterable[_builtins.float] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprob", b"logprob", "top_ids", b"top_ids", "top_logprobs", b"top_logprobs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprob", b"logprob", "requested", b"requested", "top_ids", b"top_ids", "top_logprobs", b"top_logprobs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___TokenLogprob: _TypeAlias = TokenLogprob  # noqa: Y015
+
+@_typing.final
+class StateOptions(_message.Message):
+    """Which states of tokens to report. The states of a token are those of the row that processed the token."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HIDDEN_STATES_FIELD_NUMBER: _builtins.int
+    ROUTED_EXPERTS_FIELD_NUMBER: _builtins.int
+    START_FIELD_NUMBER: _builtins.int
+    hidden_states: _builtins.bool
+    """The hidden states after the final norm."""
+    routed_experts: _builtins.bool
+    """The experts that each sparse layer chose."""
+    start: _builtins.int
+    """Index of the first token to report. Token 0 is the first token of the prompt."""
+    def __init__(
+        self,
+        *,
+        hidden_states: _builtins.bool = ...,
+        routed_experts: _builtins.bool = ...,
+        start: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hidden_states", b"hidden_states", "routed_experts", b"routed_experts", "start", b"start"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StateOptions: _TypeAlias = StateOptions  # noqa: Y015
+
+@_typing.final
+class TokenStates(_message.Message):
+    """The states of consecutive tokens. Numbers are little-endian."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FIRST_FIELD_NUMBER: _builtins.int
+    COUNT_FIELD_NUMBER: _builtins.int
+    HIDDEN_STATES_FIELD_NUMBER: _builtins.int
+    ROUTED_EXPERTS_FIELD_NUMBER: _builtins.int
+    first: _builtins.int
+    """Index of the first token, and number of tokens."""
+    count: _builtins.int
+    hidden_states: _builtins.bytes
+    """[count, hidden_size] float32; empty if not requested."""
+    routed_experts: _builtins.bytes
+    """[count, layers, experts per token] int32; empty if not requested. -1 in layers without experts."""
+    def __init__(
+        self,
+        *,
+        first: _builtins.int = ...,
+        count: _builtins.int = ...,
+        hidden_states: _builtins.bytes = ...,
+        routed_experts: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["count", b"count", "first", b"first", "hidden_states", b"hidden_states", "routed_experts", b"routed_experts"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TokenStates: _TypeAlias = TokenStates  # noqa: Y015
 
 @_typing.final
 class Usage(_message.Message):

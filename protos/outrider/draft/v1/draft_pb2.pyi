@@ -47,6 +47,12 @@ class _ProtocolFeatureEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Proto
     """Rounds that stay on the devices of both sides, in slots that sequences join and leave: SlotsOpen. Since
     version 3.
     """
+    PROTOCOL_FEATURE_COMPACT_STATES: _ProtocolFeature.ValueType  # 5
+    """RoundState contains only the feature rows of chosen tokens, without gaps."""
+    PROTOCOL_FEATURE_STORED_ROWS: _ProtocolFeature.ValueType  # 6
+    """The draft keeps rows of earlier sequences and says in OpenAck how many of them it reuses. Without it, the
+    target sends the rows of a new sequence without waiting for OpenAck.
+    """
 
 class ProtocolFeature(_ProtocolFeature, metaclass=_ProtocolFeatureEnumTypeWrapper):
     """Optional parts of the protocol. Each side sends the parts that its release supports, whether or not its
@@ -65,6 +71,12 @@ PROTOCOL_FEATURE_TRACE_LOGPROBS: ProtocolFeature.ValueType  # 3
 PROTOCOL_FEATURE_SLOTTED_ROUNDS: ProtocolFeature.ValueType  # 4
 """Rounds that stay on the devices of both sides, in slots that sequences join and leave: SlotsOpen. Since
 version 3.
+"""
+PROTOCOL_FEATURE_COMPACT_STATES: ProtocolFeature.ValueType  # 5
+"""RoundState contains only the feature rows of chosen tokens, without gaps."""
+PROTOCOL_FEATURE_STORED_ROWS: ProtocolFeature.ValueType  # 6
+"""The draft keeps rows of earlier sequences and says in OpenAck how many of them it reuses. Without it, the
+target sends the rows of a new sequence without waiting for OpenAck.
 """
 Global___ProtocolFeature: _TypeAlias = ProtocolFeature  # noqa: Y015
 
@@ -317,10 +329,20 @@ class Open(_message.Message):
     SEED_FIELD_NUMBER: _builtins.int
     TEMPERATURE_FIELD_NUMBER: _builtins.int
     CHOICE_INDEX_FIELD_NUMBER: _builtins.int
+    CACHE_SALT_FIELD_NUMBER: _builtins.int
+    STORED_LEN_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     seed: _builtins.int
     temperature: _builtins.float
     choice_index: _builtins.int
+    cache_salt: _builtins.str
+    """The draft may keep the rows of this sequence for later ones of the same target with the same value. If the
+    field is missing, the draft keeps and reuses nothing.
+    """
+    stored_len: _builtins.int
+    """The target holds the feature rows [0, stored_len) now. The draft may reuse rows that it has kept for these
+    positions.
+    """
     traceparent: _builtins.str
     """W3C trace context of the target's span. Empty if the request is not traced."""
     @_builtins.property
@@ -335,13 +357,17 @@ class Open(_message.Message):
         seed: _builtins.int = ...,
         temperature: _builtins.float = ...,
         choice_index: _builtins.int = ...,
+        cache_salt: _builtins.str | None = ...,
+        stored_len: _builtins.int = ...,
         traceparent: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["fence", b"fence"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt", "cache_salt", b"cache_salt", "fence", b"fence"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice_index", b"choice_index", "fence", b"fence", "seed", b"seed", "temperature", b"temperature", "token_ids", b"token_ids", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt", "cache_salt", b"cache_salt", "choice_index", b"choice_index", "fence", b"fence", "seed", b"seed", "stored_len", b"stored_len", "temperature", b"temperature", "token_ids", b"token_ids", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__cache_salt: _TypeAlias = _typing.Literal["cache_salt"]  # noqa: Y015
+    _WhichOneofArgType__cache_salt: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__cache_salt) -> _WhichOneofReturnType__cache_salt | None: ...
 
 Global___Open: _TypeAlias = Open  # noqa: Y015
 
@@ -355,7 +381,9 @@ class OpenAck(_message.Message):
     session_id: _builtins.int
     epoch: _builtins.int
     have_len: _builtins.int
-    """The draft already has feature rows [0, have_len). The target sends the rest."""
+    """The draft needs no feature rows of positions [0, have_len). The target sends the rest. A target ignores
+    numbers that exceed the length of the sequence.
+    """
     def __init__(
         self,
         *,
@@ -884,7 +912,9 @@ Global___RoundsNext: _TypeAlias = RoundsNext  # noqa: Y015
 @_typing.final
 class RoundState(_message.Message):
     """The state that starts the round of the last RoundsNext, if target and draft share no memory. RoundsNext
-    is sent ahead of it. Feature rows after the last valid one may be omitted from the end.
+    is sent ahead of it. With the feature COMPACT_STATES, the state contains for each group all bytes before
+    the feature rows, and then the valid feature rows. Without it, feature rows after the last valid one may be
+    omitted from the end.
     """
 
     DESCRIPTOR: _descriptor.Descriptor

@@ -152,6 +152,7 @@ class GenerationOptions(_message.Message):
     RID_FIELD_NUMBER: _builtins.int
     CONSTRAINT_FIELD_NUMBER: _builtins.int
     TRUNCATE_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    STATES_FIELD_NUMBER: _builtins.int
     max_tokens: _builtins.int
     ignore_eos: _builtins.bool
     skip_special_tokens: _builtins.bool
@@ -182,6 +183,10 @@ class GenerationOptions(_message.Message):
     def constraint(self) -> _common_pb2.Constraint:
         """The form of the answer. The gateway sets begins_after, opening and field."""
 
+    @_builtins.property
+    def states(self) -> _common_pb2.StateOptions:
+        """The states of tokens to report."""
+
     def __init__(
         self,
         *,
@@ -201,10 +206,11 @@ class GenerationOptions(_message.Message):
         rid: _builtins.str = ...,
         constraint: _common_pb2.Constraint | None = ...,
         truncate_prompt_tokens: _builtins.int | None = ...,
+        states: _common_pb2.StateOptions | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "_n", b"_n", "_skip_special_tokens", b"_skip_special_tokens", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "constraint", b"constraint", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "n", b"n", "sampling", b"sampling", "skip_special_tokens", b"skip_special_tokens", "speculation", b"speculation", "truncate_prompt_tokens", b"truncate_prompt_tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "_n", b"_n", "_skip_special_tokens", b"_skip_special_tokens", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "constraint", b"constraint", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "n", b"n", "sampling", b"sampling", "skip_special_tokens", b"skip_special_tokens", "speculation", b"speculation", "states", b"states", "truncate_prompt_tokens", b"truncate_prompt_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "_n", b"_n", "_skip_special_tokens", b"_skip_special_tokens", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "bad_words", b"bad_words", "cache_salt", b"cache_salt", "constraint", b"constraint", "ignore_eos", b"ignore_eos", "include_stop_string", b"include_stop_string", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "n", b"n", "priority", b"priority", "rid", b"rid", "sampling", b"sampling", "skip_special_tokens", b"skip_special_tokens", "speculation", b"speculation", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "truncate_prompt_tokens", b"truncate_prompt_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "_n", b"_n", "_skip_special_tokens", b"_skip_special_tokens", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "bad_words", b"bad_words", "cache_salt", b"cache_salt", "constraint", b"constraint", "ignore_eos", b"ignore_eos", "include_stop_string", b"include_stop_string", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "n", b"n", "priority", b"priority", "rid", b"rid", "sampling", b"sampling", "skip_special_tokens", b"skip_special_tokens", "speculation", b"speculation", "states", b"states", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "truncate_prompt_tokens", b"truncate_prompt_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_tokens: _TypeAlias = _typing.Literal["max_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_tokens: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens"]  # noqa: Y015
@@ -368,6 +374,7 @@ class Chunk(_message.Message):
     ROUNDS_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    STATES_FIELD_NUMBER: _builtins.int
     INDEX_FIELD_NUMBER: _builtins.int
     REASONING_FIELD_NUMBER: _builtins.int
     TOOL_CALL_FIELD_NUMBER: _builtins.int
@@ -388,6 +395,12 @@ class Chunk(_message.Message):
         """The next prompt tokens, if the request asked for their logprobs. They start at prompt_start, or at 1."""
 
     @_builtins.property
+    def states(self) -> _common_pb2.TokenStates:
+        """The states of the next tokens, if the request asked for states. They start at StateOptions.start. The last
+        token of the answer has none.
+        """
+
+    @_builtins.property
     def tool_call(self) -> Global___ToolCallDelta: ...
     def __init__(
         self,
@@ -397,13 +410,14 @@ class Chunk(_message.Message):
         rounds: _abc.Iterable[_common_pb2.RoundTrace] | None = ...,
         logprobs: _abc.Iterable[_common_pb2.TokenLogprob] | None = ...,
         prompt_logprobs: _abc.Iterable[_common_pb2.TokenLogprob] | None = ...,
+        states: _common_pb2.TokenStates | None = ...,
         index: _builtins.int = ...,
         reasoning: _builtins.str = ...,
         tool_call: Global___ToolCallDelta | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["tool_call", b"tool_call"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["states", b"states", "tool_call", b"tool_call"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["index", b"index", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "reasoning", b"reasoning", "rounds", b"rounds", "text", b"text", "token_ids", b"token_ids", "tool_call", b"tool_call"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["index", b"index", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "reasoning", b"reasoning", "rounds", b"rounds", "states", b"states", "text", b"text", "token_ids", b"token_ids", "tool_call", b"tool_call"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -31,6 +31,8 @@ class _TargetFeatureEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_TargetF
     """GenerateRequest.resume_ids."""
     TARGET_FEATURE_CONSTRAINT: _TargetFeature.ValueType  # 2
     """GenerateRequest.constraint."""
+    TARGET_FEATURE_STATES: _TargetFeature.ValueType  # 3
+    """GenerateRequest.states and LogprobOptions.token_ids."""
 
 class TargetFeature(_TargetFeature, metaclass=_TargetFeatureEnumTypeWrapper):
     """Optional parts of this service."""
@@ -40,6 +42,8 @@ TARGET_FEATURE_RESUME: TargetFeature.ValueType  # 1
 """GenerateRequest.resume_ids."""
 TARGET_FEATURE_CONSTRAINT: TargetFeature.ValueType  # 2
 """GenerateRequest.constraint."""
+TARGET_FEATURE_STATES: TargetFeature.ValueType  # 3
+"""GenerateRequest.states and LogprobOptions.token_ids."""
 Global___TargetFeature: _TypeAlias = TargetFeature  # noqa: Y015
 
 @_typing.final
@@ -61,6 +65,7 @@ class GenerateRequest(_message.Message):
     RESUME_IDS_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
     CONSTRAINT_FIELD_NUMBER: _builtins.int
+    STATES_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     max_new_tokens: _builtins.int
     ignore_eos: _builtins.bool
@@ -95,6 +100,10 @@ class GenerateRequest(_message.Message):
     def constraint(self) -> _common_pb2.Constraint:
         """The form that the output must have. Only for targets with TARGET_FEATURE_CONSTRAINT."""
 
+    @_builtins.property
+    def states(self) -> _common_pb2.StateOptions:
+        """The states of tokens to report. Only for targets with TARGET_FEATURE_STATES."""
+
     def __init__(
         self,
         *,
@@ -113,10 +122,11 @@ class GenerateRequest(_message.Message):
         resume_ids: _abc.Iterable[_builtins.int] | None = ...,
         tenant: _builtins.str = ...,
         constraint: _common_pb2.Constraint | None = ...,
+        states: _common_pb2.StateOptions | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["constraint", b"constraint", "logprobs", b"logprobs", "sampling", b"sampling", "speculation", b"speculation"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["constraint", b"constraint", "logprobs", b"logprobs", "sampling", b"sampling", "speculation", b"speculation", "states", b"states"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "constraint", b"constraint", "ignore_eos", b"ignore_eos", "logprobs", b"logprobs", "max_new_tokens", b"max_new_tokens", "priority", b"priority", "prompt_ids", b"prompt_ids", "request_id", b"request_id", "resume_ids", b"resume_ids", "sampling", b"sampling", "speculation", b"speculation", "stop_token_ids", b"stop_token_ids", "tenant", b"tenant", "timeout_ms", b"timeout_ms", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "constraint", b"constraint", "ignore_eos", b"ignore_eos", "logprobs", b"logprobs", "max_new_tokens", b"max_new_tokens", "priority", b"priority", "prompt_ids", b"prompt_ids", "request_id", b"request_id", "resume_ids", b"resume_ids", "sampling", b"sampling", "speculation", b"speculation", "states", b"states", "stop_token_ids", b"stop_token_ids", "tenant", b"tenant", "timeout_ms", b"timeout_ms", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -231,6 +241,7 @@ class TokenDelta(_message.Message):
     ROUNDS_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    STATES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -245,6 +256,12 @@ class TokenDelta(_message.Message):
     def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenLogprob]:
         """The next prompt tokens, if the request asked for their logprobs. They start at prompt_start, or at 1."""
 
+    @_builtins.property
+    def states(self) -> _common_pb2.TokenStates:
+        """The states of the next tokens, if the request asked for states. They start at StateOptions.start. The last
+        token of the reply has none.
+        """
+
     def __init__(
         self,
         *,
@@ -252,10 +269,11 @@ class TokenDelta(_message.Message):
         rounds: _abc.Iterable[_common_pb2.RoundTrace] | None = ...,
         logprobs: _abc.Iterable[_common_pb2.TokenLogprob] | None = ...,
         prompt_logprobs: _abc.Iterable[_common_pb2.TokenLogprob] | None = ...,
+        states: _common_pb2.TokenStates | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["states", b"states"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "rounds", b"rounds", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "rounds", b"rounds", "states", b"states", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -391,6 +409,8 @@ class GetInfoReply(_message.Message):
     MIN_VERSION_FIELD_NUMBER: _builtins.int
     MAX_VERSION_FIELD_NUMBER: _builtins.int
     FEATURES_FIELD_NUMBER: _builtins.int
+    ROUTED_LAYERS_FIELD_NUMBER: _builtins.int
+    EXPERTS_PER_TOKEN_FIELD_NUMBER: _builtins.int
     model_id: _builtins.str
     architecture: _builtins.str
     vocab_size: _builtins.int
@@ -407,6 +427,9 @@ class GetInfoReply(_message.Message):
     version 1.
     """
     max_version: _builtins.int
+    routed_layers: _builtins.int
+    """Layers and experts per token in the routed experts that requests may ask for; 0 if the model has none."""
+    experts_per_token: _builtins.int
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -432,10 +455,12 @@ class GetInfoReply(_message.Message):
         min_version: _builtins.int = ...,
         max_version: _builtins.int = ...,
         features: _abc.Iterable[Global___TargetFeature.ValueType] | None = ...,
+        routed_layers: _builtins.int = ...,
+        experts_per_token: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["speculation", b"speculation"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "device", b"device", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "features", b"features", "fingerprint", b"fingerprint", "hidden_size", b"hidden_size", "max_model_len", b"max_model_len", "max_running_requests", b"max_running_requests", "max_version", b"max_version", "min_version", b"min_version", "model_id", b"model_id", "num_layers", b"num_layers", "speculation", b"speculation", "vocab_size", b"vocab_size", "weight_version", b"weight_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "device", b"device", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "experts_per_token", b"experts_per_token", "features", b"features", "fingerprint", b"fingerprint", "hidden_size", b"hidden_size", "max_model_len", b"max_model_len", "max_running_requests", b"max_running_requests", "max_version", b"max_version", "min_version", b"min_version", "model_id", b"model_id", "num_layers", b"num_layers", "routed_layers", b"routed_layers", "speculation", b"speculation", "vocab_size", b"vocab_size", "weight_version", b"weight_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,13 +1,12 @@
 """Selects the target layers that feed an EAGLE-3 head; refuses a layer count without layer ids.
 
-A configuration may give the number of feature layers (``num_aux_hidden_states``) without a list of their ids.
-Default layers exist only for the number three, so `AuxLayers.outputs` refuses every other number.
+A configuration may contain the number of feature layers (``num_aux_hidden_states``) without a list of their
+ids. There are default layers for three layers only, so `AuxLayers.outputs` refuses every other number.
 `eagle3_config` parses all other keys, and `eagle3_sizes` compares the number of layers with the tensors.
 
-The module also decides whether an id i stands for the output or for the input of layer i. Reading the ids by
-the wrong convention silently lowers the accept length. The rule here is SGLang's
-(`set_eagle3_layers_to_capture`). The ids stand for outputs of layers, except in two cases, where they stand
-for inputs:
+The module also decides whether an id i stands for the output or for the input of layer i. The wrong choice
+silently lowers the accept length. The rule is SGLang's (`set_eagle3_layers_to_capture`): ids stand for
+outputs of layers, except in two cases, where they stand for inputs:
 
 - The last id equals the number of the target's layers, as in heads for gpt-oss.
 - The target is a DeepSeek or Kimi model, and the ids do not begin with 1.
@@ -126,9 +125,8 @@ class AuxLayers:
     def naming(self, outputs: tuple[int, ...], target: TargetInfo, *, latent: bool) -> tuple[int, ...] | None:
         """Return the ids that a file must contain to name the outputs of these layers; None if no ids can.
 
-        For DeepSeek and Kimi targets, no ids can name the output of layer 0, unless the last layer is named
-        too. The output of layer 0 is the input of layer 1 and would have the id 1, but ids that begin with 1
-        stand for outputs.
+        For DeepSeek and Kimi targets, ids that begin with 1 stand for outputs. No ids can therefore name the
+        output of layer 0 (the input of layer 1), unless the last layer is named too.
         """
         for ids in (outputs, tuple(layer + 1 for layer in outputs)):
             layers = AuxLayers(len(ids), ids)

@@ -1,8 +1,7 @@
 """Compares an EAGLE-3 head's config.json with its tensors: hidden_size, vocab_size, number of aux layers.
 
-Each difference is reported in a single sentence. Without these checks, a difference would be reported as a
-long list of misshaped tensors. The module reads no layer ids; `aux_layers` refuses a file that gives only the
-number of the aux layers and not their ids.
+Each difference is reported in a single sentence, instead of as a long list of misshaped tensors. The module
+reads no layer ids (see `aux_layers`).
 """
 
 from __future__ import annotations

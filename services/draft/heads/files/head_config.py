@@ -49,10 +49,8 @@ LATENT_MODEL_TYPES = ("deepseek_v2", "deepseek_v3", "kimi_k2")
 PLAIN_ROPES = ("dynamic", "mrope")
 """Kinds of rotary embedding that a head computes like the plain, unscaled kind.
 
-- ``dynamic``: Dynamic NTK raises the base only when a text exceeds ``max_position_embeddings``. The official
-  EAGLE code then raises the base with each token, while cached keys keep the base with which they were
-  written. Here the base never changes, as in heads without scaling. On longer texts, the constant base lowers
-  the accept length, but it never affects correctness.
+- ``dynamic``: Dynamic NTK raises the base only when a text exceeds ``max_position_embeddings``. Here, the
+  base never changes. On longer texts, this lowers the accept length, but it does not affect correctness.
 - ``mrope``: Multimodal rotary embedding has three coordinates, which are equal for text.
 """
 

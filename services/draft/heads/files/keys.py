@@ -125,8 +125,8 @@ class HeadKeys:
     def adapt(self, name: str, tensor: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
         """Convert a stored tensor to the form that the head computes with.
 
-        An FP8 matrix is multiplied by its scale and becomes fp32. If q and k rotate pairs, their rows are
-        reordered from pairs to halves.
+        An FP8 matrix is multiplied by its scale and becomes fp32. If q and k of the file rotate adjacent
+        pairs of dimensions, their rows are reordered so that they rotate halves.
         """
         if scale is not None:
             tensor = tensor.to(torch.float32) * scale.reshape(())

@@ -1,10 +1,8 @@
 """Finds earlier occurrences of a sequence's last tokens, and builds a trie of their continuations.
 
-This module needs no model and no torch: it runs numpy on the host. Each round builds a new trie from at most
-`MAX_MATCHES` occurrences. A permanent trie of all n-grams would be faster to read but slower to maintain.
-With 12 tokens of context and 16 tokens of continuation, a permanent trie would need a few kilobytes of Python
-objects per token, and each round would still have to walk one path per suffix. Searching 32k tokens of
-history for occurrences takes about 15 µs.
+This module runs numpy on the host. Each round builds a new trie from at most `MAX_MATCHES` occurrences.
+Searching 32k tokens of history for occurrences takes about 15 µs. A permanent trie of all n-grams would need
+a few kilobytes of Python objects per token, and would be slower to maintain.
 """
 
 from __future__ import annotations
@@ -67,8 +65,8 @@ class Match:
         end: Index of the occurrence's last token.
         length: Number of tokens that the occurrence shares with the current suffix.
         weight: Weight of the continuation.
-        repeats: True if `text` is the current sequence itself. The proposed tokens would then extend this
-            text. A continuation that reaches the end of the text therefore goes on with its own first tokens.
+        repeats: True if `text` is the current sequence itself. A continuation that reaches the end of the
+            text then continues with its own first tokens.
     """
 
     text: Tokens

@@ -93,6 +93,10 @@ class NgramStrategy(DraftStrategy):
     def reserve(self, session: Session) -> bool:
         return True
 
+    def begin(self, session: Session, known: Session | None, kept: int, stored_len: int) -> int:
+        """Return 0: there are no rows."""
+        return 0
+
     def extend(self, sessions: Sequence[Session], max_rows: int, keep: int = 0) -> None:
         """Do nothing: there are no rows."""
 

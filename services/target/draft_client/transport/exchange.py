@@ -44,12 +44,12 @@ class Exchange(Protocol):
         """
         ...
 
-    def hand_over(self) -> None:
-        """Do the host's work to send the state, if there is any. See `ExchangedSlots.hand_over`."""
+    def send_state(self) -> None:
+        """Do the host's work to send the state, if there is any. See `ExchangedSlots.send_state`."""
         ...
 
-    def carry(self, wanted: bool) -> None:
-        """Do the host's work to receive the trees, if there is any. See `ExchangedSlots.carry`."""
+    def receive_trees(self, wanted: bool) -> None:
+        """Do the host's work to receive the trees, if there is any. See `ExchangedSlots.receive_trees`."""
         ...
 
     def mend(self) -> bool:

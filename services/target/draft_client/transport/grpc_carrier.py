@@ -161,6 +161,7 @@ class GrpcCarrier(Carrier):
                 self._poll_window,
                 self._dispatch,
                 StreamRelay.try_make(Side.TARGET, self._device),
+                compact=Feature.COMPACT_STATES in features,
             )
             self.rounds = self._stream_exchange
 
@@ -274,8 +275,8 @@ class GrpcCarrier(Carrier):
     def _read_bulk(self) -> None:
         """Receive the acknowledgements of bulk chunks. The end of the bulk stream ends the connection.
 
-        In gRPC's core, only one waiting thread watches the sockets, on behalf of all waiting threads.
-        Therefore this thread waits in gRPC only while an acknowledgement is due.
+        In gRPC's core, one waiting thread watches the sockets for all waiting threads. To leave this role to
+        the engine thread, this thread waits in gRPC only while an acknowledgement is due.
         """
         assert self._bulk is not None
         with contextlib.suppress(grpc.RpcError):

@@ -229,8 +229,7 @@ class MailboxExchange(Exchange):
         self._mailbox.close()
 
     def fits(self, state: torch.Tensor, trees: torch.Tensor) -> bool:
-        layout = self._mailbox.layout
-        return state.nbytes <= layout.state_bytes and trees.nbytes <= layout.trees_bytes
+        return self._mailbox.layout.fits(state, trees)
 
     def exchange(
         self,
@@ -252,10 +251,10 @@ class MailboxExchange(Exchange):
             log.warning("stopping rounds on the device with this draft", reason=error.message)
             self.close()
 
-    def hand_over(self) -> None:
+    def send_state(self) -> None:
         """Do nothing: the device does all the work."""
 
-    def carry(self, wanted: bool) -> None:
+    def receive_trees(self, wanted: bool) -> None:
         """Do nothing: the device does all the work."""
 
 

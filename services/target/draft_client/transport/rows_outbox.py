@@ -17,10 +17,8 @@ ON_DEVICE_BYTES = 64 * 1024 * 1024
 SHARE_OF_FREE = 4
 """Free device memory that is required for rows to wait on the device, as a multiple of these rows' size.
 
-Up to `ON_DEVICE_BYTES` of rows may always wait on the device.
-
-If less memory is free, the rows are copied to the host synchronously. Free memory is scarce, because the KV
-cache uses most of the device's memory.
+With less free memory, the rows are copied to the host synchronously. Up to `ON_DEVICE_BYTES` of rows may
+always wait on the device.
 """
 MAX_WAITING_BYTES = 1 << 30
 """Limit in bytes for rows that the draft has not read. Above this limit, the draft counts as disconnected."""

@@ -2,13 +2,12 @@
 
 To save time, as much as possible happens early:
 
-- The message RoundsNext is sent, and the envelope around the state is encoded, while the device still
-  computes the state. Once the state is complete, only the bytes of the state must be copied. Feature rows of
-  tokens that the round did not choose are not sent.
-- On a GPU, the next verify pass is enqueued before the trees for this pass have arrived. The device waits
-  until the host writes a word in memory, which the host does when the trees have arrived (see
-  `shared.rpc.relay`).
-- The host busy-polls (see `shared.rpc.polling`), so that states and trees travel without a wake-up delay.
+- While the device computes the state, RoundsNext is sent, and the envelope around the state is encoded. Then
+  only the bytes of the state must be copied. Feature rows of rejected nodes are not sent
+  (`StateLayout.compact`).
+- On a GPU, the next verify pass is enqueued before its trees have arrived. The device waits for a word in
+  memory, which the host writes when the trees have arrived (`shared.rpc.relay`).
+- The host busy-polls (`shared.rpc.polling`), so that states and trees travel without a wake-up delay.
 
 `LEAD` explains how the target and the draft time-slice a shared GPU.
 """
@@ -35,7 +34,7 @@ from outrider.shared.rpc.envelopes import BlobEnvelopes
 from outrider.shared.rpc.ipc.cuda import CudaError
 from outrider.shared.rpc.polling import PollWindow, give_way
 from outrider.shared.rpc.relay import STATE_BYTES, StreamRelay
-from outrider.shared.spec.resident import BlobExtent, StateBlob
+from outrider.shared.spec.resident import StateBlob, StateLayout
 
 LOOK_S = 0.001
 """Shortest time in seconds for which the host looks for trees. Trees may have arrived in time without having
@@ -53,12 +52,11 @@ without MPS, the GPU should switch to the draft when the pass ends:
 
 The lead time is a multiple of the time to send the notice, because that time reflects the host's speed.
 
-The target does not know whether it shares a GPU with the draft, so it sends the notice in all rounds that are
-enqueued ahead. Without a shared GPU, the notice and its answer still help, because they bring code and
-buffers of both processes back into the CPU caches. This saves 20 to 60 µs per message.
+The notice also helps without a shared GPU: it brings code and buffers of both processes into the CPU caches,
+which saves 20 to 60 µs per message. The target therefore sends it in all rounds that are enqueued ahead.
 
-The target sends notices and switches the GPU back only on hosts where waits busy-poll (`PollWindow.enabled`,
-eight cores or more), because the target must busy-poll to find the right moment.
+The target must busy-poll to find the right moment. It therefore sends notices only on hosts with eight or
+more cores (`PollWindow.enabled`).
 """
 LEAST_TELLING_S, MOST_TELLING_S = 0.00005, 0.0003
 """Bounds for the measured time to send the notice, in seconds."""
@@ -69,9 +67,8 @@ SHARE_OF_DRAFT = 0.5
 """Time at which the target requests that a shared GPU switch back to it, as a share of the draft's expected
 time.
 
-At that time, the draft is still computing, and the switch takes effect when the draft's pass ends. The target
-does not read the network before the request, so trees that arrive earlier have to wait. However, a draft that
-works at its usual speed never sends its trees that early.
+At that time, the draft is still computing. The switch takes effect when the draft's pass ends. Trees that
+arrive earlier have to wait, but a draft at its usual speed never sends its trees that early.
 """
 MOST_TAKEN_S = 0.01
 """Longest measured time, in seconds, that is used as an expected time."""
@@ -89,14 +86,14 @@ class _Round:
     Attributes:
         number: The round's number.
         state: The packed state on the device.
-        extent: Layout of the packed state.
+        layout: Layout of the packed state.
         envelopes: Encoders of the round's messages.
         limit_s: Longest wait for the trees, in seconds.
     """
 
     number: int
     state: torch.Tensor
-    extent: BlobExtent
+    layout: StateLayout
     envelopes: BlobEnvelopes
     limit_s: float
 
@@ -110,6 +107,7 @@ class StreamExchange(Exchange):
         dispatch: The carrier's method that processes messages other than the trees of a round. The channel
             receives such messages on the engine thread, and keeps only a weak reference to this method.
         relay: Lets the device wait for the word that the host writes. With None, nothing is enqueued ahead.
+        compact: Whether the draft accepts compact states. If not, only the unused end of a state is left out.
     """
 
     def __init__(
@@ -118,8 +116,11 @@ class StreamExchange(Exchange):
         poll_window: PollWindow,
         dispatch: Callable[[bytes], None],
         relay: StreamRelay | None = None,
+        *,
+        compact: bool = False,
     ) -> None:
         self._stream = stream
+        self._compact = compact
         self._poll_window = poll_window
         # The carrier owns this channel. A strong reference would create a cycle, which would keep the relay
         # alive until the garbage collector runs.
@@ -127,8 +128,8 @@ class StreamExchange(Exchange):
         self._relay = relay
         self._staging = BlobStaging()
         self._arrived: deque[draft_pb2.RoundTrees] = deque()
-        # The round whose exchange `hand_over` and `carry` complete, and the time until which to wait for the
-        # trees. None if no round is enqueued ahead, or if enqueuing failed.
+        # The round whose exchange `send_state` and `receive_trees` complete, and the time until which to wait
+        # for the trees. None if no round is enqueued ahead, or if enqueuing failed.
         self._enqueued: _Round | None = None
         self._until = 0.0
         # The times when the last state was sent and when the last trees were written, and the measured
@@ -163,7 +164,7 @@ class StreamExchange(Exchange):
     ) -> None:
         self._look()
         self._stream.send(draft_pb2.SessionRequest(rounds_next=message).SerializeToString())
-        coming = _Round(message.number, state.packed, state.extent, BlobEnvelopes.of(message), limit_s)
+        coming = _Round(message.number, state.packed, state.layout, BlobEnvelopes.of(message), limit_s)
         if ahead and self._relay is not None and self._relay.fits(state.packed, trees):
             self._enqueue(self._relay, coming, trees, expected)
             return
@@ -180,7 +181,7 @@ class StreamExchange(Exchange):
                 self._distrust(error)
         self._poll_window.rest()
 
-    def hand_over(self) -> None:
+    def send_state(self) -> None:
         """Send the state of a round that was enqueued ahead, once the device has written the state."""
         enqueued = self._enqueued
         if enqueued is None or self._relay is None:
@@ -198,7 +199,7 @@ class StreamExchange(Exchange):
         # If the host was late, it has measured only an upper bound for the time of the pass.
         self._verified_s = min(verified_s, self._verified_s or verified_s) if late else verified_s
 
-    def carry(self, wanted: bool) -> None:
+    def receive_trees(self, wanted: bool) -> None:
         """Receive the trees of a round that was enqueued ahead, and let the device continue."""
         enqueued, self._enqueued = self._enqueued, None
         if enqueued is None or self._relay is None:
@@ -249,7 +250,7 @@ class StreamExchange(Exchange):
         trees: torch.Tensor,
         expected: torch.Tensor,
     ) -> None:
-        """Enqueue the device's part of the exchange. `hand_over` and `carry` do the host's part."""
+        """Enqueue the device's part of the exchange. `send_state` and `receive_trees` do the host's part."""
         try:
             relay.give(coming.number, coming.state)
             self._enqueued = coming
@@ -265,8 +266,9 @@ class StreamExchange(Exchange):
     def _post(self, coming: _Round, state: NDArray[np.uint8]) -> None:
         """Send a state, and start to measure the wait for its trees."""
         whole = state.data
-        self._last_bytes = coming.extent.used_bytes(whole)
-        self._stream.send(coming.envelopes.state.seal(whole[: self._last_bytes]))
+        parts = coming.layout.compact(whole) if self._compact else [whole[: coming.layout.used_bytes(whole)]]
+        self._last_bytes = sum(map(len, parts))
+        self._stream.send(coming.envelopes.state.seal(*parts))
         self._poll_window.expect(coming.limit_s)
         self._sent_at = time.monotonic()
         self._until = self._sent_at + coming.limit_s

@@ -84,7 +84,7 @@ def rig_of(kind: str, folders: dict[str, Path]) -> Rig:
     engine = build_engine(settings, CPU, torch.float32)
     spec = engine.strategy.feature_spec(None)
     drafter = InprocDrafter(engine, spec, CPU)
-    assert drafter.device_resident
+    assert drafter.on_device is drafter
     return Rig(drafter, spec.feature_size, CPU, engine.strategy.info.vocab_size, GraphCache(CPU))
 
 

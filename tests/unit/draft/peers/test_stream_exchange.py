@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable
 from pathlib import Path
 
@@ -25,8 +26,11 @@ from outrider.services.target.draft_client.transport.stream_exchange import SOON
 from outrider.shared.base.errors import ProtocolError
 from outrider.shared.rpc.ipc.cuda import CudaError
 from outrider.shared.rpc.tensors import InlineTensors
+from outrider.shared.spec.resident import HEADER_BYTES, GroupLayout, StateBlob, StateLayout
 
 CPU = torch.device("cpu")
+LAYOUT = GroupLayout(struct.Struct("<2i"), columns=2, features_start=384, row_bytes=32, num_bytes=SIZE)
+"""The layout of a state of `SIZE` bytes: two sequences with two feature rows each."""
 
 
 class Outlet:
@@ -44,10 +48,10 @@ class Outlet:
 class Draft:
     """The draft's side of a stream: the rounds under test with a fake relay."""
 
-    def __init__(self, ahead: bool = True) -> None:
+    def __init__(self, ahead: bool = True, compact: bool = False) -> None:
         self.outlet, self.relay = Outlet(), Relay()
         self.peer = Peer(PeerId(1), "t", self.outlet)
-        self.exchange = StreamExchange(self.peer, self.relay, ahead=ahead)  # type: ignore[arg-type]
+        self.exchange = StreamExchange(self.peer, self.relay, ahead=ahead, compact=compact)  # type: ignore[arg-type]
         self.blob, self.trees = torch.zeros(SIZE, dtype=torch.uint8), torch.ones(SIZE, dtype=torch.uint8)
         assert self.exchange.fits(self.blob, self.trees)
 
@@ -55,9 +59,13 @@ class Draft:
         message = draft_pb2.RoundsNext(rounds=1, number=number)
         if not self.exchange.goes_ahead(message, tried):
             return False
-        self.exchange.take(message, self.blob, torch.zeros(1, dtype=torch.int32), 1.0)
-        self.exchange.give(message, self.trees)
+        self.take(message)
+        self.exchange.send_trees(message, self.trees)
         return True
+
+    def take(self, message: draft_pb2.RoundsNext) -> None:
+        state = StateBlob(self.blob, StateLayout([LAYOUT]))
+        self.exchange.receive_state(message, state, torch.zeros(1, dtype=torch.int32), 1.0)
 
     def finish(self, number: int, state: bytes = bytes(SIZE)) -> bool:
         return self.exchange.state_arrived(draft_pb2.RoundState(rounds=1, number=number, state=state))
@@ -196,10 +204,31 @@ def test_a_state_of_another_size_is_refused_and_releases(draft: Draft) -> None:
     assert not draft.relay.waits
 
 
+@pytest.mark.parametrize("tried", [True, False], ids=["ahead", "new"])
+def test_compact_states_are_expanded(tried: bool) -> None:
+    draft = Draft(compact=True)
+    state = bytearray(bytes([7]) * SIZE)
+    LAYOUT.counts.pack_into(state, HEADER_BYTES + LAYOUT.counts.size, 1, 2)
+    compact = b"".join(StateLayout([LAYOUT]).compact(memoryview(state)))
+    assert len(compact) == LAYOUT.features_start + 3 * LAYOUT.row_bytes
+    unused = slice(LAYOUT.features_start + LAYOUT.row_bytes, LAYOUT.features_start + 2 * LAYOUT.row_bytes)
+    state[unused] = bytes(LAYOUT.row_bytes)
+    if draft.enqueue(1, tried):
+        assert draft.finish(1, compact)
+    else:
+        draft.exchange.keep_state(compact)
+        draft.take(draft_pb2.RoundsNext(rounds=1, number=1))
+    assert draft.relay.came == {1: bytes(state)}
+    assert draft.enqueue(2)
+    with pytest.raises(ProtocolError, match="bytes; expected"):
+        draft.finish(2, compact[:-1])
+    assert not draft.relay.waits
+
+
 def test_a_round_that_failed_half_way_is_released_and_answered(draft: Draft) -> None:
     message = draft_pb2.RoundsNext(rounds=1, number=3)
     assert draft.exchange.goes_ahead(message, True)
-    draft.exchange.take(message, draft.blob, torch.zeros(1, dtype=torch.int32), 1.0)
+    draft.take(message)
     draft.exchange.skip(1, 3)
     assert not draft.relay.waits
     assert draft.outlet.said == [RoundTrees(1, 3, b"")]
@@ -229,8 +258,8 @@ def test_a_round_may_wait_for_its_state_on_the_host(ahead: bool, tried: bool, ro
     state = bytes([5]) * SIZE
     draft.exchange.keep_state(state)
     message = draft_pb2.RoundsNext(rounds=1, number=1)
-    draft.exchange.take(message, draft.blob, torch.zeros(1, dtype=torch.int32), 1.0)
-    draft.exchange.give(message, draft.trees)
+    draft.take(message)
+    draft.exchange.send_trees(message, draft.trees)
     assert draft.relay.came == {1: state} if room else draft.blob[4:].tolist() == [5] * (SIZE - 4)
     assert not draft.relay.waits
     assert draft.outlet.said == [RoundTrees(1, 1, bytes([1]) * SIZE)]
@@ -247,8 +276,8 @@ def test_a_draft_whose_driver_cannot_wait_goes_on_without(draft: Draft) -> None:
     assert not draft.enqueue(2)
     draft.exchange.keep_state(bytes([5]) * SIZE)
     message = draft_pb2.RoundsNext(rounds=1, number=2)
-    draft.exchange.take(message, draft.blob, torch.zeros(1, dtype=torch.int32), 1.0)
-    draft.exchange.give(message, draft.trees)
+    draft.take(message)
+    draft.exchange.send_trees(message, draft.trees)
     assert draft.blob[4:].tolist() == [5] * (SIZE - 4)
     assert draft.outlet.said == [RoundTrees(1, 1, b""), RoundTrees(1, 2, bytes([1]) * SIZE)]
 
@@ -257,9 +286,7 @@ def test_a_malformed_state_of_a_round_that_is_new_is_refused_and_releases(draft:
     assert not draft.enqueue(1, tried=False)
     draft.exchange.keep_state(b"short")
     with pytest.raises(ProtocolError, match="size"):
-        draft.exchange.take(
-            draft_pb2.RoundsNext(rounds=1, number=1), draft.blob, torch.zeros(1, dtype=torch.int32), 1.0
-        )
+        draft.take(draft_pb2.RoundsNext(rounds=1, number=1))
     assert not draft.relay.waits
 
 

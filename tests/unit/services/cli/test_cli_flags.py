@@ -49,6 +49,7 @@ UP: Mapping[str, tuple[str, Any]] = {
     "max_running_requests": ("70", 70),
     "mem_fraction_static": ("0.4", 0.4),
     "kv_tokens": ("8192", 8192),
+    "grammar_backend": ("llguidance", "llguidance"),
     "tp": ("2", 2),
     "host": ("0.0.0.0", "0.0.0.0"),
     "port": ("9100", 9100),

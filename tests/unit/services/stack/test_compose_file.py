@@ -179,6 +179,39 @@ def test_a_gateway_serves_the_chosen_names(monkeypatch: pytest.MonkeyPatch) -> N
     assert parsed("gateway", monkeypatch, OUTRIDER_MODEL_NAME="a,b").served_model_name == ("a", "b")
 
 
+FRONT_FILES = {
+    "OUTRIDER_API_KEYS_FILE": "api_keys_file",
+    "OUTRIDER_ADMIN_API_KEY_FILE": "admin_api_key_file",
+    "OUTRIDER_TLS_CERT": "tls_cert",
+    "OUTRIDER_TLS_KEY": "tls_key",
+    "OUTRIDER_TLS_CA": "tls_ca",
+}
+PEER_FILES = {
+    f"OUTRIDER_{name.upper()}": name
+    for name in ("peer_tls_cert", "peer_tls_key", "peer_tls_ca", "peer_token_file")
+}
+
+
+@pytest.mark.parametrize("name", ["gateway", "target", "draft", "gateway-cpu", "target-cpu", "draft-cpu"])
+def test_files_of_certificates_keys_and_tokens_are_variables(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    variables = PEER_FILES | (FRONT_FILES if name in GATEWAYS else {})
+    unset = parsed(name, monkeypatch)
+    assert [getattr(unset, field) for field in variables.values()] == [None] * len(variables)
+    files = {variable: f"/etc/outrider/{field}" for variable, field in variables.items()}
+    found = parsed(name, monkeypatch, **files)
+    for field in variables.values():
+        assert getattr(found, field) == Path("/etc/outrider") / field
+
+
+def test_one_container_gets_the_files_of_the_gateway() -> None:
+    environment = services(OUTRIDER_TLS_CERT="/etc/outrider/cert.pem")["outrider"]["environment"]
+    assert environment["OUTRIDER_GATEWAY_TLS_CERT"] == "/etc/outrider/cert.pem"
+    for name in GATEWAYS:
+        assert "--own-tls" in services()[name]["healthcheck"]["test"]
+
+
 @pytest.mark.parametrize("name", ["outrider", "target", "draft"])
 def test_the_gpus_are_a_variable(name: str) -> None:
     service = services(OUTRIDER_GPUS="2,3")[name]

@@ -11,11 +11,12 @@ import torch
 
 from outrider.draft.v1 import draft_pb2
 from outrider.services.target.draft_client import slotted_rounds
+from outrider.services.target.draft_client.breaker import Breaker
 from outrider.services.target.draft_client.deadlines import AnswerDeadlines
 from outrider.services.target.draft_client.session import DraftSession
 from outrider.services.target.draft_client.slotted_rounds import SlottedRounds
 from outrider.shared.spec.drafter import AWAITED, FeatureSpec
-from outrider.shared.spec.exchange_drafter import ExchangedGroup, ExchangedRound
+from outrider.shared.spec.exchanged_slots import ExchangedGroup, ExchangedRound
 from outrider.shared.spec.fence import Fence
 from outrider.shared.spec.resident import GroupSize, StateBlob
 from outrider.shared.spec.tree import DraftShape
@@ -68,6 +69,7 @@ class Draft:
         self.channel = Channel()
         self.sent: list[draft_pb2.SessionRequest] = []
         self.sessions: dict[int, DraftSession] = {}
+        self.breaker = Breaker(FAULT_S)
         self.connection = self.connect()
         self.slots = SlottedRounds(
             CPU,
@@ -75,7 +77,7 @@ class Draft:
             torch.float32,
             self.sessions,
             AnswerDeadlines(FAULT_S),
-            lambda: self.connection,
+            self.breaker,
             lambda _connection, _timeout_s: True,
             lambda waited_s, patient: self.late.append((waited_s, patient)),
         )
@@ -127,7 +129,7 @@ class Draft:
 
     @property
     def is_open(self) -> bool:
-        return self.slots.is_open(self.connection)
+        return self.slots.are_open()
 
 
 @pytest.fixture
@@ -211,7 +213,7 @@ def test_a_session_waits_for_the_report_of_its_rows(draft: Draft) -> None:
     assert draft.slots.obstacle(9, SHAPE, must_wait=True) == "not_followed"
     session.lose("resync")
     assert draft.slots.obstacle(7, SHAPE, must_wait=True) == "resync"
-    draft.connection = None
+    draft.breaker.trip(draft.now)
     assert draft.slots.obstacle(7, SHAPE, must_wait=True) == "draft_down"
 
 
@@ -305,6 +307,13 @@ def test_a_draft_that_refuses_slots_or_has_no_room_is_left_to_the_host(draft: Dr
     assert not draft.slots.fits([SIZE])
     draft.accept("no_rounds")
     assert not draft.is_open
+
+
+def test_a_faulty_draft_exchanges_no_round(draft: Draft) -> None:
+    draft.breaker.trip(draft.now)
+    assert not draft.is_open
+    draft.breaker.reset()
+    assert draft.is_open
 
 
 def test_the_first_round_of_a_combination_of_sizes_may_take_longer(draft: Draft) -> None:

@@ -30,7 +30,7 @@ def test_the_state_goes_out_and_the_trees_come_while_the_stream_waits(target: Ta
             "the message must be sent before the state"
         )
         target.answer(bytes([number]) * SIZE)
-        target.carry()
+        target.finish()
         assert target.stream.sent[-1].round_state.state == bytes(target.packed.numpy())
         assert target.relay.came[number] == bytes([number]) * SIZE
         assert not target.relay.waits
@@ -42,7 +42,7 @@ def test_rows_that_do_not_count_stay_behind(target: Target, count: int, ahead: b
     target.state.counts.fill_(count)
     target.answer(bytes(SIZE))
     target.exchange(1, ahead)
-    target.carry()
+    target.finish()
     sent = target.stream.sent[-1].round_state.state
     assert sent == bytes(target.packed.numpy())[: STATE_SIZE - (COLUMNS - count) * WIDTH * 4]
     assert not target.channel.broken
@@ -56,7 +56,7 @@ def test_both_processes_call_the_gpu_in_time(target: Target, monkeypatch: pytest
         target.stream.sent.clear()
         target.exchange(number)
         target.answer(bytes(SIZE))
-        target.carry()
+        target.finish()
         assert target.relay.calls == number
         kinds.append([message.WhichOneof("message") for message in target.stream.sent])
     unknown, known = ["rounds_next", "round_state"], ["rounds_next", "round_soon", "round_state"]
@@ -155,7 +155,7 @@ def test_that_the_state_came_is_passed_over(target: Target, monkeypatch: pytest.
     target.exchange(1)
     target.stream.answers.append(lambda _request: draft_pb2.SessionReply.FromString(TAKEN))
     target.answer(bytes(SIZE))
-    target.carry()
+    target.finish()
     assert target.relay.came == {1: bytes(SIZE)}
     assert not target.channel.broken
 
@@ -176,7 +176,7 @@ def test_trees_of_earlier_rounds_are_passed_over(target: Target) -> None:
     target.exchange(5)
     target.answer(b"old" * 9, number=4)
     target.answer(bytes(SIZE))
-    target.carry()
+    target.finish()
     assert target.relay.came == {5: bytes(SIZE)}
 
 
@@ -187,7 +187,7 @@ def test_without_trees_the_stream_is_released(target: Target, data: bytes | None
     target.exchange(1)
     if data is not None:
         target.answer(data)
-    target.carry()
+    target.finish()
     assert not target.relay.waits
     assert not target.relay.came
     assert target.channel.broken == broken
@@ -204,22 +204,22 @@ def test_what_fails_after_the_wait_was_enqueued_does_not_leave_it_standing(
 
     monkeypatch.setattr(target.relay, "settle", settle)
     with pytest.raises(RuntimeError, match="failed"):
-        target.channel.hand_over()
-    target.channel.carry(False)
+        target.channel.send_state()
+    target.channel.receive_trees(False)
     assert not target.relay.waits
-    target.carry()  # must have nothing to do
+    target.finish()  # must have nothing to do
 
 
 def test_trees_that_nobody_wants_any_more_are_not_waited_for(target: Target) -> None:
     target.exchange(1)
-    target.channel.hand_over()
-    target.channel.carry(False)
+    target.channel.send_state()
+    target.channel.receive_trees(False)
     assert not target.relay.waits
     assert not target.channel.broken
     target.exchange(2)
     target.answer(b"old" * 9, number=1)
     target.answer(bytes(SIZE))
-    target.carry()
+    target.finish()
     assert target.relay.came == {2: bytes(SIZE)}
 
 
@@ -228,12 +228,12 @@ def test_trees_that_lie_there_when_their_time_is_over_are_taken(
 ) -> None:
     target.exchange(1)
     target.answer(bytes(SIZE))
-    target.channel.hand_over()
+    target.channel.send_state()
     now = time.monotonic()
     monkeypatch.setattr(
         "outrider.services.target.draft_client.transport.stream_exchange.time.monotonic", lambda: now + 60.0
     )
-    target.channel.carry(True)
+    target.channel.receive_trees(True)
     assert target.relay.came == {1: bytes(SIZE)}
 
 
@@ -245,14 +245,14 @@ def test_a_round_that_is_new_or_too_large_is_not_enqueued_ahead(target: Target) 
         assert not target.relay.blobs
         assert target.trees[4:].tolist() == [7] * (SIZE - 4)
         assert target.trees[:4].view(torch.int32).item() == target.expected.item() == number
-        target.carry()
+        target.finish()
     assert len(target.stream.sent) == 4
 
 
 def test_a_driver_that_cannot_wait_costs_a_round(target: Target) -> None:
     target.relay.fails = True
     target.exchange(1)
-    target.carry()
+    target.finish()
     assert target.channel.broken
     assert target.relay.closed
     assert target.channel.mend()
@@ -261,12 +261,12 @@ def test_a_driver_that_cannot_wait_costs_a_round(target: Target) -> None:
     assert target.trees[:4].view(torch.int32).item() == target.expected.item() == 2, (
         "the second exchange must work without the relay"
     )
-    target.carry()
+    target.finish()
 
 
 def test_the_end_of_the_connection_ends_the_wait(target: Target) -> None:
     target.exchange(1)
     target.channel.close()
     assert not target.relay.waits
-    target.carry()
+    target.finish()
     assert not target.channel.mend()

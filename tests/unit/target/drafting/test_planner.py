@@ -43,7 +43,13 @@ class Room:
         )
         sessions: Any = SimpleNamespace(obstacle=lambda one: self.obstacles.get(one.session_id, ""))
         metrics: Any = SimpleNamespace(fell_back=self.counted.append)
-        self.planner = DraftPlanner(sessions, controller, metrics, max_rows, path=lambda: path)
+        self.planner = DraftPlanner(sessions, controller, metrics, max_rows)
+        self.path = path
+
+    def shapes(
+        self, rows: list[Sequence], planned: list[DraftShape | None] | tuple[()] = ()
+    ) -> list[DraftShape]:
+        return self.planner.shapes(rows, self.path, planned)
 
     def _choose(self, rows: list[RowBound], others: list[DraftShape], path: DraftPath) -> list[DraftShape]:
         self.asked.append((path, len(rows), others))
@@ -68,7 +74,7 @@ def test_each_mode_gets_its_shape() -> None:
     room = Room()
     on, off, auto = room.sequence(0), room.sequence(1, follow=False), room.sequence(2, auto=True)
     room.chosen = [CHAIN]
-    assert room.planner.shapes([on, off, auto]) == [TREE, NO_DRAFT, CHAIN]
+    assert room.shapes([on, off, auto]) == [TREE, NO_DRAFT, CHAIN]
     assert room.asked == [(DraftPath.DEVICE, 1, [TREE, NO_DRAFT])], "the shapes of the other rows"
     assert not room.counted
 
@@ -77,7 +83,7 @@ def test_rounds_through_the_host_choose_for_each_row() -> None:
     room = Room(path=DraftPath.HOST)
     room.chosen = [CHAIN, NO_DRAFT]
     rows = [room.sequence(index, auto=True) for index in range(2)]
-    assert room.planner.shapes(rows) == [CHAIN, NO_DRAFT]
+    assert room.shapes(rows) == [CHAIN, NO_DRAFT]
     assert room.asked == [(DraftPath.HOST, 2, [])]
 
 
@@ -85,7 +91,7 @@ def test_shapes_are_bounded_by_what_their_levels_can_hold() -> None:
     room = Room()
     wide = DraftShape(2, 1, 60)
     room.chosen = [wide]
-    shapes = room.planner.shapes([room.sequence(0, wide), room.sequence(1, wide, auto=True)])
+    shapes = room.shapes([room.sequence(0, wide), room.sequence(1, wide, auto=True)])
     assert shapes == [wide.bounded(), wide.bounded()]
     assert shapes[0].max_nodes < 60
 
@@ -94,11 +100,11 @@ def test_a_row_with_an_obstacle_counts_one_fallback_a_round() -> None:
     room = Room()
     rows = [room.sequence(0), room.sequence(1, auto=True), room.sequence(2, follow=False)]
     room.obstacles = {0: "draft_down", 1: "no_features", 2: "draft_down"}
-    assert room.planner.shapes(rows) == [NO_DRAFT] * 3
+    assert room.shapes(rows) == [NO_DRAFT] * 3
     assert room.counted == ["draft_down", "no_features"]
     assert not room.asked
     assert room.away == [(1, 3)], "no `auto` row can draft"
-    room.planner.shapes(rows)
+    room.shapes(rows)
     assert room.counted == ["draft_down", "no_features"] * 2
     assert rows[0].stats.report(None, "").fallback_reason == "draft_down"
 
@@ -108,10 +114,10 @@ def test_a_planned_row_is_not_chosen_again() -> None:
     rows = [room.sequence(0, auto=True), room.sequence(1, auto=True), room.sequence(2)]
     room.chosen = [TREE]
     room.obstacles = {2: "draft_down"}
-    assert room.planner.shapes(rows, [CHAIN, None, NO_DRAFT]) == [CHAIN, TREE, NO_DRAFT]
+    assert room.shapes(rows, [CHAIN, None, NO_DRAFT]) == [CHAIN, TREE, NO_DRAFT]
     assert room.asked == [(DraftPath.DEVICE, 1, [CHAIN, NO_DRAFT])]
     assert not room.counted, "the fallback was counted when the row was planned"
-    assert room.planner.shapes(rows, [CHAIN, CHAIN, NO_DRAFT]) == [CHAIN, CHAIN, NO_DRAFT]
+    assert room.shapes(rows, [CHAIN, CHAIN, NO_DRAFT]) == [CHAIN, CHAIN, NO_DRAFT]
     assert len(room.asked) == 1
 
 
@@ -119,7 +125,7 @@ def test_rows_of_auto_give_way_first() -> None:
     room = Room(max_rows=7 + 7 + 3)
     room.chosen = [CHAIN, CHAIN]
     rows = [room.sequence(0, auto=True), room.sequence(1), room.sequence(2, auto=True), room.sequence(3)]
-    assert room.planner.shapes(rows) == [NO_DRAFT, TREE, NO_DRAFT, TREE]
+    assert room.shapes(rows) == [NO_DRAFT, TREE, NO_DRAFT, TREE]
     assert room.counted == ["budget", "budget"]
     assert rows[0].stats.report(None, "").fallback_reason == "budget"
 
@@ -128,7 +134,7 @@ def test_no_more_rows_give_way_than_needed() -> None:
     room = Room(max_rows=7 + 3 + 1)
     room.chosen = [CHAIN, CHAIN]
     rows = [room.sequence(0), room.sequence(1, auto=True), room.sequence(2, auto=True)]
-    assert room.planner.shapes(rows) == [TREE, NO_DRAFT, CHAIN]
+    assert room.shapes(rows) == [TREE, NO_DRAFT, CHAIN]
     assert room.counted == ["budget"]
 
 
@@ -138,7 +144,7 @@ def test_rows_of_mode_on_take_turns(count: int) -> None:
     rows = [room.sequence(index) for index in range(count)]
     drafted = [0] * count
     for _ in range(10 * count):
-        shapes = room.planner.shapes(rows)
+        shapes = room.shapes(rows)
         assert sum(shape.max_nodes for shape in shapes) <= 2 * 7 + count - 2
         assert sum(shape.drafts for shape in shapes) == 2
         for index, shape in enumerate(shapes):
@@ -178,7 +184,7 @@ def spent_s(room: Room, rows: list[Sequence], rounds: int) -> tuple[float, float
     drafted = [0] * len(rows)
     assert room.cost is not None
     for _round in range(rounds):
-        shapes = room.planner.shapes(rows)
+        shapes = room.shapes(rows)
         others = [
             shape if row.controller_row is not None else NO_DRAFT
             for row, shape in zip(rows, shapes, strict=True)
@@ -240,16 +246,16 @@ def test_equal_fixed_shapes_do_not_bound_each_other_but_larger_ones_are_bounded(
 def test_nothing_is_bounded_before_a_plain_round_was_measured() -> None:
     room = Room()
     rows = [room.sequence(0, follow=False), *(room.sequence(1 + index, BIG) for index in range(4))]
-    assert [shape.drafts for shape in room.planner.shapes(rows)] == [False] + [True] * 4
+    assert [shape.drafts for shape in room.shapes(rows)] == [False] + [True] * 4
     room.cost = linear
-    assert sum(shape.drafts for shape in room.planner.shapes(rows)) < 4
+    assert sum(shape.drafts for shape in room.shapes(rows)) < 4
 
 
 def test_a_round_that_is_planned_again_is_bounded_once() -> None:
     room = Room()
     room.cost = linear
     rows = [room.sequence(0, follow=False), *(room.sequence(1 + index, BIG) for index in range(4))]
-    shapes = room.planner.shapes(rows)
+    shapes = room.shapes(rows)
     counted = len(room.counted)
-    assert room.planner.shapes(rows, list(shapes)) == shapes
+    assert room.shapes(rows, list(shapes)) == shapes
     assert len(room.counted) == counted > 0

@@ -253,7 +253,7 @@ def test_a_draft_is_recorded_with_idle_rows(decoder: Decoder, plain: list[list[i
     graphs = BoundedGraphs(8)
     bench = Bench(decoder, plain, graphs)
     before = bench.rig.rounds.table.state.tokens.clone()
-    bench.source.capture(2, CHAIN)
+    bench.source.recording(2, CHAIN)()
     (seat,) = bench.drafter.seated
     assert (list(seat.sessions), seat.size, seat.columns) == ([], 2, 3)
     assert seat.counts == [[0, 0]]

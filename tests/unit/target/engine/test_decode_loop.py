@@ -33,6 +33,38 @@ def test_with_lookahead_a_round_is_launched_before_the_last_is_read() -> None:
     assert (sequence.passes_ahead, sequence.tokens_ahead) == (1, 1)
 
 
+def test_an_open_round_is_completed_between_the_commit_and_the_delivery_of_the_previous_one() -> None:
+    world = LoopWorld(1)
+    world.opens = True
+    sequence = world.sequence(1)
+    world.step(sequence)
+    assert passes(world.log) == ["launch 1", "complete 1"], "the host knows all tokens"
+    world.log.clear()
+    world.step(sequence)
+    steps = [one for one in world.log if one.split()[0] in ("launch", "read", "accept", "complete", "emit")]
+    assert steps == ["launch 2", "read 1", "accept 1", "complete 2", "emit 1 [7]"]
+    world.loop.drain()
+    assert passes(world.log)[-1] == "read 2"
+
+
+def test_an_open_round_is_completed_after_the_first_tokens_behind_it() -> None:
+    world = LoopWorld(1)
+    world.opens = True
+    old, new = world.sequence(1), world.sequence(2)
+    world.step(old)
+    world.log.clear()
+    world.step(old, prefills=[PrefillChunk(new, 0, new.committed_len)])
+    assert [one for one in passes(world.log) if not one.startswith("hold")][-1] == "complete 2"
+    assert not any(one == "read 2" for one in world.log)
+
+
+def test_without_lookahead_an_open_round_is_completed_and_read_at_once() -> None:
+    world = LoopWorld(0)
+    world.opens = True
+    world.step(world.sequence(1))
+    assert passes(world.log) == ["launch 1", "complete 1", "read 1"]
+
+
 def test_when_nothing_is_launched_the_rounds_in_flight_are_read() -> None:
     world = LoopWorld(1)
     world.step(world.sequence(1))
@@ -61,7 +93,7 @@ def test_effects_have_one_order() -> None:
         "hold 1",
         "launch 1",
         "launched",
-        "carry",
+        "receive trees",
         "read 1",
         "accept 0",
         "committed 0 [8, 9]",

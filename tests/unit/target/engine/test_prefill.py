@@ -28,7 +28,7 @@ class Chosen:
     def __init__(self, kitchen: Kitchen, tokens: list[int]) -> None:
         self._kitchen, self._tokens = kitchen, tokens
         self.on_device = torch.tensor(tokens)
-        self.logprobs, self.prompts = None, ()
+        self.logprobs, self.prompts, self.states = None, (), ()
 
     def wait(self) -> list[int]:
         self._kitchen.now += 1.0

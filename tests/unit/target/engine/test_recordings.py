@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 from outrider.services.target.engine.recordings import (
     DENSE_ROWS,
+    MOST_MASKED_ROWS,
     MOST_MIXED_ROWS,
     USUAL_MODES,
+    Recordings,
+    masked_recordings,
     mixed_recordings,
     round_recordings,
 )
@@ -16,6 +21,8 @@ from outrider.services.target.model.verify_pass import PassSize
 from outrider.shared.spec.tree import NO_DRAFT, DraftShape
 
 TREE, CHAIN = DraftShape(3, 2, 7), DraftShape(3, 1, 4)
+NOTHING: Any = SimpleNamespace(recording=lambda *_what: None)
+"""A source whose drafts are not recorded."""
 
 
 class Recorder:
@@ -29,12 +36,16 @@ class Recorder:
     def capture(self, *what: Any) -> None:
         self.made.append(what if len(what) > 1 else what[0])
 
+    def recording(self, *what: Any) -> Callable[[], None]:
+        return lambda: self.capture(*what)
+
     def record(
         self, batches: list[tuple[int, DraftShape]], *, drafts: bool = False, captures: bool = False
     ) -> list[str]:
         """Record everything, and return the descriptions."""
         rounds: Any = self
-        recordings = list(round_recordings(rounds, self if drafts else None, batches, captures=captures))
+        source: Any = self if drafts else NOTHING
+        recordings = list(round_recordings(rounds, source, batches, captures=captures))
         assert not self.made, "listing must record nothing"
         for _description, record in recordings:
             record()
@@ -87,7 +98,9 @@ def test_rounds_beyond_the_limit_of_packed_rows_are_left_out() -> None:
 
 def test_other_sampling_modes_can_be_listed_alone() -> None:
     rounds: Any = Recorder()
-    for _, record in round_recordings(rounds, None, [(2, NO_DRAFT)], [SamplingMode.FILTERED], captures=False):
+    for _, record in round_recordings(
+        rounds, NOTHING, [(2, NO_DRAFT)], [SamplingMode.FILTERED], captures=False
+    ):
         record()
     assert rounds.made == [PassSize(2, 1, SamplingMode.FILTERED, False)]
 
@@ -111,3 +124,45 @@ def test_mixed_rounds_are_recorded_in_every_mode_but_full_the_largest_first() ->
 
 def test_mixed_rounds_keep_to_the_limit_of_packed_rows() -> None:
     assert {size.rows for size in mixed(20)} == {2, 4, 8, 16, 20}
+
+
+def test_rounds_with_forms_are_recorded_in_every_width() -> None:
+    recorder = Recorder(2048)
+    rounds: Any = recorder
+    for _description, record in masked_recordings(rounds, captures=True, drafting=True):
+        record()
+    made = recorder.made
+    assert all(size.masked and size.mode is SamplingMode.FULL for size in made)
+    assert max(size.rows for size in made) == MOST_MASKED_ROWS
+    assert [size.rows for size in made] == sorted((size.rows for size in made), reverse=True)
+    assert {(size.width, size.capture) for size in made if size.rows == 8} == {
+        (1, True),
+        (1, False),
+        (8, True),
+        (64, True),
+    }
+    assert {size.width for size in made if size.rows == 1} == {1}
+    recorder.made.clear()
+    for _description, record in masked_recordings(rounds, captures=False, drafting=False):
+        record()
+    assert {(size.width, size.capture) for size in recorder.made} == {(1, False)}
+
+
+def test_rounds_with_forms_are_listed_once_there_was_one() -> None:
+    rounds: Any = SimpleNamespace(
+        has_forms=False, buckets=RowBuckets.up_to(4), max_rows=4, on_first_form=lambda: None
+    )
+    runner: Any = SimpleNamespace(captures=False, graphs=SimpleNamespace(observed=False))
+    recordings = Recordings(runner, rounds, None, drafting=False, refresh=lambda: None)
+    added: list[Any] = []
+    recordings.on_first_form(added.extend)
+    assert recordings.masked() == []
+    rounds.has_forms = True
+    rounds.on_first_form()
+    assert [description for description, _record in added] == [
+        "rounds of 4 rows",
+        "rounds of 2 rows",
+        "rounds of 1 rows",
+    ]
+    runner.graphs.observed = True
+    assert recordings.masked() == [], "several ranks do not record such rounds"

@@ -14,7 +14,7 @@ from outrider.services.target.drafting.no_drafter import NoDrafter
 from outrider.services.target.model.graph_key import GraphKey
 from outrider.services.target.model.outcome import Outcome
 from outrider.services.target.model.packed_batch import Entry, SamplingMode
-from outrider.services.target.model.round_runner import unpack
+from outrider.services.target.model.rounds import unpack
 from outrider.services.target.model.verify_pass import PassSize
 from outrider.services.target.scheduling.sequence import Sequence
 from outrider.shared.base.generation import SamplingParams, TraceNode

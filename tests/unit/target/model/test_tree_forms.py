@@ -30,3 +30,27 @@ def test_every_node_gets_the_tokens_that_may_follow_it(seed: int) -> None:
         states.append(grammar.after(states[parent], token))
     bits = (masks.view(np.uint32)[:, :, None] >> np.arange(32) & 1).reshape(len(masks), -1)
     assert [set(np.flatnonzero(row).tolist()) for row in bits] == [grammar.allowed(state) for state in states]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_masks_of_a_tree_that_was_not_fitted(seed: int) -> None:
+    """Nodes that cannot be reached, and nodes after which nothing is kept, are left as they are."""
+    grammar = ToyGrammar(VOCAB, ENDS, seed)
+    form = OutputForm(grammar, ANY)
+    tree = drawn_tree(random.Random(seed), grammar, 16)
+    tree.add(ENDS[0], 0, -1.0)
+    masks = np.full((len(tree.tokens), words_of(VOCAB)), -1, dtype=np.int32)
+    fill_masks(form, tree, masks)
+    paths: list[list[int]] = [[]]
+    for token, parent in zip(tree.tokens[1:], tree.parents[1:], strict=True):
+        paths.append([*paths[parent], token])
+    for path, mask in zip(paths, masks, strict=True):
+        if grammar.accepts(path) and not set(path) & set(ENDS):
+            state = 0
+            for token in path:
+                state = grammar.after(state, token)
+            bits = np.flatnonzero(mask.view(np.uint32)[:, None] >> np.arange(32) & 1)
+            assert set(bits.tolist()) == grammar.allowed(state)
+        else:
+            assert (mask == -1).all()
+    assert form.accept(sorted(grammar.allowed(0))[0]), "the form is where it was"

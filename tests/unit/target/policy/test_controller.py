@@ -153,14 +153,6 @@ def test_decisions_are_kept_for_some_rounds() -> None:
     assert min(lengths[1:-1], default=ROUNDS_PER_CHOICE) >= 4
 
 
-def test_rounds_exchanged_with_another_process_have_one_shape() -> None:
-    controller = SpeculationController()
-    one = server(controller, 8, path=DraftPath.EXCHANGE, laws=[law_of(2.5), GOOD])
-    one.run(6000)
-    assert all(len(set(shapes) - {NO_DRAFT}) <= 1 for shapes in one.rounds)
-    assert used(one.rounds)[NO_DRAFT] < 0.2 * sum(used(one.rounds).values())
-
-
 def test_depth_is_bounded_by_the_tokens_left_to_emit() -> None:
     controller = SpeculationController()
     one = server(controller, 1)

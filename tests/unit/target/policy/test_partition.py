@@ -23,9 +23,9 @@ def row(chain: float, tree: float, count: int = 1) -> RowClass:
     return RowClass({CHAIN: chain, TREE: tree}, count)
 
 
-def best(classes: list[RowClass], others: Others = NOBODY, path: DraftPath = DraftPath.DEVICE) -> Partition:
+def best(classes: list[RowClass], others: Others = NOBODY) -> Partition:
     size = sum(one.count for one in classes) + others.rows
-    return Partitions(classes, others, costs(size), path).best((), 1.0)
+    return Partitions(classes, others, costs(size), DraftPath.DEVICE).best((), 1.0)
 
 
 def test_rows_that_are_alike_get_the_best_shape() -> None:
@@ -44,12 +44,6 @@ def test_rows_of_one_batch_get_different_shapes_or_none() -> None:
 def test_a_second_shape_must_pay_for_its_own_draft() -> None:
     found = best([row(3.5, 3.6, 30), row(2.0, 4.0, 1)])
     assert found.counts == {CHAIN: 31}
-
-
-def test_rounds_exchanged_with_another_process_have_one_shape() -> None:
-    classes = [row(3.5, 3.6, 12), row(2.0, 6.0, 10)]
-    assert len(best(classes).counts) == 2
-    assert len(best(classes, path=DraftPath.EXCHANGE).counts) == 1
 
 
 def test_one_good_row_must_pay_for_the_time_of_the_others() -> None:

@@ -87,6 +87,13 @@ class ListedGraphs:
 
     def __init__(self) -> None:
         self.made: list[Any] = []
+        self.added: list[Any] = []
+
+    def masked(self) -> list[Recording]:
+        return []
+
+    def on_first_form(self, add: Any) -> None:
+        self.added.append(add)
 
     def rounds(
         self, batches: list[tuple[int, DraftShape]], modes: Sequence[SamplingMode] = USUAL_MODES
@@ -162,6 +169,9 @@ def test_the_start_records_the_first_graphs_and_leaves_the_others() -> None:
     assert engine.recordings.made == first
     assert engine.recorder.num_further == len(further)
     assert engine.recorder.planned, "graphs of a draft that connects later must be planned"
+    (add,) = engine.recordings.added
+    add([engine.recordings._one("rounds with forms")])
+    assert engine.recorder.num_further == len(further) + 1
 
 
 def test_a_stop_ends_the_recording() -> None:

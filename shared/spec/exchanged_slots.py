@@ -1,4 +1,4 @@
-"""The interface of a drafter in another process. The target's device sends it states and receives trees.
+"""The slots of a drafter in another process. The target's device sends states and receives trees.
 
 `shared.spec.resident` defines the terms state, slot, group and tree.
 """
@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
-from outrider.shared.spec.drafter import Drafter
 from outrider.shared.spec.resident import GroupSize, RoundState
 from outrider.shared.spec.tree import DraftBatch, DraftShape
 
@@ -55,17 +54,15 @@ class ExchangedRound(Protocol):
     def exchange(self, limit_s: float | None, ahead: bool) -> None:
         """Send the states and receive the trees, in stream order. Never captured.
 
-        Some implementations block the host until the trees have arrived. Others only enqueue the wait for the
-        trees. The wait always has a limit. If the trees do not arrive in time, `trees` returns trees of one
-        node.
+        Some implementations block the host until the trees have arrived, and others only enqueue the wait. If
+        the trees do not arrive within the limit, `trees` returns trees of one node.
 
         Args:
             limit_s: Longest time that the device may wait for the trees. With None, the device waits as long
                 as rows in speculation mode `on` may wait.
-            ahead: True if the device may wait for the host's work in `hand_over` and `carry`. Between
-                `exchange` and these calls, the caller may then enqueue only work that has run before. The
-                first run of a kernel could make the host wait for the device while the device waits for the
-                host.
+            ahead: True if the device may wait for the host's work in `send_state` and `receive_trees`.
+                Between `exchange` and these calls, the caller may then enqueue only work that has run before,
+                because the first run of a kernel could make the host wait for the device.
         """
         ...
 
@@ -77,13 +74,20 @@ class ExchangedRound(Protocol):
 class ExchangedSlots(Protocol):
     """The slots of a drafter in another process, and the rounds of the sessions in them.
 
-    Engine thread only. After every `ExchangedRound.exchange`, call `hand_over` and `carry`, even if the work
-    enqueued between these calls raises an error.
+    Engine thread only. After every `ExchangedRound.exchange`, call `send_state` and `receive_trees`, even if
+    the work enqueued between these calls raises an error.
     """
 
     @property
     def others_s(self) -> float:
         """Longest wait, in seconds, for trees of rows in mode `on` in a round that also has other rows."""
+        ...
+
+    def are_open(self) -> bool:
+        """Return True if rounds can be exchanged now. Must be cheap, because every step calls it.
+
+        False without a connection, and during the pause after late rounds or a fault.
+        """
         ...
 
     def fits(self, sizes: Sequence[GroupSize]) -> bool:
@@ -138,25 +142,14 @@ class ExchangedSlots(Protocol):
         """
         ...
 
-    def hand_over(self) -> None:
+    def send_state(self) -> None:
         """Do the host's part, if any, of sending the states. Wait until the previous round has ended."""
         ...
 
-    def carry(self, wanted: bool) -> None:
+    def receive_trees(self, wanted: bool) -> None:
         """Do the host's part, if any, of receiving the trees. Waits for the trees only if `wanted`."""
         ...
 
     def record(self, size: GroupSize, shape: DraftShape) -> None:
         """Announce a group size, so that the drafter records the graph for this size in advance."""
         ...
-
-
-@runtime_checkable
-class ExchangeDrafter(Drafter, Protocol):
-    """A drafter in another process that exchanges rounds with this device while `device_resident` is True.
-
-    Attributes:
-        slots: The slots of the drafter.
-    """
-
-    slots: ExchangedSlots

@@ -1,0 +1,170 @@
+"""The commands that disturb services: `outrider bench soak` and others, with their flags."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from outrider.bench.options import (
+    Device,
+    DraftDir,
+    Dtype,
+    Force,
+    Output,
+    StackTransport,
+    TargetDir,
+    draft_folder,
+    leave_on_terminate,
+    numbers,
+    result_file,
+)
+from outrider.services.stack.launch import free_port
+from outrider.services.stack.options import DEMO_TARGET, StackOptions, Transport
+from outrider.shared.base.errors import ConfigurationError
+
+
+def soak(
+    minutes: Annotated[float, typer.Option(help="Duration of all phases together.")] = 30.0,
+    clients: Annotated[
+        int, typer.Option(min=1, help="Number of clients that each send one request after the other.")
+    ] = 16,
+    pause: Annotated[
+        float, typer.Option(min=0.0, help="Seconds between the recovery from a fault and the next fault.")
+    ] = 12.0,
+    seed: Annotated[int, typer.Option(help="Seed of the requests.")] = 1,
+    target: TargetDir = None,
+    draft: DraftDir = None,
+    transport: StackTransport = Transport.AUTO,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    output: Output = None,
+    force: Force = False,
+) -> None:
+    """Restart every service repeatedly under mixed requests; look for wrong tokens, leaks and growth of
+    memory.
+
+    The command starts the services, and first records the answer to every request. Then it repeatedly kills,
+    suspends and terminates the draft, the target and the gateway, one service per phase. The last phase
+    disturbs nothing. Exits with 1 if an answer differs, a request fails without a reason, or something leaks.
+    """
+    from outrider.bench.faults.soak import SoakOptions, run_soak
+
+    leave_on_terminate()
+    if not minutes > 0:
+        raise ConfigurationError(f"--minutes {minutes:g}: expected a number above 0.", field="--minutes")
+    options = SoakOptions(
+        stack=StackOptions(
+            target=target or DEMO_TARGET,
+            draft=draft_folder(target, draft),
+            device=device,
+            dtype=dtype,
+            port=free_port(),
+            transport=transport,
+        ),
+        minutes=minutes,
+        clients=clients,
+        pause_s=pause,
+        seed=seed,
+        output=result_file(output, "soak", device, force),
+    )
+    raise typer.Exit(run_soak(options))
+
+
+def overload(
+    requests: Annotated[
+        int, typer.Option(min=10, help="Number of requests that are offered above the capacity.")
+    ] = 500,
+    capacity_seconds: Annotated[
+        float, typer.Option(min=1.0, help="Duration of the measurement of the capacity.")
+    ] = 45.0,
+    max_tokens: Annotated[
+        str, typer.Option(help="Tokens per answer. Each request draws one of these lengths.")
+    ] = "16,64,128",
+    max_queue_wait: Annotated[
+        float,
+        typer.Option(min=0.0, help="--max-queue-wait-s of the gateway that is started; 0 sets no limit."),
+    ] = 1.0,
+    seed: Annotated[int, typer.Option(help="Seed of the arrival times and of the lengths.")] = 0,
+    target: TargetDir = None,
+    draft: DraftDir = None,
+    transport: StackTransport = Transport.AUTO,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    output: Output = None,
+    force: Force = False,
+) -> None:
+    """Offer 1.5 times the capacity in an open loop: TTFT, refusals, memory, and a key beside a flood.
+
+    The command starts the services and first measures their capacity. For comparison, it also offers 0.8
+    times the capacity, and the requests of a single key within its limits. Exits with 1 if a request fails
+    without status 429 and Retry-After.
+    """
+    from outrider.bench.faults.overload import OverloadOptions, run_overload
+
+    leave_on_terminate()
+    options = OverloadOptions(
+        stack=StackOptions(
+            target=target or DEMO_TARGET,
+            draft=draft_folder(target, draft),
+            device=device,
+            dtype=dtype,
+            port=free_port(),
+            transport=transport,
+        ),
+        requests=requests,
+        capacity_s=capacity_seconds,
+        max_tokens=numbers(max_tokens, "--max-tokens"),
+        max_queue_wait_s=max_queue_wait,
+        seed=seed,
+        output=result_file(output, "overload", device, force),
+    )
+    raise typer.Exit(run_overload(options))
+
+
+def move(
+    streams: Annotated[int, typer.Option(min=2, help="Number of streams at the same time.")] = 32,
+    rounds: Annotated[int, typer.Option(min=1, help="Number of times that a target is killed.")] = 4,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens per prompt.")] = 64,
+    new_tokens: Annotated[int, typer.Option(min=16, help="Tokens per answer.")] = 160,
+    devices: Annotated[
+        str, typer.Option(help="Devices of the two targets, such as cuda:0,cuda:1.")
+    ] = "cpu,cpu",
+    flag: Annotated[
+        list[str] | None,
+        typer.Option("--flag", help="NAME=VALUE for a flag of both targets, such as threads=1; repeatable."),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the prompts.")] = 0,
+    target: TargetDir = None,
+    draft: DraftDir = None,
+    output: Output = None,
+    force: Force = False,
+) -> None:
+    """Kill one of two targets that serve streams; check the tokens and measure the pause of the moved
+    streams.
+
+    Exits with 1 if a stream gets other tokens than in an undisturbed run.
+    """
+    from outrider.bench.faults.move import MoveOptions, run_move
+
+    leave_on_terminate()
+    places = [place.strip() for place in devices.split(",")]
+    if len(places) != 2:
+        raise ConfigurationError(f"--devices {devices}: expected two devices.", field="--devices")
+    flags: list[str] = []
+    for one in flag or ():
+        name, equals, value = one.partition("=")
+        flags += [f"--{name}", value] if equals else [f"--{name}"]
+    options = MoveOptions(
+        target=target or DEMO_TARGET,
+        draft=draft_folder(target, draft),
+        devices=places,
+        streams=streams,
+        rounds=rounds,
+        prompt=prompt_tokens,
+        new=new_tokens,
+        flags=flags,
+        seed=seed,
+        output=result_file(output, "move", places[0], force),
+    )
+    raise typer.Exit(run_move(options))

@@ -1,0 +1,1 @@
+"""Commands that break, flood and wear out running services, and check what clients notice."""

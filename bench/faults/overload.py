@@ -1,0 +1,305 @@
+"""`outrider bench overload`: offers more requests than the services can answer.
+
+The command measures the capacity with clients that wait for their answers. It then offers shares of this
+capacity in an open loop, in which requests arrive whether or not earlier ones have been answered:
+
+1. less than the capacity, for comparison;
+2. more than the capacity;
+3. the requests of one API key that stays within its limits, alone;
+4. the same requests, beside another key that floods the services.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from outrider.bench.faults.processes import usages
+from outrider.bench.load.open_loop import Experience, Load, LoadRequest, run_clients, run_load
+from outrider.bench.load.rest import RestLoad
+from outrider.bench.load.server import Server, find_server
+from outrider.bench.measure.clock import percentile
+from outrider.bench.measure.prompts import HELDOUT_PROMPTS, load_prompts
+from outrider.bench.report.record import Result, Row, finish
+from outrider.services.stack.launch import Stack, running_stack
+from outrider.services.stack.options import StackOptions
+from outrider.shared.base.errors import UnavailableError
+
+BELOW, ABOVE, WITHIN = 0.8, 1.5, 0.3
+"""Offered shares of the capacity: in the comparison, in the overload, and of the key within its limits."""
+CLIENTS_PER_SLOT = 2
+DEFAULT_SLOTS = 16
+PROMPTS = 40
+SAMPLE_S = 0.5
+CAPACITY_SHARES = 3
+"""The capacity is the median of this many measurements."""
+FIRST_TOKEN_GOAL, TENANT_GOAL, MEMORY_GOAL = 3.0, 0.8, 1.1
+REFUSED = 429
+STEADY, FLOOD = "steady-tenant", "flooding-tenant"
+KEYS = {name: f"sk-bench-{name}-0001" for name in (STEADY, FLOOD)}
+
+
+@dataclass(frozen=True, slots=True)
+class OverloadOptions:
+    """Options of the command. Most fields are its flags.
+
+    Attributes:
+        stack: The stack to start.
+        requests: Number of requests that are offered above the capacity.
+        capacity_s: Duration of the measurement of the capacity, in seconds.
+        max_tokens: Lengths of the answers, of which each request draws one.
+        max_queue_wait_s: Setting of the gateway with this name.
+        seed: Seed of the arrival times and of the lengths.
+        output: The JSON file.
+    """
+
+    stack: StackOptions
+    requests: int
+    capacity_s: float
+    max_tokens: Sequence[int]
+    max_queue_wait_s: float
+    seed: int
+    output: Path
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """One open loop, seen from its clients.
+
+    Attributes:
+        rate: Requests per second that were offered.
+        experiences: Timelines of all requests.
+        seconds: Duration of the arrivals, and of the whole load until the last answer.
+        memory_mib: Largest memory of each service during the load.
+    """
+
+    rate: float
+    experiences: Sequence[Experience]
+    seconds: tuple[float, float]
+    memory_mib: Mapping[str, float]
+
+    @property
+    def answered(self) -> list[Experience]:
+        """The requests that were answered."""
+        return [one for one in self.experiences if not one.error]
+
+    @property
+    def refused(self) -> list[Experience]:
+        """The requests that got status 429."""
+        return [one for one in self.experiences if one.status == REFUSED]
+
+    def first_token(self, percent: float) -> float:
+        """Return a percentile of the time to the first token of the answered requests, in seconds.
+
+        Raises:
+            UnavailableError: No request was answered.
+        """
+        if not self.answered:
+            raise UnavailableError(
+                f"No request was answered: {self.experiences[0].error}", field="--requests"
+            )
+        return percentile([one.first_token_s for one in self.answered], percent)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the figures as JSON values."""
+        errors = {one.error for one in self.experiences if one.error and one.status != REFUSED}
+        refused = self.refused
+        return {
+            "offered_per_s": round(self.rate, 3),
+            "requests": len(self.experiences),
+            "answered": len(self.answered),
+            "refused": len(refused),
+            "refused_with_retry_after": sum(one.retry_after_s is not None for one in refused),
+            "retry_after_s": sorted({one.retry_after_s for one in refused if one.retry_after_s is not None}),
+            "refused_after_p99_s": round(percentile([one.total_s for one in refused], 99), 4)
+            if refused
+            else None,
+            "other_errors": sorted(errors)[:5],
+            "arrivals_s": round(self.seconds[0], 2),
+            "whole_s": round(self.seconds[1], 2),
+            "first_token_s": {percent: round(self.first_token(percent), 4) for percent in (50, 90, 99)},
+            "token_rate_of_a_request": round(
+                statistics.median(one.tokens / one.total_s for one in self.answered), 2
+            ),
+            "peak_rss_mib": dict(self.memory_mib),
+        }
+
+
+def run_overload(options: OverloadOptions) -> int:
+    """Offer the loads, print the table and save the result.
+
+    Returns:
+        The exit code: 1 if a request failed otherwise than by status 429, or a 429 had no ``Retry-After``.
+
+    Raises:
+        ConfigurationError: The stack cannot be started.
+        UnavailableError: The services answer no request.
+    """
+    log: deque[str] = deque(maxlen=40)
+    try:
+        with ExitStack() as cleanup:
+            folder = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="outrider-")))
+            stack = cleanup.enter_context(
+                running_stack(
+                    _with_keys(options, folder),
+                    lambda name, line: log.append(f"{name} | {line}"),
+                    lambda line: None,
+                )
+            )
+            return asyncio.run(_measure(options, stack))
+    except Exception:
+        print(*log, sep="\n", file=sys.stderr)
+        raise
+
+
+def _with_keys(options: OverloadOptions, folder: Path) -> StackOptions:
+    """Return the options of a stack with two API keys. The file of the keys is written into `folder`."""
+    file = folder / "keys.toml"
+    file.touch(mode=0o600)
+    file.write_text(
+        "".join(f'[[keys]]\nname = "{name}"\nkey = "{key}"\n' for name, key in KEYS.items()), encoding="ascii"
+    )
+    settings = {"api_keys_file": file, "max_queue_wait_s": options.max_queue_wait_s}
+    return replace(options.stack, gateway_settings={**options.stack.gateway_settings, **settings})
+
+
+async def _measure(options: OverloadOptions, stack: Stack) -> int:
+    server = find_server(stack.url, KEYS[STEADY])
+    loads = {name: RestLoad(server, key) for name, key in KEYS.items()}
+    try:
+        capacities = [
+            await _capacity(options, server, loads[FLOOD], number) for number in range(CAPACITY_SHARES)
+        ]
+        capacity = statistics.median(capacities)
+        seconds = options.requests / (ABOVE * capacity)
+        below = await _offer(options, stack, loads[FLOOD], BELOW * capacity, seconds)
+        above = await _offer(options, stack, loads[FLOOD], ABOVE * capacity, seconds)
+        alone = await _offer(options, stack, loads[STEADY], WITHIN * capacity, seconds)
+        beside, flood = await asyncio.gather(
+            _offer(options, stack, loads[STEADY], WITHIN * capacity, seconds),
+            _offer(options, stack, loads[FLOOD], ABOVE * capacity, seconds, 1),
+        )
+    finally:
+        for load in loads.values():
+            await load.close()
+    return _report(
+        options, capacities, {"0.8": below, "1.5": above, "alone": alone, "beside": beside, "flood": flood}
+    )
+
+
+async def _capacity(options: OverloadOptions, server: Server, load: RestLoad, number: int) -> float:
+    """Return the requests per second that are answered if the services always have more than they can run."""
+    clients = CLIENTS_PER_SLOT * (server.max_running or DEFAULT_SLOTS)
+    ask = _requests(options, number + 2)
+    seconds = options.capacity_s / CAPACITY_SHARES
+    began = time.perf_counter()
+    experiences = await run_clients(load, clients, seconds, ask, lambda _answered: None)
+    ends = began + seconds
+    answered = [one for one in experiences if not one.error and one.ended <= ends]
+    if not answered:
+        raise UnavailableError(
+            f"No answer within {seconds:g} s: {experiences[0].error}. Raise --capacity-seconds.",
+            field="--capacity-seconds",
+        )
+    # The first answers arrive late, because all clients begin at the same time.
+    first = min(one.ended for one in answered)
+    return (len(answered) - 1) / (ends - first) if len(answered) > 1 else 1 / seconds
+
+
+async def _offer(
+    options: OverloadOptions, stack: Stack, load: RestLoad, rate: float, seconds: float, number: int = 0
+) -> Offer:
+    """Offer requests in an open loop, and wait for all answers."""
+    memory: dict[str, float] = {}
+
+    async def sample() -> None:
+        while True:
+            for name, usage in usages(stack.supervisor).items():
+                memory[name] = max(memory.get(name, 0.0), usage.rss_mib)
+            await asyncio.sleep(SAMPLE_S)
+
+    sampler = asyncio.create_task(sample())
+    began = time.perf_counter()
+    try:
+        experiences = await run_load(
+            load,
+            Load(rate, seconds, options.seed + number),
+            _requests(options, number),
+            lambda _answered: None,
+        )
+    finally:
+        sampler.cancel()
+    return Offer(rate, experiences, (seconds, time.perf_counter() - began), memory)
+
+
+def _requests(options: OverloadOptions, number: int) -> Any:
+    """Return the requests of a load: chats whose answers have different lengths."""
+    prompts = load_prompts(HELDOUT_PROMPTS, PROMPTS)
+
+    def request(index: int) -> LoadRequest:
+        draw = random.Random(f"{options.seed} {number} {index}")
+        lengths = options.max_tokens
+        return LoadRequest(
+            prompts[index % len(prompts)], draw.choice(lengths), {"temperature": 0.0}, index, {"mode": "auto"}
+        )
+
+    return request
+
+
+def _report(options: OverloadOptions, capacities: Sequence[float], offers: Mapping[str, Offer]) -> int:
+    below, above, alone, beside = (offers[name] for name in ("0.8", "1.5", "alone", "beside"))
+    refused = [one for offer in offers.values() for one in offer.refused]
+    silent = sum(one.retry_after_s is None for one in refused)
+    broken = sum(
+        bool(one.error) and one.status != REFUSED for offer in offers.values() for one in offer.experiences
+    )
+    memory = sum(above.memory_mib.values()) / sum(below.memory_mib.values())
+    first = above.first_token(99) / below.first_token(99)
+    kept = (len(beside.answered) / beside.seconds[1]) / (len(alone.answered) / alone.seconds[1])
+    rows = [
+        Row(
+            "capacity",
+            statistics.median(capacities),
+            "req/s",
+            more={"runs": [round(one, 3) for one in capacities]},
+        ),
+        Row("first token at 0.8 × capacity, p99", below.first_token(99), "s"),
+        Row("first token of the answered at 1.5 × capacity, p99", above.first_token(99), "s"),
+        Row("first token, 1.5 × ÷ 0.8 × capacity, p99", first, "×", more=_at_most(first, FIRST_TOKEN_GOAL)),
+        Row("refused with 429 at 1.5 × capacity", len(above.refused) / len(above.experiences), "of all"),
+        Row("429 without Retry-After", silent, "requests", more=_at_most(silent, 0)),
+        Row("failed otherwise", broken, "requests", more=_at_most(broken, 0)),
+        Row("peak memory, 1.5 × ÷ 0.8 × capacity", memory, "×", more=_at_most(memory, MEMORY_GOAL)),
+        Row(
+            "requests/s of a key within its limits, beside a flood ÷ alone",
+            kept,
+            "×",
+            more={"goal": TENANT_GOAL, "goal_is": "at least", "met": kept >= TENANT_GOAL},
+        ),
+        Row("its first token beside a flood, p99", beside.first_token(99), "s"),
+    ]
+    settings = {
+        "device": options.stack.device,
+        "requests": options.requests,
+        "max_tokens": list(options.max_tokens),
+        "max_queue_wait_s": options.max_queue_wait_s,
+        "seed": options.seed,
+        "transport": options.stack.transport.value,
+    }
+    more = {"offers": {name: offer.as_json() for name, offer in offers.items()}}
+    finish(Result("overload", settings, rows, more), options.output, shown=("goal", "met"))
+    return int(bool(silent or broken))
+
+
+def _at_most(value: float, goal: float) -> dict[str, Any]:
+    return {"goal": goal, "goal_is": "at most", "met": value <= goal}

@@ -1,0 +1,63 @@
+"""Reads memory, threads and open files of the services' processes, and kills or suspends one of them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from outrider.services.stack.supervisor import Supervisor
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What one process uses.
+
+    Attributes:
+        process: Id of the process, and the number of its start.
+        rss_mib: Resident memory, in MiB.
+        descriptors, threads: Number of open files, and number of threads.
+    """
+
+    process: tuple[int, int]
+    rss_mib: float
+    descriptors: int
+    threads: int
+
+    def as_json(self) -> dict[str, object]:
+        """Return the usage as JSON values, without the id of the process."""
+        return {name: value for name, value in asdict(self).items() if name != "process"}
+
+
+def usage_of(process: int) -> Usage | None:
+    """Return what a process uses, or None if it has ended. Linux only."""
+    folder = Path("/proc") / str(process)
+    try:
+        fields = (folder / "stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+        descriptors = len(os.listdir(folder / "fd"))
+    except OSError:
+        return None
+    started, threads, pages = int(fields[19]), int(fields[17]), int(fields[21])
+    return Usage((process, started), round(pages * os.sysconf("SC_PAGE_SIZE") / MIB, 1), descriptors, threads)
+
+
+def usages(supervisor: Supervisor) -> dict[str, Usage]:
+    """Return what each running service uses, by name."""
+    found = {}
+    for child in supervisor.children:
+        usage = usage_of(child.process_id) if child.process_id is not None else None
+        if usage is not None:
+            found[child.spec.name] = usage
+    return found
+
+
+def survivors(before: Mapping[str, Usage], after: Mapping[str, Usage]) -> dict[str, tuple[Usage, Usage]]:
+    """Return the services that ran all the time between two samples, with both samples."""
+    return {
+        name: (first, after[name])
+        for name, first in before.items()
+        if name in after and after[name].process == first.process
+    }

@@ -1,0 +1,99 @@
+"""A recorded CUDA graph, work in several parts, and the observer of recordings and replays."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+Result = TypeVar("Result")
+
+Parts = Generator[None, None, Result]
+"""Work that pauses after each part except the last. Its tensors stay alive until the last part is done."""
+
+
+def single_part(function: Callable[[], Result]) -> Parts[Result]:
+    """Return the work of a function as a single part."""
+    yield from ()
+    return function()
+
+
+def next_part(work: Parts[Result]) -> tuple[bool, Result | None]:
+    """Do the next part. Return whether it was the last part, and then also the result of the work."""
+    try:
+        next(work)
+    except StopIteration as end:
+        return True, end.value
+    return False, None
+
+
+def finish(work: Parts[Result]) -> Result | None:
+    """Do all parts that are left, and return the result of the work."""
+    while True:
+        ended, result = next_part(work)
+        if ended:
+            return result
+
+
+def end_broken_capture(pool: Any) -> None:
+    """Clean up in torch after a failed capture with this memory pool.
+
+    torch stops the capture at the error and leaves its allocator and random generator in capture mode.
+    """
+    torch.cuda.synchronize()
+    device = torch.cuda.current_device()
+    with contextlib.suppress(RuntimeError):  # some torch versions have already ended the allocation
+        torch._C._cuda_endAllocateToPool(device, pool)
+    generator = torch.cuda.default_generators[device]
+    generator.graphsafe_set_state(generator.clone_state())
+
+
+class GraphObserver(Protocol):
+    """Receives a call whenever a graph is recorded, replayed or dropped.
+
+    With tensor parallelism, the observer uses these calls to make the other ranks do the same with their
+    graphs.
+    """
+
+    def recording(self, graph: int) -> None:
+        """Called just before work is captured as graph number `graph`."""
+        ...
+
+    def recorded(self, graph: int) -> None:
+        """Called when the capture is complete."""
+        ...
+
+    def replaying(self, graph: int) -> None:
+        """Called just before the graph is launched."""
+        ...
+
+    def dropped(self, graph: int) -> None:
+        """Called when one graph is dropped."""
+        ...
+
+    def forgotten(self) -> None:
+        """Called when all graphs are dropped."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class GraphPart:
+    """One CUDA graph, and its number for the observer."""
+
+    number: int
+    graph: torch.cuda.CUDAGraph
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedGraph:
+    """The graphs of all parts of some work, their memory pool, and the result of the work.
+
+    Most recordings have a single part.
+    """
+
+    parts: Sequence[GraphPart]
+    pool: Any
+    result: Any
