@@ -37,12 +37,14 @@ class SamplingFields(BaseModel):
     min_p: float | None = None
     n: int | None = None
     seed: int | None = None
-    sampling_seed: int | None = Field(None, description="SGLang's name of `seed`.")
+    sampling_seed: int | None = Field(default=None, description="SGLang's name of `seed`.")
     stop: StopStrings | None = None
     stop_token_ids: TokenIds | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
-    no_stop_trim: bool | None = Field(None, description="Whether the text includes the stop string (SGLang).")
+    no_stop_trim: bool | None = Field(
+        default=None, description="Whether the text includes the stop string (SGLang)."
+    )
     presence_penalty: float | None = Field(
         default=None, description="Subtracted from the logits of tokens that the answer contains; -2 to 2."
     )
