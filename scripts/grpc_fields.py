@@ -1,5 +1,6 @@
 """Lists the gRPC field for each request field of REST, and writes this table into docs/api.md.
 
+Most fields come from `services/gateway/options.py`. This script lists the fields that routes read themselves.
 A unit test fails in three cases: a REST route accepts a field that is missing here, a gRPC field named here
 does not exist, or a gRPC request has a field that is not named here. Run `python scripts/grpc_fields.py`
 after a change. With ``--check``, the script only checks the page.
@@ -10,51 +11,28 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from outrider.services.gateway.options import OPTIONS
+
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "api.md"
 BEGIN, END = "<!-- gRPC fields: begin -->\n", "<!-- gRPC fields: end -->"
 
-OPTIONS: dict[str, str] = {
-    "allowed_token_ids": "options.sampling.allowed_token_ids",
-    "bad_words": "options.bad_words",
-    "cache_salt": "options.cache_salt",
-    "frequency_penalty": "options.sampling.frequency_penalty",
-    "ignore_eos": "options.ignore_eos",
-    "include_stop_str_in_output": "options.include_stop_string",
-    "logit_bias": "options.sampling.logit_bias",
-    "max_completion_tokens": "options.max_tokens",
-    "max_new_tokens": "options.max_tokens",
-    "max_tokens": "options.max_tokens",
-    "min_new_tokens": "options.sampling.min_tokens",
-    "min_p": "options.sampling.min_p",
-    "min_tokens": "options.sampling.min_tokens",
-    "n": "options.n",
-    "no_stop_trim": "options.include_stop_string",
-    "presence_penalty": "options.sampling.presence_penalty",
-    "priority": "options.priority",
-    "prompt_logprobs": "options.logprobs.prompt_top",
-    "repetition_penalty": "options.sampling.repetition_penalty",
-    "request_id": "options.rid",
-    "return_logprob": "options.logprobs.top",
-    "rid": "options.rid",
-    "sampling_seed": "options.sampling.seed",
-    "seed": "options.sampling.seed",
-    "skip_special_tokens": "options.skip_special_tokens",
-    "speculation": "options.speculation",
-    "stop": "options.stop",
-    "stop_token_ids": "options.stop_token_ids",
-    "temperature": "options.sampling.temperature",
-    "top_k": "options.sampling.top_k",
-    "top_logprobs": "options.logprobs.top",
-    "top_logprobs_num": "options.logprobs.top",
-    "top_p": "options.sampling.top_p",
-    "token_ids_logprob": "options.logprobs.token_ids",
-    "truncate_prompt_tokens": "options.truncate_prompt_tokens",
+SHARED: dict[str, str] = {
+    **{name: f"options.{option.grpc}" for option in OPTIONS for name in option.rest},
     "return_hidden_states": "options.states.hidden_states",
     "return_routed_experts": "options.states.routed_experts",
     "routed_experts_start_len": "options.states.start",
+    "token_ids_logprob": "options.logprobs.token_ids",
     "logprob_start_len": "options.logprobs.prompt_start",
     "logprobs": "options.logprobs.top",
     "model": "model",
+    "prompt_logprobs": "options.logprobs.prompt_top",
+    "request_id": "options.rid",
+    "return_logprob": "options.logprobs.top",
+    "rid": "options.rid",
+    "speculation": "options.speculation",
+    "top_logprobs": "options.logprobs.top",
+    "top_logprobs_num": "options.logprobs.top",
+    "truncate_prompt_tokens": "options.truncate_prompt_tokens",
     "ebnf": "options.constraint",
     "guided_choice": "options.constraint",
     "guided_grammar": "options.constraint",
@@ -67,7 +45,7 @@ OPTIONS: dict[str, str] = {
 }
 """Fields that several routes share."""
 CHAT = {
-    **OPTIONS,
+    **SHARED,
     "add_generation_prompt": "prompt.add_generation_prompt",
     "add_special_tokens": "prompt.add_special_tokens",
     "chat_template_kwargs": "prompt.template_kwargs",
@@ -81,7 +59,7 @@ CHAT = {
     "tools": "tools",
 }
 COMPLETE = {
-    **OPTIONS,
+    **SHARED,
     "add_special_tokens": "add_special_tokens",
     "input_ids": "token_ids",
     "prompt": "text",

@@ -5,7 +5,12 @@ Only this module, the target client and the gRPC servicer use protobuf messages.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 from outrider.common.v1 import common_pb2
+from outrider.gateway.v1 import gateway_pb2
+from outrider.services.gateway.options import OPTIONS, OptionValues
 from outrider.services.gateway.request import GenerationRequest, TargetDelta, TargetFinish, Usage
 from outrider.services.gateway.served_target import AutoDecision, PrefixCacheStats, ServedTarget, TargetStats
 from outrider.shared.base.generation import (
@@ -35,6 +40,24 @@ REASON_TO_PROTO = {
     FinishReason.CANCELLED: common_pb2.FINISH_REASON_CANCELLED,
 }
 REASON_FROM_PROTO = {value: reason for reason, value in REASON_TO_PROTO.items()}
+
+
+def options_from_proto(message: gateway_pb2.GenerationOptions) -> OptionValues:
+    """Return the options of a client's gRPC request."""
+    values = OptionValues()
+    for option in OPTIONS:
+        *outer, name = option.grpc.split(".")
+        inner: Any = message
+        for part in outer:
+            inner = getattr(inner, part)
+        kind = inner.DESCRIPTOR.fields_by_name[name]
+        value = getattr(inner, name) if not kind.has_presence or inner.HasField(name) else None
+        if isinstance(value, Mapping):
+            value = {str(key): one for key, one in value.items()}
+        elif isinstance(value, Sequence) and not isinstance(value, str):
+            value = tuple(tuple(one.ids) if kind.message_type else one for one in value) or None
+        values.put(option, value)
+    return values
 
 
 def request_to_proto(request: GenerationRequest, timeout_s: float) -> target_pb2.GenerateRequest:

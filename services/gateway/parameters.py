@@ -10,8 +10,10 @@ import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from outrider.services.gateway.keys.caller import allowed_model
+from outrider.services.gateway.options import OPTIONS, OptionValues
 from outrider.services.gateway.prompt_lengths import check_lengths
 from outrider.services.gateway.request import (
     MASK_64,
@@ -37,8 +39,6 @@ from outrider.shared.base.generation import SamplingParams
 from outrider.shared.base.logit_rules import LogitRules
 
 MAX_STOP_TOKEN_IDS = 256
-MAX_TEMPERATURE = 2.0
-MAX_TOP_K = (1 << 31) - 1
 # Lower temperatures are treated as 0, as in SGLang, because sampling would always pick the largest logit.
 GREEDY_TEMPERATURE = 1e-6
 MAX_SALT_CHARS = 256
@@ -112,6 +112,11 @@ class Parameters:
     constraint: Constraint | None = None
     states: RequestedStates = NO_REQUESTED_STATES
 
+    @classmethod
+    def of(cls, values: OptionValues, **others: Any) -> Parameters:
+        """Return the parameters with these options, and with values of the other attributes."""
+        return cls(**values.parameters, rules=RequestedRules(**values.rules), **others)
+
 
 class RequestBuilder:
     """Checks parameters against the settings and the target's limits, and builds requests."""
@@ -169,27 +174,11 @@ class RequestBuilder:
         if p.max_tokens is not None:
             least = 0 if p.may_be_empty else 1
             _check(p.max_tokens >= least, surface.max_tokens, f"at least {least}", p.max_tokens)
-        if p.temperature is not None:
-            _check(
-                0 <= p.temperature <= MAX_TEMPERATURE,
-                f"{name}temperature",
-                f"between 0 and {MAX_TEMPERATURE:g}",
-                p.temperature,
-            )
-        if p.top_k is not None:
-            _check(
-                -1 <= p.top_k <= MAX_TOP_K,
-                f"{name}top_k",
-                f"between 1 and {MAX_TOP_K}, or -1 or 0 to disable it",
-                p.top_k,
-            )
-        if p.top_p is not None:
-            _check(0 < p.top_p <= 1, f"{name}top_p", "above 0 and at most 1", p.top_p)
-        if p.min_p is not None:
-            _check(0 <= p.min_p <= 1, f"{name}min_p", "between 0 and 1", p.min_p)
-        if p.seed is not None:
-            _check(-(1 << 63) <= p.seed <= MASK_64, f"{name}seed", "a 64-bit integer", p.seed)
-        _check(-(1 << 31) <= p.priority < 1 << 31, "priority", "a 32-bit integer", p.priority)
+        for option in OPTIONS:
+            value = None if option.is_rule else getattr(p, option.name)
+            if option.allowed is not None and value is not None:
+                given = option.name if option.is_outer else name + option.name
+                _check(value in option.allowed, given, option.allowed.text, value)
         check_prompt_text(p.cache_salt, "cache_salt")
         if len(p.cache_salt) > MAX_SALT_CHARS:
             raise InvalidRequestError(

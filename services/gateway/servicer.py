@@ -16,7 +16,7 @@ import grpc
 from outrider.common.v1 import common_pb2
 from outrider.gateway.v1 import gateway_pb2, gateway_pb2_grpc
 from outrider.services.gateway.chat_turn import ChatTurn
-from outrider.services.gateway.convert import MODE_FROM_PROTO, REASON_TO_PROTO
+from outrider.services.gateway.convert import MODE_FROM_PROTO, REASON_TO_PROTO, options_from_proto
 from outrider.services.gateway.core import GatewayCore, Job, rids_of
 from outrider.services.gateway.grpc_chat import (
     callable_tools,
@@ -34,7 +34,7 @@ from outrider.services.gateway.parsers.answer import AnswerReader, plain_reader
 from outrider.services.gateway.parsers.pieces import Piece, Reasoning, Text, ToolCallArguments, ToolCallStart
 from outrider.services.gateway.request import ChoiceEvent, Chunk, Finished, RequestedSpeculation, Started
 from outrider.services.gateway.request_note import RequestNote, current_note
-from outrider.services.gateway.requested_rules import RequestedLogprobs, RequestedRules
+from outrider.services.gateway.requested_rules import RequestedLogprobs
 from outrider.services.gateway.requested_states import RequestedStates
 from outrider.shared.base.constraint import Constraint
 from outrider.shared.base.errors import InvalidRequestError
@@ -324,21 +324,8 @@ def _parameters(options: gateway_pb2.GenerationOptions) -> Parameters:
         raise InvalidRequestError(
             "options.speculation.mode is not a known mode.", field="options.speculation.mode"
         )
-    return Parameters(
-        max_tokens=options.max_tokens if options.HasField("max_tokens") else None,
-        temperature=sampling.temperature if sampling.HasField("temperature") else None,
-        top_k=sampling.top_k if sampling.HasField("top_k") else None,
-        top_p=sampling.top_p if sampling.HasField("top_p") else None,
-        min_p=sampling.min_p if sampling.HasField("min_p") else None,
-        seed=sampling.seed if sampling.HasField("seed") else None,
-        n=options.n if options.HasField("n") else None,
-        stop=tuple(options.stop),
-        stop_token_ids=tuple(options.stop_token_ids),
-        ignore_eos=options.ignore_eos,
-        include_stop_string=options.include_stop_string,
-        skip_special_tokens=options.skip_special_tokens if options.HasField("skip_special_tokens") else True,
-        priority=options.priority,
-        cache_salt=options.cache_salt,
+    return Parameters.of(
+        options_from_proto(options),
         speculation=RequestedSpeculation(
             mode=mode,
             depth=speculation.depth if speculation.HasField("depth") else None,
@@ -346,7 +333,6 @@ def _parameters(options: gateway_pb2.GenerationOptions) -> Parameters:
             max_nodes=speculation.max_nodes if speculation.HasField("max_nodes") else None,
             trace=speculation.trace,
         ),
-        rules=_rules(options),
         logprobs=RequestedLogprobs(logprobs_from_proto(options.logprobs)),
         may_be_empty=options.logprobs.HasField("prompt_top"),
         constraint=_constraint(options),
@@ -362,20 +348,6 @@ def _constraint(options: gateway_pb2.GenerationOptions) -> Constraint | None:
     asked.field = "options.constraint"
     asked.begins_after = asked.opening = ""
     return constraint_from_proto(asked)
-
-
-def _rules(options: gateway_pb2.GenerationOptions) -> RequestedRules:
-    sampling = options.sampling
-    return RequestedRules(
-        presence_penalty=sampling.presence_penalty,
-        frequency_penalty=sampling.frequency_penalty,
-        repetition_penalty=sampling.repetition_penalty if sampling.HasField("repetition_penalty") else None,
-        logit_bias={str(token): bias for token, bias in sampling.logit_bias.items()},
-        min_tokens=sampling.min_tokens,
-        allowed_token_ids=tuple(sampling.allowed_token_ids) or None,
-        bad_words=tuple(options.bad_words),
-        bad_word_ids=tuple(tuple(word.ids) for word in sampling.bad_words),
-    )
 
 
 def _finished(end: Finished, seed: int, index: int) -> gateway_pb2.Finished:

@@ -1,4 +1,4 @@
-"""TLS and the shared token between services. Both apply to TCP addresses, and never to unix sockets.
+"""TLS and the shared token between services, for TCP addresses only.
 
 The command line imports this file for its flags, so gRPC is imported only where it is used.
 """

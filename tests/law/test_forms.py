@@ -179,7 +179,7 @@ def test_preemption_keeps_the_place_in_the_form(decoder: Decoder, monkeypatch: p
         decoder,
         AnswerDrafter(known, VOCAB, 0.8, device=decoder.device),
         plan=LoopPlan(1, drafts_on_device=True, max_depth=3, max_nodes=7),
-        num_pages=18,
+        num_pages=16,
         page_size=4,
         prefill_chunk=8,
     )

@@ -26,7 +26,7 @@ from outrider.services.target.grammar.backend import GrammarBackend, compile_gra
 from outrider.services.target.grammar.matcher import Grammar
 from outrider.services.target.grammar.vocabulary import Vocabulary
 from outrider.services.target.grammar.xgrammar import XGrammar
-from outrider.services.target.model import tree_forms
+from outrider.services.target.model import tree_fit
 from outrider.shared.base.constraint import Constraint, ConstraintKind
 from outrider.shared.base.generation import FinishReason, SamplingParams, SpeculationMode
 from outrider.shared.nn.decoder import Decoder
@@ -132,7 +132,7 @@ def test_text_that_the_schema_forces_makes_accepted_runs_longer(
     lengths, texts = [], []
     for fits in (True, False):
         if not fits:
-            monkeypatch.setattr(tree_forms, "_graft", lambda *arguments: None)
+            monkeypatch.setattr(tree_fit._Fit, "fill", lambda self: None)
         harness, drafter = make_pair(decoder)
         for index in range(4):
             prompt = chat(tokenizer, PROMPTS[index % 3])

@@ -8,6 +8,7 @@ from functools import cache
 import numpy as np
 
 from outrider.services.target.grammar.matcher import Grammar, Mask, Matcher
+from outrider.shared.spec.trees import HostTree
 
 
 class ToyGrammar(Grammar):
@@ -105,3 +106,15 @@ class ToyMatcher(Matcher):
             found.append(token)
             state = self._grammar.after(state, token)
         return found
+
+
+def drawn_tree(rng: random.Random, grammar: ToyGrammar, nodes: int) -> HostTree:
+    """Draw a tree in which about half of the nodes are allowed."""
+    tree, states = HostTree.of_root(1), [0]
+    for _ in range(nodes):
+        parent = rng.randrange(len(tree.tokens))
+        inner = sorted(grammar.allowed(states[parent])) if states[parent] >= 0 else []
+        token = rng.choice(inner) if inner and rng.random() < 0.5 else rng.randrange(grammar.vocab_size)
+        tree.add(token, parent, -rng.random())
+        states.append(grammar.after(states[parent], token) if token in inner else -1)
+    return tree

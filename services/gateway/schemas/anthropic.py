@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
+from outrider.services.gateway.options import of_bodies
 from outrider.services.gateway.parameters import Parameters
 from outrider.services.gateway.schemas.base import NeutralOnly, OpenModel
 from outrider.services.gateway.schemas.chat_messages import CalledFunction, Message, TextPart, ToolCall
@@ -234,14 +235,8 @@ class MessagesRequest(CountTokensRequest):
         """
         self.refuse_unsupported()
         given = self.output_config.format if self.output_config is not None else None
-        return Parameters(
-            max_tokens=self.max_tokens,
-            temperature=self.temperature,
-            top_k=self.top_k,
-            top_p=self.top_p,
-            min_p=self.min_p,
-            seed=self.seed,
-            stop=tuple(self.stop_sequences or ()),
+        return Parameters.of(
+            of_bodies(self),
             speculation=(self.speculation or SpeculationOptions()).params(),
             constraint=given.constraint("output_config.format") if given is not None else None,
         )

@@ -86,22 +86,6 @@ class ChatRequest(StateFields, OpenAIRequest):
         wanted = LogprobParams(top or 0 if self.logprobs else None, listed)
         return RequestedLogprobs(wanted, bool(self.return_tokens_as_token_ids), prompt_list=listed)
 
-    def token_limit(self) -> int | None:
-        """Return the client's limit of new tokens, or None if the client sets no limit.
-
-        The client may set `max_tokens`, `max_completion_tokens`, or both.
-
-        Raises:
-            InvalidRequestError: If the two fields have different values.
-        """
-        if self.max_completion_tokens is None:
-            return self.max_tokens
-        if self.max_tokens not in (None, self.max_completion_tokens):
-            raise InvalidRequestError(
-                "max_tokens and max_completion_tokens differ. Set only one of them.", field="max_tokens"
-            )
-        return self.max_completion_tokens
-
     def template_tools(self) -> list[dict[str, Any]]:
         """Return the tools that the answer may call, in the form that chat templates expect.
 

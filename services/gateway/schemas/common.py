@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
+from outrider.services.gateway.options import of_bodies
 from outrider.services.gateway.parameters import Parameters
 from outrider.services.gateway.request import RequestedSpeculation
 from outrider.services.gateway.requested_rules import NO_REQUESTED_LOGPROBS, RequestedLogprobs, check_top
@@ -49,26 +50,6 @@ class StreamOptions(OpenModel):
     include_obfuscation: Any = None
 
 
-def _one_or_many(value: object) -> object:
-    """Accept one string or a list, and return a list. Raise a single clear error for any other value.
-
-    pydantic itself would report one error for each type of the union.
-    """
-    if value is None:
-        return None
-    many = [value] if isinstance(value, str) else value
-    if not isinstance(many, list) or not all(isinstance(one, str) for one in many):
-        raise ValueError("must be a string or a list of strings")
-    return many
-
-
-def _one_id_or_many(value: object) -> object:
-    return [value] if isinstance(value, int) and not isinstance(value, bool) else value
-
-
-StopStrings = Annotated[list[str], BeforeValidator(_one_or_many, json_schema_input_type=str | list[str])]
-TokenIds = Annotated[list[int], BeforeValidator(_one_id_or_many, json_schema_input_type=int | list[int])]
-
 Neutral = Any
 """Type of an unsupported parameter.
 
@@ -103,16 +84,6 @@ class OpenAIRequest(NeutralOnly, SamplingFields, OpenAIForms):
 
     model: str | None = None
     max_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    n: int | None = None
-    seed: int | None = None
-    stop: StopStrings | None = None
-    stop_token_ids: TokenIds | None = None
-    ignore_eos: bool | None = None
-    skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     return_token_ids: bool | None = Field(None, description="Include token ids in each choice.")
     stream: bool | None = None
@@ -128,8 +99,6 @@ class OpenAIRequest(NeutralOnly, SamplingFields, OpenAIForms):
         None, description="Write the tokens of logprobs as token_id:N."
     )
     request_id: str | None = Field(None, max_length=128, description="vLLM's name of `rid`.")
-    sampling_seed: int | None = Field(None, description="SGLang's name of `seed`.")
-    no_stop_trim: bool | None = Field(None, description="SGLang's name of `include_stop_str_in_output`.")
     add_special_tokens: bool | None = Field(
         None, description="Whether the tokenizer adds its special tokens. Default: only in completions."
     )
@@ -159,23 +128,9 @@ class OpenAIRequest(NeutralOnly, SamplingFields, OpenAIForms):
             raise InvalidRequestError(
                 "stream_options is only allowed with stream: true.", field="stream_options"
             )
-        return Parameters(
-            max_tokens=self.token_limit(),
-            temperature=self.temperature,
-            top_k=self.top_k,
-            top_p=self.top_p,
-            min_p=self.min_p,
-            seed=self._seed(),
-            n=self.n,
-            stop=tuple(self.stop or ()),
-            stop_token_ids=tuple(self.stop_token_ids or ()),
-            ignore_eos=bool(self.ignore_eos),
-            include_stop_string=bool(self.include_stop_str_in_output or self.no_stop_trim),
-            skip_special_tokens=self.skip_special_tokens is not False,
+        return Parameters.of(
+            of_bodies(self),
             speculation=(self.speculation or SpeculationOptions()).params(),
-            priority=self.priority or 0,
-            cache_salt=self.cache_salt or "",
-            rules=self.rules(self.min_tokens),
             logprobs=self.wanted_logprobs(),
             constraint=self.constraint(),
             states=self.wanted_states(),
@@ -199,19 +154,10 @@ class OpenAIRequest(NeutralOnly, SamplingFields, OpenAIForms):
             raise InvalidRequestError("prompt_logprobs does not allow stream: true.", field="prompt_logprobs")
         return check_top(number, "prompt_logprobs")
 
-    def _seed(self) -> int | None:
-        if self.seed is not None and self.sampling_seed not in (None, self.seed):
-            raise InvalidRequestError("seed and sampling_seed differ. Set only one of them.", field="seed")
-        return self.sampling_seed if self.seed is None else self.seed
-
     @property
     def reply_id(self) -> str | None:
         """The client's id for the reply, or None."""
         return self.rid or self.request_id
-
-    def token_limit(self) -> int | None:
-        """Return the client's limit of new tokens, or None."""
-        return self.max_tokens
 
     @property
     def include_usage(self) -> bool:

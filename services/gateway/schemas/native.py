@@ -6,16 +6,12 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
+from outrider.services.gateway.options import of_bodies
 from outrider.services.gateway.parameters import Parameters
 from outrider.services.gateway.requested_rules import NO_REQUESTED_LOGPROBS, RequestedLogprobs, check_top
 from outrider.services.gateway.schemas.base import NeutralOnly, OpenModel
 from outrider.services.gateway.schemas.chat_messages import Message
-from outrider.services.gateway.schemas.common import (
-    Neutral,
-    SpeculationOptions,
-    StopStrings,
-    TokenIds,
-)
+from outrider.services.gateway.schemas.common import Neutral, SpeculationOptions
 from outrider.services.gateway.schemas.constraint_fields import SglangForms
 from outrider.services.gateway.schemas.sampling_fields import SamplingFields
 from outrider.services.gateway.schemas.state_fields import StartLength as ExpertsStart
@@ -36,20 +32,6 @@ class NativeSamplingParams(NeutralOnly, SamplingFields, SglangForms):
     }
 
     max_new_tokens: int | None = None
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    n: int | None = None
-    seed: int | None = None
-    sampling_seed: int | None = None
-    stop: StopStrings | None = None
-    stop_token_ids: TokenIds | None = None
-    ignore_eos: bool | None = None
-    skip_special_tokens: bool | None = None
-    # If true, the text includes the stop string.
-    no_stop_trim: bool | None = None
-
     min_new_tokens: int | None = None
     structural_tag: Neutral = None
     stop_regex: Neutral = None
@@ -178,28 +160,9 @@ class NativeRequest(NeutralOnly):
         self.refuse_unsupported()
         given = self._of("sampling_params", number) or NativeSamplingParams()
         given.refuse_unsupported("sampling_params.")
-        if given.seed is not None and given.sampling_seed not in (None, given.seed):
-            raise InvalidRequestError(
-                "sampling_params.seed and sampling_seed differ. Set only one of them.",
-                field="sampling_params.seed",
-            )
-        return Parameters(
-            max_tokens=given.max_new_tokens,
-            temperature=given.temperature,
-            top_k=given.top_k,
-            top_p=given.top_p,
-            min_p=given.min_p,
-            seed=given.sampling_seed if given.seed is None else given.seed,
-            n=given.n,
-            stop=tuple(given.stop or ()),
-            stop_token_ids=tuple(given.stop_token_ids or ()),
-            ignore_eos=bool(given.ignore_eos),
-            include_stop_string=bool(given.no_stop_trim),
-            skip_special_tokens=given.skip_special_tokens is not False,
+        return Parameters.of(
+            of_bodies(given, self, prefix="sampling_params."),
             speculation=(self.speculation or SpeculationOptions()).params(),
-            priority=self.priority or 0,
-            cache_salt=self.cache_salt or "",
-            rules=given.rules(given.min_new_tokens),
             logprobs=self.wanted_logprobs(number),
             constraint=given.constraint("sampling_params."),
             may_be_empty=True,

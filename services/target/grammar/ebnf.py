@@ -203,7 +203,7 @@ class _SchemaGrammar:
         if not isinstance(first, list):
             raise UnsupportedError("prefixItems must be a list")
         rest = keywords.get("items", True)
-        least, most = _count(keywords, "minItems", 0), _count(keywords, "maxItems", None)
+        least, most = _count(keywords, "minItems") or 0, _count(keywords, "maxItems")
         if rest is False:
             most = min(len(first), len(first) if most is None else most)
         if first and not least == most == len(first):
@@ -258,8 +258,8 @@ def _has(kind: str, value: Any) -> bool:
     return isinstance(value, kinds.get(kind, list if kind == "array" else dict if kind == "object" else ()))
 
 
-def _count(keywords: Json, name: str, default: int | None) -> int | None:
-    value = keywords.get(name, default)
+def _count(keywords: Json, name: str) -> int | None:
+    value = keywords.get(name)
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
@@ -267,9 +267,9 @@ def _count(keywords: Json, name: str, default: int | None) -> int | None:
     return value
 
 
-def _times(least: int | None, most: int | None) -> str:
+def _times(least: int, most: int | None) -> str:
     """Return the repetition from `least` to `most` times."""
-    if most is not None and most < (least or 0):
+    if most is not None and most < least:
         raise UnsupportedError("the largest number must not be below the least")
     return f"{{{least},{'' if most is None else most}}}"
 

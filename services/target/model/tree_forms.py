@@ -2,7 +2,8 @@
 
 The *form* of an output determines which tokens may come next, for example those that fit a JSON schema. Nodes
 that the form forbids are removed before the trees are verified. The rows that become free are filled with
-text that the form forces, such as the names of a JSON schema's properties.
+text that the form forces, such as the names of a JSON schema's properties, and with the tokens of short
+lists, such as the values of an enum.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from outrider.services.target.grammar.form import OutputForm
 from outrider.services.target.grammar.matcher import Mask, words_of
 from outrider.services.target.model.mask_buffer import MaskBuffer
 from outrider.services.target.model.packed_batch import Entry, PackedBatch
+from outrider.services.target.model.tree_fit import children_of, fitted
 from outrider.services.target.scheduling.sequence import Sequence
 from outrider.shared.kv.upload import upload
 from outrider.shared.spec.trees import HostTree, pad_trees
@@ -27,8 +29,8 @@ from outrider.shared.spec.trees import HostTree, pad_trees
 MOST_FITTED = 64
 """Total number of nodes up to which all trees of a round are fitted before the forward pass.
 
-The device is idle while trees are fitted. In larger rounds, only those trees are fitted to whose roots forced
-text can be added. In the other trees, the masks of the nodes above forbidden nodes exclude these."""
+The device is idle while trees are fitted. In larger rounds, a tree is fitted only if the form forces the text
+after its root. In the other trees, the masks exclude the forbidden nodes."""
 MANY_NODES = 32
 """Number of nodes from which on several threads find the masks of a round."""
 MASK_THREADS = 8
@@ -222,53 +224,6 @@ def prompt_masks(sequences: Seq[Sequence], device: torch.device) -> torch.Tensor
     return upload(masks.reshape(-1), torch.int32, device).view(masks.shape)
 
 
-def fitted(form: OutputForm, tree: HostTree, rows: int, depth: int) -> HostTree:
-    """Return a tree without the nodes that a form forbids, and with nodes for text that the form forces.
-
-    Nodes whose tokens end the output are removed too, because nothing can follow them.
-
-    Args:
-        form: The form of the output, after it has followed the root.
-        tree: The drafted tree.
-        rows: Largest number of nodes.
-        depth: Largest depth of a node.
-    """
-    kept = HostTree.of_root(tree.tokens[0])
-    children = _children(tree)
-    grafts: list[tuple[int, int, list[int]]] = []
-
-    def visit(node: int, place: int) -> None:
-        if forced := form.forced():
-            grafts.append((kept.depths[place], place, forced))
-        for child in children[node]:
-            if tree.tokens[child] not in form.ends and form.accept(tree.tokens[child]):
-                visit(child, kept.add(tree.tokens[child], place, tree.logprobs[child]))
-                form.rollback()
-
-    visit(0, 0)
-    for _, place, forced in sorted(grafts):
-        _graft(kept, place, [token for token in forced if token not in form.ends], rows, depth)
-    return kept
-
-
-def _graft(tree: HostTree, place: int, tokens: Seq[int], rows: int, depth: int) -> None:
-    """Add a path of tokens below a node, as far as there is room. Reuse existing nodes on this path."""
-    for token in tokens:
-        found = next(
-            (
-                node
-                for node, parent in enumerate(tree.parents)
-                if parent == place and tree.tokens[node] == token
-            ),
-            None,
-        )
-        if found is None:
-            if len(tree.tokens) >= rows or tree.depths[place] >= depth:
-                return
-            found = tree.add(token, place, 0.0)
-        place = found
-
-
 def fill_masks(form: OutputForm, tree: HostTree, masks: Mask) -> None:
     """Write the allowed tokens after every node of a tree.
 
@@ -279,7 +234,7 @@ def fill_masks(form: OutputForm, tree: HostTree, masks: Mask) -> None:
             tokens end the output, and for nodes below these. Forbidden nodes are never accepted, and tokens
             after the end of the output are dropped.
     """
-    children = _children(tree)
+    children = children_of(tree)
 
     def visit(node: int) -> None:
         form.fill(masks[node])
@@ -289,11 +244,3 @@ def fill_masks(form: OutputForm, tree: HostTree, masks: Mask) -> None:
                 form.rollback()
 
     visit(0)
-
-
-def _children(tree: HostTree) -> list[list[int]]:
-    children: list[list[int]] = [[] for _ in tree.tokens]
-    for node, parent in enumerate(tree.parents):
-        if parent >= 0:
-            children[parent].append(node)
-    return children

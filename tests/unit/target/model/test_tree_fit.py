@@ -1,0 +1,83 @@
+"""Trees that are fitted to a form: no forbidden node, and likely tokens in the free rows."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from support.toy_grammar import ToyGrammar, drawn_tree
+
+from outrider.services.target.grammar.form import OutputForm
+from outrider.services.target.model.tree_fit import MOST_CHOICES, fitted
+from outrider.shared.base.constraint import Constraint, ConstraintKind
+from outrider.shared.spec.trees import HostTree
+
+VOCAB, ENDS = 48, (5, 9)
+ANY = Constraint(ConstraintKind.GRAMMAR, "x")
+
+
+def paths_of(tree: HostTree) -> set[tuple[int, ...]]:
+    paths: list[tuple[int, ...]] = [()]
+    for token, parent in zip(tree.tokens[1:], tree.parents[1:], strict=True):
+        paths.append((*paths[parent], token))
+    return set(paths)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_exactly_the_allowed_nodes_stay(seed: int) -> None:
+    rng = random.Random(seed)
+    grammar = ToyGrammar(VOCAB, ENDS, seed)
+    tree = drawn_tree(rng, grammar, 20)
+    found = fitted(OutputForm(grammar, ANY), tree, len(tree.tokens), 8)
+    allowed = {path for path in paths_of(tree) if grammar.accepts(list(path)) and not set(path) & set(ENDS)}
+    grafted = paths_of(found) - allowed
+    assert allowed <= paths_of(found)
+    assert len(found.tokens) <= len(tree.tokens)
+    assert all(grammar.accepts(list(path)) and len(path) <= 8 for path in grafted)
+    for path in grafted:
+        state = 0
+        for token in path[:-1]:
+            state = grammar.after(state, token)
+        assert len(grammar.allowed(state)) <= MOST_CHOICES, "only forced tokens and tokens of few are added"
+
+
+def test_forced_text_fills_the_free_rows_up_to_the_depth() -> None:
+    forms = (OutputForm(ToyGrammar(VOCAB, ENDS, seed), ANY) for seed in range(999))
+    form, forced = next((form, forced) for form in forms if len(forced := form.forced()) >= 3)
+    tree = HostTree.of_root(1)
+    assert fitted(form, tree, 9, 9).tokens[1 : 1 + len(forced)] == forced
+    assert fitted(form, tree, 3, 9).tokens[1:] == forced[:2]
+    assert fitted(form, tree, 9, 1).tokens[1:] == forced[:1]
+    tree.add(forced[0], 0, -1.0)
+    again = fitted(form, tree, 9, 9).tokens[1 : 1 + len(forced)]
+    assert again == forced, "a drafted node is not added again"
+
+
+def test_short_lists_are_added_where_a_drafted_node_is_forbidden() -> None:
+    grammar = next(one for seed in range(999) if len((one := ToyGrammar(VOCAB, (47,), seed)).allowed(0)) == 8)
+    choices = grammar.allowed(0)
+    tree = HostTree.of_root(1)
+    assert len(fitted(OutputForm(grammar, ANY), tree, 20, 1).tokens) == 1, "nothing was forbidden"
+    tree.add(next(token for token in range(VOCAB) if token not in choices), 0, -1.0)
+    form = OutputForm(grammar, ANY)
+    assert set(fitted(form, tree, 20, 1).tokens[1:]) == choices
+    assert len(fitted(form, tree, 5, 1).tokens) == 5
+    deeper = fitted(form, tree, 40, 3)
+    assert paths_of(deeper) > {(token,) for token in choices}
+    assert all(grammar.accepts(list(path)) for path in paths_of(deeper))
+
+
+def test_a_likely_place_is_filled_before_an_unlikely_one() -> None:
+    grammar = next(
+        one
+        for seed in range(999)
+        for one in [ToyGrammar(VOCAB, (47,), seed)]
+        if len(one.allowed(0)) == 2 and all(len(one.allowed(one.after(0, a))) == 1 for a in one.allowed(0))
+    )
+    first, second = sorted(grammar.allowed(0))
+    for logprobs in ((-0.1, -2.0), (-2.0, -0.1)):
+        tree = HostTree.of_root(1)
+        tree.add(first, 0, logprobs[0])
+        tree.add(second, 0, logprobs[1])
+        (added,) = paths_of(fitted(OutputForm(grammar, ANY), tree, 4, 2)) - paths_of(tree)
+        assert added[0] == (first if logprobs[0] > logprobs[1] else second)
