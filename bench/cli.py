@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from outrider.bench.fault_commands import move, overload, soak
+from outrider.bench.fault_commands import move, overload, soak, stall
 from outrider.bench.load_commands import mixed, prefix, serve
 from outrider.bench.options import (
     AnswerTokens,
@@ -275,6 +275,7 @@ bench.command()(prefix)
 bench.command()(move)
 bench.command()(overload)
 bench.command()(soak)
+bench.command()(stall)
 bench.command()(plot)
 
 

@@ -168,3 +168,41 @@ def move(
         output=result_file(output, "move", places[0], force),
     )
     raise typer.Exit(run_move(options))
+
+
+def stall(
+    streams: Annotated[int, typer.Option(min=1, help="Number of streams whose pauses are measured.")] = 2,
+    repeats: Annotated[int, typer.Option(min=1, help="Number of times that each body is sent.")] = 3,
+    quiet: Annotated[
+        float, typer.Option(min=0.1, help="Seconds in which the streams run without a body.")
+    ] = 10.0,
+    target: TargetDir = None,
+    draft: DraftDir = None,
+    transport: StackTransport = Transport.AUTO,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    output: Output = None,
+    force: Force = False,
+) -> None:
+    """Send malformed and very large bodies, and measure the longest pause of other streams meanwhile.
+
+    Exits with 1 if a body is answered with a status of 500 or above.
+    """
+    from outrider.bench.faults.stall import StallOptions, run_stall
+
+    leave_on_terminate()
+    options = StallOptions(
+        stack=StackOptions(
+            target=target or DEMO_TARGET,
+            draft=draft_folder(target, draft),
+            device=device,
+            dtype=dtype,
+            port=free_port(),
+            transport=transport,
+        ),
+        streams=streams,
+        repeats=repeats,
+        quiet_s=quiet,
+        output=result_file(output, "stall", device, force),
+    )
+    raise typer.Exit(run_stall(options))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -42,6 +43,15 @@ def usage_of(process: int) -> Usage | None:
         return None
     started, threads, pages = int(fields[19]), int(fields[17]), int(fields[21])
     return Usage((process, started), round(pages * os.sysconf("SC_PAGE_SIZE") / MIB, 1), descriptors, threads)
+
+
+def cpu_seconds(process: int) -> float:
+    """Return the time that all threads of a process have run, without waits for a core, in seconds."""
+    nanoseconds = 0
+    for thread in (Path("/proc") / str(process) / "task").iterdir():
+        with suppress(OSError):  # a thread may end at any time
+            nanoseconds += int((thread / "schedstat").read_text(encoding="ascii").split()[0])
+    return nanoseconds / 1e9
 
 
 def usages(supervisor: Supervisor) -> dict[str, Usage]:

@@ -20,7 +20,7 @@ from typing import Any
 
 from outrider.bench.faults.answers import Asker, Outcome, Part, check
 from outrider.bench.faults.leftovers import settle
-from outrider.bench.faults.processes import Usage, survivors, usages
+from outrider.bench.faults.processes import survivors, usages
 from outrider.bench.faults.questions import SPECULATIONS, Question, soak_questions
 from outrider.bench.load.server import find_server
 from outrider.bench.report.record import Result, Row, finish
@@ -36,7 +36,7 @@ WARM_UP_SHARE = 0.1
 SUSPENDED_S = 3.0
 RECOVERY_S = 60.0
 POLL_S = 0.1
-SAMPLE_S = 5.0
+SAMPLE_S = 15.0
 EXAMPLES = 20
 RSS_GOAL, DESCRIPTORS_GOAL = 1.05, 4
 """Limits of a service's growth: a factor for its memory in the last phase, and a number for its open files in
@@ -140,9 +140,10 @@ class _Soak:
         self._faults: Counter[str] = Counter()
         self._phases: list[dict[str, Any]] = []
         self._peaks: dict[str, float] = {}
+        self._memory: list[dict[str, float]] = []
+        self._began = time.monotonic()
 
     async def run(self) -> int:
-        began = time.monotonic()
         self._expected = [await self._asker.whole(one, {"mode": "off"}) for one in self._questions]
         clients = self._clients = [
             asyncio.create_task(self._client(number)) for number in range(self._options.clients)
@@ -159,7 +160,7 @@ class _Soak:
                 client.cancel()
             await asyncio.gather(*clients, return_exceptions=True)
             await self._asker.close()
-        return self._report(time.monotonic() - began)
+        return self._report(time.monotonic() - self._began)
 
     async def _phase(self, name: str, disturbed: str, seconds: float) -> None:
         before = usages(self._supervisor)
@@ -203,13 +204,13 @@ class _Soak:
         return any(child.spec.name == service for child in self._supervisor.children)
 
     async def _sample(self) -> None:
+        """Record the memory of all services again and again."""
         while True:
-            for name, usage in usages(self._supervisor).items():
-                self._note_peak(name, usage)
+            found = {name: usage.rss_mib for name, usage in usages(self._supervisor).items()}
+            for name, rss_mib in found.items():
+                self._peaks[name] = max(self._peaks.get(name, 0.0), rss_mib)
+            self._memory.append({"second": round(time.monotonic() - self._began), **found})
             await asyncio.sleep(SAMPLE_S)
-
-    def _note_peak(self, name: str, usage: Usage) -> None:
-        self._peaks[name] = max(self._peaks.get(name, 0.0), usage.rss_mib)
 
     async def _disturb(self, service: str, fault: str) -> None:
         """Kill, suspend or terminate a service, and wait until it serves again."""
@@ -249,7 +250,7 @@ class _Soak:
 
     async def _client(self, number: int) -> None:
         draw = random.Random(f"{self._options.seed} {number}")
-        while not self._ended:
+        while True:
             await self._open.wait()
             if self._ended:
                 return
@@ -334,6 +335,7 @@ class _Soak:
             "failures": dict(tally.failures),
             "wrong": tally.wrong[:EXAMPLES],
             "peak_rss_mib": self._peaks,
+            "rss_mib": self._memory,
             "phases": self._phases,
         }
         finish(Result("soak", settings, rows, more), options.output)

@@ -106,7 +106,7 @@ class TwoTargets:
         def ready() -> bool:
             with RestClient(self.url) as client:
                 found = client.status("/status.json")[1].get("targets", ())
-            return sum(one["ready"] for one in found) == count
+            return sum(bool(one["ready"]) for one in found) == count
 
         self._wait(ready, f"the gateway does not see {count} targets")
 

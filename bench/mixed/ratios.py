@@ -61,7 +61,7 @@ async def measure_odd(
 
 
 async def measure_form(client: MixedClient, name: str, kind: Kind, batch: int, sizes: Sizes) -> list[Figure]:
-    """Measure the speed of a batch whose answers must match a schema, and its ratio to that without."""
+    """Measure the speed of a batch with a schema, and its ratio to the speed without one."""
     speed = _speed_of(client, batch, sizes)
     free, formed, ratios = await _in_pairs(speed, kind, kind.formed(), sizes.new, sizes.pairs)
     return [

@@ -11,7 +11,7 @@ from outrider.bench.plot.canvas import Canvas, Theme
 WIDTH, HEIGHT = 760.0, 410.0
 LEFT, RIGHT, TOP, BOTTOM = 64.0, 24.0, 96.0, 70.0
 DASHES = ("", "8 4", "2 3", "8 3 2 3")
-BAR, GAP = 26.0, 12.0
+BAR, THIN_BAR, GAP = 26.0, 15.0, 12.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +131,70 @@ def bar_chart(theme: Theme, heading: Heading, x: Axis, bars: Sequence[Bar]) -> s
         canvas.text(left + 10, y + BAR / 2 + 4, f"{bar.value:.2f}", size=12, bold=True, colour=theme.ground)
         if bar.goal is not None:
             canvas.line([(across(bar.goal), y - 4), (across(bar.goal), y + BAR + 4)], theme.series[1], 3)
+    canvas.text((left + WIDTH) / 2, bottom + 34, x.label, size=12, colour=theme.muted, anchor="middle")
+    return canvas.render()
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Bars that stand together: their label, and a value for each series. `sure` is False for estimates."""
+
+    label: str
+    values: Sequence[float]
+    sure: Sequence[bool]
+
+
+def group_chart(
+    theme: Theme,
+    heading: Heading,
+    x: Axis,
+    names: Sequence[str],
+    groups: Sequence[Group],
+    reference: float | None = None,
+) -> str:
+    """Return a chart of horizontal bars in groups as SVG text. Estimates are drawn as outlines.
+
+    Args:
+        theme: The colours of the chart.
+        heading: Title, subtitle and source.
+        x: The axis of the values.
+        names: Names of the series, for the legend. Each group has one value for each series.
+        groups: The groups, from top to bottom.
+        reference: A value of x to mark, such as 1 for "no gain". With None, no value is marked.
+    """
+    left = 40 + 6.6 * max(len(group.label) for group in groups)
+    tall = THIN_BAR * len(names)
+    height = TOP + len(groups) * (tall + GAP) + BOTTOM
+    told = "; ".join(
+        f"{group.label}: "
+        + ", ".join(f"{value:.2f} for {name}" for name, value in zip(names, group.values, strict=True))
+        for group in groups
+    )
+    canvas = Canvas(WIDTH, height, theme, heading.title, f"{heading.subtitle} {told}.")
+    _head(canvas, heading, WIDTH, height)
+
+    def across(value: float) -> float:
+        return left + min(1.0, max(0.0, x.place(value))) * (WIDTH - left - 2 * RIGHT)
+
+    bottom, legend = height - BOTTOM, LEFT
+    for tick in x.ticks:
+        strong = reference is not None and tick == reference
+        colour = theme.muted if strong else theme.grid
+        canvas.line([(across(tick), TOP - 8), (across(tick), bottom)], colour, 1.5 if strong else 1)
+        canvas.text(across(tick), bottom + 16, f"{tick:g}", size=12, colour=theme.muted, anchor="middle")
+    for number, name in enumerate(names):
+        colour = theme.series[number % len(theme.series)]
+        canvas.box(legend, 66, 14, 14, fill=colour, radius=2)
+        canvas.text(legend + 20, 78, name, size=12)
+        legend += 44 + 6.6 * len(name)
+    for place, group in enumerate(groups):
+        y = TOP + place * (tall + GAP)
+        canvas.text(left - 8, y + tall / 2 + 4, group.label, size=12, anchor="end")
+        for number, (value, sure) in enumerate(zip(group.values, group.sure, strict=True)):
+            colour, at = theme.series[number % len(theme.series)], y + number * THIN_BAR
+            fill = colour if sure else theme.ground
+            canvas.box(left, at + 1, across(value) - left, THIN_BAR - 2, fill=fill, stroke=colour, radius=2)
+            canvas.text(across(value) + 5, at + THIN_BAR - 4, f"{value:.2f}", size=10.5, colour=theme.muted)
     canvas.text((left + WIDTH) / 2, bottom + 34, x.label, size=12, colour=theme.muted, anchor="middle")
     return canvas.render()
 

@@ -61,8 +61,8 @@ def build_engine(
             `plan_pages` chooses the size.
 
     Raises:
-        CheckpointError: The checkpoint, or a tensor to borrow from `target_weights`, is unusable. The message
-            names the key or tensor.
+        CheckpointError: The checkpoint, or a tensor that the target lends, is unusable. The message names the
+            key or tensor.
         ConfigurationError: The settings contradict each other, or the KV pool is too small.
     """
     choice = choose(settings.speculative_algorithm, settings.draft, settings.target_weights)

@@ -32,6 +32,7 @@ class Admission:
         max_prompt_tokens: Maximum number of prompt tokens of waiting sequences.
         clock: Returns the time in seconds.
         max_wait_s: Maximum expected wait of a new request, in seconds. 0 sets no limit.
+        slots: Returns the number of sequences that the targets can run at the same time.
     """
 
     def __init__(
@@ -40,11 +41,13 @@ class Admission:
         max_prompt_tokens: int,
         clock: Callable[[], float],
         max_wait_s: float = 0.0,
+        slots: Callable[[], int] = lambda: 0,
     ) -> None:
         self._max_requests = max_requests
         self._max_prompt_tokens = max_prompt_tokens
         self._max_wait_s = max_wait_s or math.inf
         self._clock = clock
+        self._slots = slots
         # Mean time between two departures from an earlier busy queue, and the latest departures from the
         # present one. The list is cleared when the queue is empty, because a gap that includes a time without
         # a queue would not measure how fast the queue drains.
@@ -106,7 +109,7 @@ class Admission:
     def _drain_interval_s(self) -> float | None:
         """Return the mean time between two departures from the queue, or None before it is known."""
         count = len(self._departures)
-        if count < 2 or (count < ENOUGH_DEPARTURES and self._earlier_interval_s is not None):
+        if count < 2 or (self._is_new and self._earlier_interval_s is not None):
             return self._earlier_interval_s
         first, last = self._departures[0], self._departures[-1]
         # If nothing leaves the queue for long, the mean must grow.
@@ -119,8 +122,18 @@ class Admission:
         other tenant. The result is 0 until the speed of the queue is known.
         """
         others = len(self._waiting_of.keys() - {tenant})
-        ahead = min(self.waiting, self._waiting_of[tenant] * (1 + others))
-        return ahead * (self._drain_interval_s() or 0.0)
+        waiting = self.waiting
+        if self._is_new:
+            # The known speed is that of an earlier queue, in which sequences waited for slots.
+            waiting = max(0, min(waiting, self.active - self._slots()))
+        ahead = min(waiting, self._waiting_of[tenant] * (1 + others))
+        # The new request leaves the queue after those ahead of it.
+        return (ahead + 1) * (self._drain_interval_s() or 0.0) if ahead else 0.0
+
+    @property
+    def _is_new(self) -> bool:
+        """Whether too few sequences have left the present queue to know its speed."""
+        return len(self._departures) < ENOUGH_DEPARTURES
 
     def _enter_tokens(self, tokens: int, tenant: str) -> None:
         # Admit a prompt above the limit if no other prompt waits. Otherwise a long prompt could never run.

@@ -94,6 +94,7 @@ class GatewayCore:
             settings.max_queued_prompt_tokens,
             time.monotonic,
             settings.max_queue_wait_s,
+            lambda: self.targets.slots,
         )
         self.targets = _target_pool(settings, self.metrics)
         self.lifecycle = Lifecycle()

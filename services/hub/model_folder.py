@@ -24,7 +24,7 @@ def model_folder(
     cache: Path | None = None,
     endpoint: str | None = None,
 ) -> Path:
-    """Return the folder of a model. Download a model that is named as on a hub if the cache lacks it.
+    """Return the folder of a model, after downloading it from the hub if necessary.
 
     huggingface_hub reads the environment: HF_TOKEN, HF_ENDPOINT, HF_HOME and HF_HUB_OFFLINE.
 

@@ -164,11 +164,6 @@ class GenerationRequest:
     resume_ids: Sequence[int] = ()
     states: StateParams = NO_STATES
 
-    @property
-    def tapped(self) -> bool:
-        """True if the client wants data that no recorded pass computes."""
-        return self.states.wanted or bool(self.logprobs.token_ids)
-
 
 @dataclass(frozen=True, slots=True)
 class TokensEvent:

@@ -69,6 +69,24 @@ def tune(
         bool,
         typer.Option("--exhaustive", help="Measure every shape instead of predicting. This takes long."),
     ] = False,
+    check: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="Then measure every shape, and compare the choice with the best one in this many passes. "
+            "This takes long.",
+            metavar="PASSES",
+            show_default="no check",
+        ),
+    ] = 0,
+    plot: Annotated[
+        Path | None,
+        typer.Option(
+            help="Draw the speed-up of the shapes: with speed.svg, write speed-light.svg and speed-dark.svg.",
+            metavar="FILE",
+            show_default="none",
+        ),
+    ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object instead of a table.")
     ] = False,
@@ -109,6 +127,8 @@ def tune(
         tokens=tokens,
         batches=numbers,
         exhaustive=exhaustive,
+        check=check,
+        plot=plot,
         as_json=as_json,
     )
     raise typer.Exit(run_tune(options))

@@ -17,6 +17,7 @@ from outrider.services.doctor.prompts import read_prompts
 from outrider.services.stack.launch import free_port, running_stack
 from outrider.services.stack.options import StackOptions
 from outrider.services.tune.live import LiveClient
+from outrider.services.tune.plot import write_pictures
 from outrider.services.tune.profile import profile_text, write_profile
 from outrider.services.tune.report import print_result, result_json
 from outrider.services.tune.search import TuneSizes, search
@@ -38,8 +39,10 @@ class TuneOptions:
         prompts: JSON lines file with prompts. None selects the built-in prompts.
         num_prompts, tokens: Number of prompts, and largest length of each answer in tokens.
         batches: Numbers of concurrent requests.
-        exhaustive: True to measure every shape, in order to check the search.
+        exhaustive: True to measure every shape instead of predicting.
+        check: Number of passes that compare the choice with the best of all shapes; 0 for no check.
         output: The profile file to write.
+        plot: Name of the pictures to write, or None. The theme is added to the name.
         as_json: True to print one JSON object instead of a table.
     """
 
@@ -52,6 +55,8 @@ class TuneOptions:
     tokens: int = 64
     batches: Sequence[int] = (1, 4, 16)
     exhaustive: bool = False
+    check: int = 0
+    plot: Path | None = None
     as_json: bool = False
 
 
@@ -74,7 +79,13 @@ def run_tune(options: TuneOptions) -> int:
     prompts = read_prompts(options.prompts, options.stack.target, vocabulary, options.num_prompts)
     progress = Console(stderr=True, highlight=False)
     with _server(options, progress) as url, RestClient(url, options.api_key) as client:
-        sizes = TuneSizes(options.batches, options.tokens, _limits(client), exhaustive=options.exhaustive)
+        sizes = TuneSizes(
+            options.batches,
+            options.tokens,
+            _limits(client),
+            exhaustive=options.exhaustive,
+            check=options.check,
+        )
         live = LiveClient(url, client.model, options.api_key)
         result = search(live, prompts, sizes, lambda line: progress.print(f"  [dim]{line}[/]"))
     draft = options.stack.draft.name if options.stack.draft else options.stack.algorithm.value
@@ -83,6 +94,9 @@ def run_tune(options: TuneOptions) -> int:
         print(json.dumps(result_json(result), indent=1))
     else:
         print_result(result, Console(highlight=False))
+    if options.plot is not None:
+        names = [str(path) for path in write_pictures(options.plot, result, options.stack.target.name, draft)]
+        progress.print(f"pictures: {', '.join(names)}")
     progress.print(f"profile: {options.output} (load it with `outrider up --profile {options.output}`)")
     return 0
 

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from outrider.services.tune.candidates import shape_name
-from outrider.services.tune.search import BatchResult, TuneResult
+from outrider.services.tune.search import BatchResult, Check, TuneResult
 from outrider.shared.spec.tree import NO_DRAFT, DraftShape
 
 SHOWN = 12
@@ -24,26 +24,34 @@ def print_result(result: TuneResult, console: Console) -> None:
     table.add_column("accept length", justify="right")
     for one in result.batches:
         table.add_column(f"{one.batch} at a time", no_wrap=True)
-    shown = _shown(result)
-    most = max(_speedup(one, shape)[0] for one in result.batches for shape in shown)
+    shown = shown_shapes(result)
+    most = max(shown_speedup(one, shape)[0] for one in result.batches for shape in shown)
     for shape in shown:
         cells = []
         for one in result.batches:
-            value, mark = _speedup(one, shape)
-            cells.append(f"{mark}{value:4.2f} {'█' * max(1, round(BAR_CHARS * value / most))}")
+            value, measured = shown_speedup(one, shape)
+            cells.append(
+                f"{' ' if measured else '~'}{value:4.2f} {'█' * max(1, round(BAR_CHARS * value / most))}"
+            )
         table.add_row(shape_name(shape), f"{result.accept_lengths.get(shape, 1.0):.2f}", *cells)
     console.print(table)
     if result.shape == NO_DRAFT:
         console.print("Drafting does not pay for this pair, device and prompts. Mode auto decodes plainly.")
     else:
         console.print(f"best shape for these numbers of requests: [bold]{shape_name(result.shape)}[/]")
+    for one in result.batches:
+        if one.check is not None:
+            console.print(
+                f"{one.batch} at a time: {shape_name(one.check.choice)} has {one.check.ratio:.1%} of the "
+                f"speed of {shape_name(one.check.best)}, the best of all shapes"
+            )
     console.print(f"searched for {result.seconds:.0f} s")
 
 
-def _speedup(one: BatchResult, shape: DraftShape) -> tuple[float, str]:
-    """Return the speed-up of a shape, and a mark that shows whether the value was only predicted."""
+def shown_speedup(one: BatchResult, shape: DraftShape) -> tuple[float, bool]:
+    """Return the speed-up of a shape, and whether it was measured instead of predicted."""
     speedup = one.speedup(shape)
-    return (one.predicted.get(shape, 1.0), "~") if speedup is None else (speedup, " ")
+    return (one.predicted.get(shape, 1.0), False) if speedup is None else (speedup, True)
 
 
 def result_json(result: TuneResult) -> dict[str, Any]:
@@ -58,13 +66,30 @@ def result_json(result: TuneResult) -> dict[str, Any]:
             {
                 "batch": one.batch,
                 "best": shape_name(one.best),
+                "seconds": round(one.seconds, 2),
                 "tokens_per_s": {shape_name(shape): round(speed, 2) for shape, speed in one.measured.items()},
+                "ratios_to_plain": {
+                    shape_name(shape): [round(ratio, 3) for ratio in ratios]
+                    for shape, ratios in one.ratios.items()
+                },
                 "predicted_speedup": {
                     shape_name(shape): round(speed, 3) for shape, speed in one.predicted.items()
                 },
+                "check": None if one.check is None else check_json(one.check),
             }
             for one in result.batches
         ],
+    }
+
+
+def check_json(check: Check) -> dict[str, Any]:
+    """Return a check as JSON values."""
+    return {
+        "choice": shape_name(check.choice),
+        "best_of_all": shape_name(check.best),
+        "ratio": round(check.ratio, 3),
+        "ratios": [round(ratio, 3) for ratio in check.ratios],
+        "seconds_of_all": round(check.seconds, 2),
     }
 
 
@@ -73,7 +98,8 @@ def shape_json(shape: DraftShape) -> dict[str, int]:
     return {"num_steps": shape.depth, "topk": shape.topk, "num_draft_tokens": shape.max_nodes}
 
 
-def _shown(result: TuneResult) -> list[DraftShape]:
+def shown_shapes(result: TuneResult) -> list[DraftShape]:
+    """Return plain decoding, the measured shapes, and the shapes with the best predictions."""
     measured = {shape for one in result.batches for shape in one.measured}
     first = result.batches[0]
 

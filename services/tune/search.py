@@ -5,7 +5,10 @@
 2. For each batch size, run a few rounds of a few shapes. From the times of these rounds, predict the time of
    a round of every shape (`round_times`).
 3. The predicted speed of a shape is its accept length, divided by the time of its round. On the prompts,
-   measure plain decoding and the shapes with the best predictions.
+   measure plain decoding and the shapes with the best predictions in alternating passes (`paired`).
+
+With a check, all shapes are then measured, and the choice is compared with the best of them in alternating
+passes.
 
 The server is never restarted, because every request can have its own shape.
 """
@@ -14,10 +17,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from statistics import median
 
 from outrider.services.tune.candidates import candidate_shapes, shape_name
 from outrider.services.tune.live import LiveClient, LiveRun
+from outrider.services.tune.paired import Run, measure_paired
 from outrider.services.tune.replay import RecordedTree, accept_length
 from outrider.services.tune.round_times import RoundTimes, probe_shapes
 from outrider.shared.spec.tree import NO_DRAFT, DraftShape
@@ -26,6 +31,8 @@ LARGEST_RECORDED = DraftShape(10, 8, 64)
 """Largest tree whose rounds are recorded. A larger tree costs more time but accepts few additional tokens."""
 PROBE_TOKENS = 24
 """Length of the answers that measure the times of rounds."""
+CHECKED = 3
+"""Number of shapes that a check measures again, after one pass over all shapes."""
 FINALISTS = 3
 """Number of shapes that are measured for each batch size."""
 
@@ -38,15 +45,42 @@ class TuneSizes:
         batches: Numbers of concurrent requests.
         tokens: Largest length of an answer.
         largest: The largest depth, width and number of nodes that the server allows.
-        passes: Number of times that each finalist is measured. The fastest pass counts.
+        passes: Number of passes in which all finalists are measured.
+        most_passes: Largest number of passes. The passes after `passes` measure only shapes that may still be
+            the fastest ones.
         exhaustive: True to measure all shapes instead of the finalists only.
+        check: Number of passes that compare the choice with the best of all shapes; 0 for no check.
     """
 
     batches: Sequence[int]
     tokens: int
     largest: DraftShape
-    passes: int = 2
+    passes: int = 3
+    most_passes: int = 7
     exhaustive: bool = False
+    check: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """A comparison of the choice with the best of all shapes.
+
+    Attributes:
+        choice: The choice of the search.
+        best: The best shape when all shapes were measured.
+        ratios: Speed of the choice divided by that of `best`, for each pass.
+        seconds: Duration of the measurements of all shapes.
+    """
+
+    choice: DraftShape
+    best: DraftShape
+    ratios: Sequence[float]
+    seconds: float
+
+    @property
+    def ratio(self) -> float:
+        """The median ratio."""
+        return median(self.ratios)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,13 +89,20 @@ class BatchResult:
 
     Attributes:
         batch: Number of concurrent requests.
-        predicted: Shape → predicted speed, relative to plain decoding.
+        predicted: Shape → predicted speed, relative to plain decoding. The predictions are scaled so that the
+            measured shapes fit their measurements.
         measured: Shape → measured speed, in tokens per second of all requests together. Includes `NO_DRAFT`.
+        ratios: Shape → speed relative to plain decoding in each pass.
+        seconds: Duration of the search for this batch size, without the check.
+        check: The comparison with the best of all shapes, if there was one.
     """
 
     batch: int
     predicted: Mapping[DraftShape, float]
     measured: Mapping[DraftShape, float]
+    ratios: Mapping[DraftShape, Sequence[float]] = field(default_factory=dict)
+    seconds: float = 0.0
+    check: Check | None = None
 
     @property
     def best(self) -> DraftShape:
@@ -139,22 +180,60 @@ def search(
         progress(f"recorded trees: {len(candidates)} shapes have a predicted accept length")
     results = []
     for batch in sizes.batches:
+        began = time.perf_counter()
         # 2. Predict speeds.
         predicted: dict[DraftShape, float] = dict.fromkeys(candidates, 1.0)
         finalists: Sequence[DraftShape] = candidates
         if not sizes.exhaustive:
             times = _round_times(client, prompts, candidates, batch)
             predicted = _speeds(lengths, times)
-            finalists = sorted(predicted, key=lambda shape: -predicted[shape])[:FINALISTS]
+            finalists = _finalists(predicted)
             progress(f"batch {batch}: the best predictions are {', '.join(map(shape_name, finalists))}")
         # 3. Measure.
-        measured = _measure(client, prompts, [NO_DRAFT, *finalists], batch, sizes)
-        results.append(BatchResult(batch, predicted, measured))
-        best = results[-1].best
-        progress(f"batch {batch}: the fastest choice is {shape_name(best)}, {measured[best]:.0f} tokens/s")
+        run = _runner(client, prompts, batch, sizes)
+        most = sizes.passes if sizes.exhaustive else sizes.most_passes
+        paired = measure_paired(run, finalists, sizes.passes, most)
+        measured = paired.speeds()
+        found = BatchResult(
+            batch,
+            predicted if sizes.exhaustive else _calibrated(predicted, measured),
+            measured,
+            {shape: paired.ratios(shape) for shape in measured},
+            time.perf_counter() - began,
+        )
+        progress(
+            f"batch {batch}: the fastest choice is {shape_name(found.best)}, "
+            f"{measured[found.best]:.0f} tokens/s"
+        )
+        # 4. Check the choice.
+        if sizes.check:
+            found = replace(found, check=_check(run, found.best, candidates, sizes.check))
+            assert found.check is not None
+            progress(
+                f"batch {batch}: its speed is {found.check.ratio:.3f} of that of "
+                f"{shape_name(found.check.best)}, the best of all shapes"
+            )
+        results.append(found)
     if sizes.exhaustive:
         lengths = dict.fromkeys(candidates, 1.0)
     return TuneResult(lengths, results, time.perf_counter() - started)
+
+
+def _finalists(predicted: Mapping[DraftShape, float]) -> list[DraftShape]:
+    """Return the shapes with the best predictions, among them at least one chain and one tree.
+
+    The predictions of similar shapes have similar errors. Without this rule, one slow measurement of a chain
+    could leave out all chains.
+    """
+    order = sorted(predicted, key=lambda shape: -predicted[shape])
+    finalists = order[: FINALISTS - 1]
+    chains = {shape.topk == 1 for shape in finalists}
+    others = [shape for shape in order if shape not in finalists]
+    return finalists + (others if len(chains) > 1 else _of_form(others, chain=False in chains))[:1]
+
+
+def _of_form(shapes: Sequence[DraftShape], *, chain: bool) -> list[DraftShape]:
+    return [shape for shape in shapes if (shape.topk == 1) is chain] or list(shapes)
 
 
 def _accept_lengths(
@@ -206,18 +285,39 @@ def _speeds(lengths: Mapping[DraftShape, float], times: RoundTimes) -> dict[Draf
     return {shape: length * plain_ms / times.round_ms(shape) for shape, length in lengths.items()}
 
 
-def _measure(
-    client: LiveClient,
-    prompts: Sequence[Sequence[int]],
-    shapes: Sequence[DraftShape],
-    batch: int,
-    sizes: TuneSizes,
+def _calibrated(
+    predicted: Mapping[DraftShape, float], measured: Mapping[DraftShape, float]
 ) -> dict[DraftShape, float]:
-    """Return the tokens per second of each shape. Shapes take turns, so that a drift affects all shapes."""
+    """Scale all predictions so that those of the measured shapes fit their measurements.
+
+    All predictions are relative to plain rounds, whose few measurements may have been slow or fast.
+    """
+    known = [measured[shape] / measured[NO_DRAFT] / predicted[shape] for shape in measured if shape.drafts]
+    return {shape: median(known) * speed for shape, speed in predicted.items()}
+
+
+def _runner(client: LiveClient, prompts: Sequence[Sequence[int]], batch: int, sizes: TuneSizes) -> Run:
+    """Return a function that runs the prompts with a shape, and returns the tokens per second."""
     enough = [prompts[index % len(prompts)] for index in range(max(len(prompts), batch))]
-    measured: dict[DraftShape, float] = {}
-    for _ in range(sizes.passes):
-        for shape in shapes:
-            run = client.run(enough, shape, streams=batch, tokens=sizes.tokens)
-            measured[shape] = max(measured.get(shape, 0.0), run.tokens_per_s)
-    return measured
+
+    def run(shape: DraftShape) -> float:
+        return client.run(enough, shape, streams=batch, tokens=sizes.tokens).tokens_per_s
+
+    return run
+
+
+def _check(run: Run, choice: DraftShape, candidates: Sequence[DraftShape], passes: int) -> Check:
+    """Find the best of all shapes, and compare the choice with it.
+
+    The fastest of many noisy measurements is often just lucky. The best shapes of one pass over all shapes
+    are therefore measured again, together with the choice.
+    """
+    started = time.perf_counter()
+    once = measure_paired(run, candidates, 1, 1).speeds()
+    seconds = time.perf_counter() - started
+    first = sorted(once, key=lambda shape: -once[shape])[:CHECKED]
+    shapes = [shape for shape in dict.fromkeys([choice, *first]) if shape.drafts]
+    paired = measure_paired(run, shapes, passes, passes)
+    speeds = paired.speeds()
+    best = max(speeds, key=lambda shape: speeds[shape])
+    return Check(choice, best, paired.ratios(choice, best), seconds)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from outrider.services.target.request import GenerationRequest, SpeculationLimits, SpeculationParams
 from outrider.shared.base.generation import SamplingParams, SpeculationMode
 from outrider.shared.base.logit_rules import NO_LOGPROBS, LogitRules, LogprobParams
+from outrider.shared.base.token_states import NO_STATES, StateParams
 from outrider.shared.spec.tree import DraftShape
 
 LARGEST_SEED = (1 << 64) - 1
@@ -24,6 +25,7 @@ class Option:
         ignore_eos: True to ignore the model's end-of-text tokens.
         share: Answers are limited to this share of the run's answer length.
         logprobs: The log-probabilities to report and compare.
+        states: The states of tokens to report and compare.
     """
 
     sampling: SamplingParams
@@ -31,6 +33,7 @@ class Option:
     ignore_eos: bool = True
     share: float = 1.0
     logprobs: LogprobParams = NO_LOGPROBS
+    states: StateParams = NO_STATES
 
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -56,6 +59,10 @@ OPTIONS: Mapping[str, Option] = {
     "logprobs of sampled tokens": Option(
         SamplingParams(0.9, top_p=0.95, seed=11, rules=LogitRules(0.2, 0.2)), logprobs=LogprobParams(top=20)
     ),
+    "token_ids_logprob": Option(
+        SamplingParams(0.7, seed=12), logprobs=LogprobParams(top=0, prompt_top=0, token_ids=(1, 2, 3))
+    ),
+    "hidden states": Option(SamplingParams(0.7, seed=13), states=StateParams(hidden_states=True)),
     "sampled stop": Option(SamplingParams(temperature=0.7, seed=1), stops=True, ignore_eos=False),
 }
 """Name → option. A test checks that every field of `SamplingParams` is in use."""
@@ -113,6 +120,7 @@ def requests_of(
                 speculation[len(requests) % len(speculation)],
                 ignore_eos=option.ignore_eos,
                 logprobs=option.logprobs,
+                states=option.states,
             )
             if option.stops and stop_tokens is not None:
                 request = replace(request, stop_token_ids=frozenset([stop_tokens[index]]))

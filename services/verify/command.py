@@ -21,6 +21,7 @@ from outrider.services.verify.compare import Difference, differences
 from outrider.services.verify.law import LawTest, check_law
 from outrider.services.verify.logprobs import LogprobComparison, compare_logprobs, logprob_tolerance
 from outrider.services.verify.pair_engine import PairEngine
+from outrider.services.verify.states import StateComparison, compare_states
 from outrider.shared.base.errors import ConfigurationError
 from outrider.shared.obs.logging import configure_logging
 from outrider.shared.spec.algorithm import Algorithm
@@ -70,6 +71,7 @@ class VerifiedRun:
         accept_length: Average number of tokens per round, over rounds with draft nodes.
         differences: The first difference of each answer that is not equal, near-ties included.
         logprobs: The comparison of the log-probabilities.
+        states: The comparison of the hidden states.
     """
 
     name: str
@@ -78,6 +80,12 @@ class VerifiedRun:
     accept_length: float
     differences: Sequence[Difference]
     logprobs: LogprobComparison
+    states: StateComparison
+
+    @property
+    def holds(self) -> bool:
+        """True if rounding explains all differences."""
+        return not self.wrong and self.logprobs.holds and self.states.holds
 
     @property
     def wrong(self) -> list[Difference]:
@@ -95,7 +103,7 @@ class VerifyReport:
     @property
     def passed(self) -> bool:
         """True if speculation changed nothing."""
-        return self.law.holds and not any(run.wrong or not run.logprobs.holds for run in self.runs)
+        return self.law.holds and all(run.holds for run in self.runs)
 
     def as_json(self) -> dict[str, Any]:
         """Return the report as JSON values."""
@@ -108,6 +116,7 @@ class VerifyReport:
                 "near_ties": len(run.differences) - len(run.wrong),
                 "differences": [_finite(asdict(one)) for one in run.wrong],
                 "logprobs": {**_finite(asdict(run.logprobs)), "holds": run.logprobs.holds},
+                "states": {**_finite(asdict(run.states)), "holds": run.states.holds},
             }
             for run in self.runs
         ]
@@ -170,6 +179,7 @@ def verify(pair: Pair, options: VerifyOptions, progress: Console) -> VerifyRepor
                 on.accept_length,
                 differences(engine, requests, off, on),
                 compare_logprobs(requests, off, on, tolerance),
+                compare_states(requests, off, on, engine.decoder.dtype),
             )
         )
         progress.print(f"compared: {name}")
@@ -198,13 +208,14 @@ def print_report(report: VerifyReport, console: Console) -> None:
         "near-ties",
         "different",
         "logprobs",
+        "hidden states",
     ):
         table.add_column(heading, justify="left" if heading == "speculation" else "right")
     for run in report.runs:
         equal, wrong = run.requests - len(run.differences), len(run.wrong)
         ties = len(run.differences) - wrong
         accepted, apart = f"{run.accept_length:.2f}", f"{run.logprobs.largest:.1e}"
-        numbers = (run.requests, run.tokens, accepted, equal, ties, wrong, apart)
+        numbers = (run.requests, run.tokens, accepted, equal, ties, wrong, apart, f"{run.states.largest:.1e}")
         table.add_row(run.name, *(str(number) for number in numbers))
     console.print(table)
     for run in report.runs:
@@ -218,6 +229,11 @@ def print_report(report: VerifyReport, console: Console) -> None:
                 f"[red]{run.name}, {found.request}: logprobs differ by {found.largest:.2g} "
                 f"(rounding explains {found.tolerance:.2g})[/]"
             )
+        if not (states := run.states).holds:
+            console.print(
+                f"[red]{run.name}, {states.request}: hidden states differ by {states.largest:.2g} of their "
+                f"norm (rounding explains {states.tolerance:.2g}), and {states.missing} tokens have none[/]"
+            )
     law = report.law
     console.print(
         f"output law: {law.samples} samples at temperature {law.temperature:g}, {law.outcomes} outcomes, "
@@ -225,7 +241,10 @@ def print_report(report: VerifyReport, console: Console) -> None:
         + ("" if law.holds else " [red](the counts contradict the target's probabilities)[/]")
     )
     if report.passed:
-        console.print("[green]Speculation changes nothing: the same tokens and logprobs for every option.[/]")
+        console.print(
+            "[green]Speculation changes nothing: the same tokens, logprobs and hidden states for every "
+            "option.[/]"
+        )
     else:
         console.print(
             "[bold red]Speculation changed answers. Please report this with the output of --json.[/]"

@@ -65,7 +65,7 @@ def compare_logprobs(
     """
     compared, largest, worst = 0, 0.0, ""
     for name in requests:
-        equal = _common_length(off.tokens.get(name, ()), on.tokens.get(name, ()))
+        equal = common_length(off.tokens.get(name, ()), on.tokens.get(name, ()))
         pairs = zip(off.logprobs.get(name, ())[:equal], on.logprobs.get(name, ())[:equal], strict=False)
         prompt = zip(off.prompt_logprobs.get(name, ()), on.prompt_logprobs.get(name, ()), strict=False)
         for difference in _differences([*pairs, *prompt]):
@@ -79,12 +79,14 @@ def _differences(pairs: Iterable[tuple[TokenLogprob, TokenLogprob]]) -> Iterator
     for off, on in pairs:
         ranked = zip(off.top, on.top, strict=False)
         values = [(off.logprob, on.logprob), *((a, b) for (_, a), (_, b) in ranked)]
+        values += zip(off.requested, on.requested, strict=False)
         for one, other in values:
             difference = 0.0 if one == other else abs(one - other)  # equal infinities have no difference
             yield math.inf if math.isnan(difference) else difference
 
 
-def _common_length(one: Sequence[int], other: Sequence[int]) -> int:
+def common_length(one: Sequence[int], other: Sequence[int]) -> int:
+    """Return the number of leading tokens that two answers share."""
     return next(
         (i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other))
     )

@@ -22,6 +22,7 @@ from outrider.shared.attn.base import build_batch
 from outrider.shared.attn.create import create_backend
 from outrider.shared.base.generation import SamplingParams
 from outrider.shared.base.logit_rules import TokenLogprob
+from outrider.shared.base.token_states import TokenStates
 from outrider.shared.nn.open import load_decoder
 from outrider.shared.spec.tree import DraftShape
 
@@ -34,6 +35,7 @@ class Answers:
         tokens: Request id → emitted tokens.
         logprobs: Request id → logprobs of these tokens, for requests that ask for logprobs.
         prompt_logprobs: Request id → logprobs of the prompt's tokens, for requests that ask for them.
+        states: Request id → states of the tokens, for requests that ask for states.
         failed: Requests that failed.
         accept_length: Average number of tokens per round, over rounds with draft nodes.
     """
@@ -41,16 +43,19 @@ class Answers:
     tokens: dict[str, list[int]] = field(default_factory=dict)
     logprobs: dict[str, list[TokenLogprob]] = field(default_factory=dict)
     prompt_logprobs: dict[str, list[TokenLogprob]] = field(default_factory=dict)
+    states: dict[str, list[TokenStates]] = field(default_factory=dict)
     failed: list[FailedEvent] = field(default_factory=list)
     accept_length: float = 1.0
 
     def deliver(self, events: Sequence[Event]) -> None:
-        """Collect the tokens, logprobs and failures of one step."""
+        """Collect the tokens, logprobs, states and failures of one step."""
         for event in events:
             if isinstance(event, TokensEvent):
                 self.tokens.setdefault(event.request_id, []).extend(event.token_ids)
                 self.logprobs.setdefault(event.request_id, []).extend(event.logprobs)
                 self.prompt_logprobs.setdefault(event.request_id, []).extend(event.prompt_logprobs)
+                if event.states is not None:
+                    self.states.setdefault(event.request_id, []).append(event.states)
             elif isinstance(event, FailedEvent):
                 self.failed.append(event)
 

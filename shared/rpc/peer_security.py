@@ -1,4 +1,4 @@
-"""TLS and the shared token between services. Both apply to TCP addresses, and never to unix sockets.
+"""TLS and the shared token between services, for TCP addresses only.
 
 The command line imports this file for its flags, so gRPC is imported only where it is used.
 """
@@ -75,7 +75,11 @@ class PeerSecurity:
             )
 
         first = grpc.ssl_server_certificate_configuration(pairs, self.ca or None)
-        return grpc.dynamic_ssl_server_credentials(first, changed, bool(self.ca))
+        return grpc.dynamic_ssl_server_credentials(
+            first,
+            changed,  # type: ignore[arg-type]  # grpc allows None
+            bool(self.ca),
+        )
 
     def channel_credentials(self) -> grpc.ChannelCredentials | None:
         """Return the credentials of a channel, including the token, or None if there is no CA.

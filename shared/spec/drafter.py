@@ -233,6 +233,16 @@ class Drafter(Protocol):
         """
         ...
 
+    def saved(self, seconds: float) -> None:
+        """Note that trees have saved time, which waits for later trees may lose again.
+
+        By default, this method does nothing, because only a drafter in another process can be late.
+
+        Args:
+            seconds: Time that plain rounds would have taken in addition for the same tokens.
+        """
+        return
+
     def wants_reopen(self) -> Sequence[int]:
         """Return the ids of sessions that the draft has lost, and clear the list.
 

@@ -17,9 +17,12 @@ from outrider.gateway.v1 import gateway_pb2, gateway_pb2_grpc
 
 GREEDY = {"temperature": 0, "max_new_tokens": 12}
 STOPPED = {**GREEDY, "stop": [" "]}
+FORMED = {**GREEDY, "regex": "[a-z]{3} (one|two)[0-9]+"}
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, STOPPED, {**GREEDY, "temperature": 1, "sampling_seed": 3}])
+@pytest.mark.parametrize(
+    "sampling", [GREEDY, STOPPED, FORMED, {**GREEDY, "temperature": 1, "sampling_seed": 3}]
+)
 def test_hidden_states_are_the_same_with_and_without_speculation(
     stack: Stack, sampling: dict[str, Any]
 ) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from support import toy_deepseek
@@ -26,11 +27,14 @@ from support.target_harness import (
 from outrider.services.draft.inproc import drafter_beside
 from outrider.services.draft.settings import DraftSettings
 from outrider.services.target.drafting.no_drafter import NoDrafter
+from outrider.services.target.model.token_states import sparse_layers
 from outrider.services.target.parallel.group import start_group
 from outrider.services.target.settings import TargetSettings
 from outrider.services.target.startup.numerics import prepare_attention, prepare_decoder
 from outrider.shared.base.errors import OutriderError
 from outrider.shared.base.generation import SamplingParams, SpeculationMode
+from outrider.shared.base.logit_rules import LogprobParams
+from outrider.shared.base.token_states import StateParams, TokenStates, join_states
 from outrider.shared.nn.decoder import Decoder
 from outrider.shared.nn.open import load_decoder
 from outrider.shared.spec.drafter import Drafter
@@ -141,6 +145,29 @@ def test_tokens_equal_those_of_one_process_with_and_without_speculation(spread: 
                 )
         accepted = harness.sink.finished["on 0"].speculation.accepted_tokens
         assert accepted > (NEW_TOKENS // 3 if name == "oracle" else -1)
+
+
+def test_states_are_those_of_one_process(spread: Spread) -> None:
+    wanted = StateParams(hidden_states=True, routed_experts=bool(sparse_layers(spread.whole)))
+    prompt, named = prompts()[1], LogprobParams(top=0, token_ids=(3, 90))
+
+    def states(decoder: Decoder, drafter: Drafter) -> tuple[list[int], TokenStates, torch.Tensor]:
+        harness = spread.harness(decoder, drafter)
+        shape: Any = {"shape": (5, 3, 12)} if isinstance(drafter, FakeDrafter) else {}
+        harness.submit(prompt, 12, request_id="r", states=wanted, logprobs=named, **shape)
+        harness.run()
+        logprobs = torch.tensor([one.requested for one in harness.sink.logprobs["r"]])
+        return harness.sink.tokens["r"], join_states(harness.sink.states["r"]), logprobs
+
+    tokens, expected, logprobs = states(spread.whole, NoDrafter())
+    drafter = FakeDrafter(oracle_plan([[*prompt, *tokens]], VOCAB, 0.7))
+    found_tokens, found, found_logprobs = states(spread.decoder, drafter)
+    assert found_tokens == tokens
+    assert (found.first, found.count) == (0, len(prompt) + 11)
+    assert found.routed_experts == expected.routed_experts
+    one, other = (np.frombuffer(each.hidden_states, "<f4") for each in (found, expected))
+    np.testing.assert_allclose(one, other, atol=1e-3, rtol=1e-3)
+    torch.testing.assert_close(found_logprobs, logprobs, atol=1e-3, rtol=0)
 
 
 def test_stored_prefixes_change_no_token_on_two_ranks(spread: Spread) -> None:

@@ -25,7 +25,7 @@ def tune(stack: Stack, output: Path, *flags: str) -> subprocess.CompletedProcess
 
 def test_the_profile_has_the_best_shape(stack: Stack, tmp_path: Path) -> None:
     output = tmp_path / "profile.toml"
-    done = tune(stack, output, "--json")
+    done = tune(stack, output, "--json", "--plot", str(tmp_path / "speed.svg"))
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert [one["batch"] for one in found["batches"]] == [1, 2]
@@ -34,6 +34,8 @@ def test_the_profile_has_the_best_shape(stack: Stack, tmp_path: Path) -> None:
         assert all(speed > 0 for speed in one["tokens_per_s"].values())
     # The embedded head is good, so deeper chains are expected to accept more.
     assert found["accept_lengths"]["chain 5"] > found["accept_lengths"]["chain 1"] > 1.5
+    for theme in ("light", "dark"):
+        assert "chain" in (tmp_path / f"speed-{theme}.svg").read_text()
     profile = tomllib.loads(output.read_text())
     if found["shape"]["num_steps"]:
         assert profile == found["shape"]

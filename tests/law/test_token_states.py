@@ -202,6 +202,22 @@ def test_a_stop_token_cuts_the_states(dense: Decoder) -> None:
     check(harness, dense, "r", prompt, HIDDEN)
 
 
+def test_a_resumed_request_reports_the_states_that_are_missing(dense: Decoder) -> None:
+    prompt = prompt_of(3, 48)
+    plain = generate_plain(dense, NoDrafter(dense.device), prompt, NEW_TOKENS)
+    drafter = AnswerDrafter([[*prompt, *plain]], 48, 1.0, device=dense.device)
+    harness = make_harness(dense, drafter, plan=LoopPlan(1, drafts_on_device=True, max_depth=5, max_nodes=6))
+    known = len(prompt) + 4
+    missing = StateParams(hidden_states=True, start=known)
+    harness.submit(prompt, NEW_TOKENS, request_id="r", shape=(5, 1, 6), resume=plain[:5], states=missing)
+    harness.run()
+    states = harness.sink.states["r"]
+    assert (states[0].first, states[-1].stop) == (known, len(prompt) + NEW_TOKENS - 1)
+    expected = hidden_of(dense, [*prompt, *plain])[known:-1].cpu()
+    found = hidden_rows(states, dense.config.hidden_size)
+    np.testing.assert_allclose(found, expected, atol=1e-3, rtol=1e-3)
+
+
 def test_rounds_without_such_requests_do_no_further_work(dense: Decoder) -> None:
     harness = make_harness(dense, NoDrafter(dense.device))
     harness.submit(prompt_of(4, 48), 6, request_id="a", logprobs=LogprobParams(top=2))

@@ -109,6 +109,7 @@ class Server:
     others: Sequence[DraftShape] = ()
     forms: tuple[DraftShape, DraftShape] = (TREE, CHAIN)
     prompt: int = 128
+    path: DraftPath = DraftPath.DEVICE
     seed: int = 0
     seconds: float = 0.0
     tokens: int = 0
@@ -133,7 +134,7 @@ class Server:
 
     def round(self) -> None:
         """Run one round. As with a lookahead of 1, it is chosen before the last round is observed."""
-        shapes = self.controller.choose([one.bound for one in self.live], self.others)
+        shapes = self.controller.choose([one.bound for one in self.live], self.others, self.path)
         if self._unread:
             self.controller.observe(self._unread.popleft())
         drafting, verifying = self.machine.round_s([*shapes, *self.others])
@@ -142,7 +143,8 @@ class Server:
         for index, (request, shape) in enumerate(zip(self.live, shapes, strict=True)):
             if shape.drafts:
                 length = request.prompt + request.emitted
-                behind = max(0, length - request.fed - 12)
+                # A drafter in another process has all tokens.
+                behind = 0 if self.path is DraftPath.HOST else max(0, length - request.fed - 12)
                 drafting += CATCH_UP_S * behind
                 caught_up |= behind > 0
                 request.fed = length
@@ -160,9 +162,7 @@ class Server:
         self.rounds.append(shapes)
         groups = Counter(shape for shape in (*shapes, *self.others) if shape.drafts)
         self._unread.append(
-            ExecutedStep(
-                executed, groups, drafting, verifying, drafting + verifying, DraftPath.DEVICE, caught_up
-            )
+            ExecutedStep(executed, groups, drafting, verifying, drafting + verifying, self.path, caught_up)
         )
 
     def _request(self, tokens: int) -> Request:

@@ -41,6 +41,7 @@ class LoopWorld:
         may_run_ahead: Whether rounds that drafted may run ahead.
         opens: Whether rounds are open until they are completed.
         wait: The next result of `take_wait`.
+        saved_s: The time that each round saves, as the controller reports it.
     """
 
     def __init__(self, lookahead: int) -> None:
@@ -52,6 +53,7 @@ class LoopWorld:
         self.catches_up = False
         self.opens = False
         self.wait: ProposalWait | None = None
+        self.saved_s = 0.0
         self.fails: Exception | None = None
         self.observed: list[ExecutedStep] = []
         self.traces: list[RoundTrace] = []
@@ -143,6 +145,9 @@ class LoopWorld:
     def take_wait(self) -> ProposalWait | None:
         return self.wait
 
+    def saved(self, seconds: float) -> None:
+        self.log.append(f"saved {seconds}")
+
     def first_token(self, sequence: EngineSequence, token: int) -> None:
         self.log.append(f"first {sequence.session_id}")
 
@@ -181,9 +186,10 @@ class LoopWorld:
     def reserve_ahead(self, sequence: EngineSequence, committed_upper: int) -> bool:
         return True
 
-    def observe(self, step: ExecutedStep) -> None:
+    def observe(self, step: ExecutedStep) -> float:
         self.log.append("observe")
         self.observed.append(step)
+        return self.saved_s
 
 
 class Prompts:

@@ -32,7 +32,7 @@ class StateTexts:
         self._states: dict[str, tuple[TokenStates, int]] = {}
 
     def native(self, one: Completion, wanted: RequestedStates) -> dict[str, Any]:
-        """Return the fields of `meta_info`. Empty if the client wants no states.
+        """Return the fields of `meta_info`, or no fields if the client wants no states.
 
         `hidden_states` has one entry for the prompt, which contains one list of numbers for each of its
         tokens. One list of numbers follows for each token of the answer but the last.
@@ -58,7 +58,7 @@ class StateTexts:
 
 
 def choice_states(one: Completion, wanted: RequestedStates) -> dict[str, Any]:
-    """Return the fields of a choice in OpenAI's APIs. Empty if the client wants no states.
+    """Return the fields of a choice in OpenAI's APIs, or no fields if the client wants no states.
 
     As in SGLang, `hidden_states` is a single list of numbers. They belong to the token before the last token
     of the answer.

@@ -113,6 +113,12 @@ class TargetPool:
         return tuple(one for one in self._members.values() if one.listed)
 
     @property
+    def slots(self) -> int:
+        """Number of sequences that the targets in use can run at the same time."""
+        infos = (one.client.known_info for one in self.members if one.client.ready)
+        return sum(info.max_running_requests for info in infos if info is not None)
+
+    @property
     def model_ids(self) -> tuple[str, ...]:
         """Names of the models whose targets have ever connected. The default model's name comes first."""
         known = (one.client.known_info for one in self.members)

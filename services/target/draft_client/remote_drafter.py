@@ -250,6 +250,9 @@ class RemoteDrafter(Drafter):
             if session is not None and session.live and self._connection is not None:
                 self._connection.send(draft_pb2.SessionRequest(close=draft_pb2.Close(session_id=session_id)))
 
+    def saved(self, seconds: float) -> None:
+        self._breaker.budget.earn(seconds, time.monotonic())
+
     def shutdown(self) -> None:
         self._link.close()
 

@@ -1,11 +1,13 @@
 """Limits the share of time that requests lose by waiting for trees that do not arrive.
 
-A budget grows with time, up to a capacity. Every wait that ends without trees is deducted from it. While the
-budget is used up, the draft gets no requests. During any period of length t, requests therefore lose at most
+A budget grows with time, and by the time that trees have saved, up to a capacity. Every wait that ends
+without trees is deducted from it. While the budget is used up, the draft gets no requests. During any period
+of length t, requests therefore lose at most
 
-    capacity + share × t + one wait
+    capacity + share × t + one wait + the time that trees have saved
 
 This holds even if the draft is stopped for 0.9 s of every second, for example.
+A draft that is sometimes late, but saves more time, remains in use.
 """
 
 from __future__ import annotations
@@ -29,6 +31,11 @@ class WaitBudget:
         """Deduct a wait that ended without trees. `now` is the time of a monotonic clock."""
         self._grow(now)
         self._left_s -= seconds
+
+    def earn(self, seconds: float, now: float) -> None:
+        """Add time that trees have saved. `now` is the time of a monotonic clock."""
+        self._grow(now)
+        self._left_s = min(self._capacity_s, self._left_s + seconds)
 
     def empty_s(self, now: float) -> float:
         """Return the seconds until the budget is positive again; 0 if it is positive."""

@@ -103,6 +103,10 @@ class DraftSource(Protocol):
         """Return the times of the last round's trees. Return None if they were not measured."""
         return None
 
+    def saved(self, seconds: float) -> None:
+        """Note how much time the trees of the last round have saved, in seconds."""
+        return
+
     def prefilled(self, chunk: PrefillChunk) -> None:
         """Pass on the feature rows of a prompt chunk that was enqueued."""
         ...

@@ -168,6 +168,9 @@ class ExchangeSource(DraftSource):
     def take_wait(self) -> ProposalWait | None:
         return self._host.take_wait()
 
+    def saved(self, seconds: float) -> None:
+        self._host.saved(seconds)
+
     def prefilled(self, chunk: PrefillChunk) -> None:
         self._host.prefilled(chunk)
 

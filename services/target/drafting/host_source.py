@@ -181,6 +181,9 @@ class HostSource(DraftSource):
         wait, self._wait = self._wait, None
         return wait
 
+    def saved(self, seconds: float) -> None:
+        self._drafter.saved(seconds)
+
     def prefilled(self, chunk: PrefillChunk) -> None:
         """Send the stored feature rows of a chunk, without the prompt's last row."""
         self._sessions.send_prefill_features(chunk)

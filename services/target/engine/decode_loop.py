@@ -271,7 +271,9 @@ class DecodeLoop:
                 caught_up,
                 provisional,
             )
-        self._controller.observe(step)
+        saved_s = self._controller.observe(step)
+        if saved_s > 0:
+            self._drafts.saved(saved_s)
         self._metrics.observe_round(step, finished.draft_s, wait.answer_s if wait else None)
 
     def _trace(

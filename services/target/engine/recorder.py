@@ -90,6 +90,11 @@ class Recorder:
         return self._list is not None
 
     @property
+    def enabled(self) -> bool:
+        """True if passes are recorded as CUDA graphs, which only a GPU can do."""
+        return self._graphs.enabled
+
+    @property
     def num_first(self) -> int:
         """Number of first graphs that are left to record."""
         return len(self._first)
@@ -163,11 +168,6 @@ class Recorder:
         self._first, self._further = deque(listed.first), deque(listed.further)
         self._checked, self._uncompiled = False, 0
         self._started = self._clock()
-
-    def add(self, recordings: list[Recording]) -> None:
-        """Add further graphs that a request has made necessary. `follow` must list them from now on."""
-        if self._list is not None:
-            self._further.extend(recordings)
 
     def forget(self) -> None:
         """Record no graph any more, because the process must end."""

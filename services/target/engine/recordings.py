@@ -76,15 +76,11 @@ class Recordings:
         return list(mixed_recordings(self._rounds, captures=self._runner.captures))
 
     def masked(self) -> list[Recording]:
-        """List the graphs of rounds in which outputs have forms. Empty until there was such a round."""
-        if not self._rounds.has_forms or self._runner.graphs.observed:
+        """List the graphs of rounds in which outputs have forms. Several ranks do not record such rounds."""
+        if self._runner.graphs.observed:
             return []
         captures = self._runner.captures
         return list(masked_recordings(self._rounds, captures=captures, drafting=self._drafting))
-
-    def on_first_form(self, add: Callable[[list[Recording]], None]) -> None:
-        """Pass the list of `masked` to a function when the first round with a form is launched."""
-        self._rounds.on_first_form = lambda: add(self.masked())
 
     def prompt(self, size: int) -> Recording:
         """Return the recording of the pass over prompt chunks of up to `size` tokens."""

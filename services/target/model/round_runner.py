@@ -74,8 +74,6 @@ class RoundRunner:
         buckets: Numbers of packed rows to which rounds are padded.
         batch: Entries and trees of the rounds.
         recorded_entries: Largest number of entries of a round, or of one of its drafts, that is recorded.
-        has_forms: True once a round has had an entry with a form.
-        on_first_form: Called when `has_forms` becomes True.
     """
 
     def __init__(
@@ -101,8 +99,6 @@ class RoundRunner:
         self._last_read = 0.0
         self._begun: Moment | None = None
         self._count = 0
-        self.has_forms = False
-        self.on_first_form: Callable[[], None] = lambda: None
 
     @property
     def max_rows(self) -> int:
@@ -150,10 +146,8 @@ class RoundRunner:
         launched_at, size, graphs = time.monotonic(), self.size_of(entries), self._graphs
         recorded = len(entries) <= self.recorded_entries and self._records(size) and not tapped(entries)
         provisional_runs = graphs.provisional_runs
-        if size.masked and not self.has_forms:
-            self.has_forms = True
+        if size.masked:
             self._forms.allocate()
-            self.on_first_form()
         if recorded:
             if graphs.due(self._key(size)) and not graphs.holds(self._key(size)):
                 self.capture(size)  # before the entries are loaded, because a recording runs the pass

@@ -146,7 +146,7 @@ class RoundTap:
         self._entries = [
             (index, start, entry)
             for index, (entry, start) in enumerate(zip(entries, starts, strict=True))
-            if entry.sequence.request.tapped
+            if entry.sequence.tapped
         ]
         self._states: dict[int, StateRows] = {}
         self._requested: dict[int, torch.Tensor] = {}
@@ -201,7 +201,7 @@ class RoundTap:
 
 def tapped(entries: Seq[Entry]) -> bool:
     """Return True if a client wants states, or logprobs of named tokens."""
-    return any(entry.sequence.request.tapped for entry in entries)
+    return any(entry.sequence.tapped for entry in entries)
 
 
 def to_host(values: torch.Tensor) -> torch.Tensor:

@@ -29,8 +29,8 @@ from outrider.shared.spec.trees import HostTree, pad_trees
 MOST_FITTED = 64
 """Total number of nodes up to which all trees of a round are fitted before the forward pass.
 
-The device is idle while trees are fitted. In larger rounds, only those trees are fitted to whose roots forced
-text can be added. In the other trees, the masks of the nodes above forbidden nodes exclude these."""
+The device is idle while trees are fitted. In larger rounds, a tree is fitted only if the form forces the text
+after its root. In the other trees, the masks exclude the forbidden nodes."""
 MANY_NODES = 32
 """Number of nodes from which on several threads find the masks of a round."""
 MASK_THREADS = 8

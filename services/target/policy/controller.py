@@ -15,15 +15,15 @@ runs no model, so tests can run it against simulated machines.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from outrider.services.target.policy.acceptance import DrafterAcceptance, SamplingKind
 from outrider.services.target.policy.cost_model import SHORTEST_S, DraftPath, RoundCosts
+from outrider.services.target.policy.decision import Decision, assign_shapes
 from outrider.services.target.policy.expectations import Expectations, Tokens, expected_tokens
-from outrider.services.target.policy.looks import LOOK_ROUNDS, LOOK_ROWS, Looks
+from outrider.services.target.policy.look_options import LookOptions
+from outrider.services.target.policy.looks import Look, Looks
 from outrider.services.target.policy.offered_shapes import cut
 from outrider.services.target.policy.partition import Others, Partition, Partitions
 from outrider.services.target.policy.row_state import ExecutedRow, ExecutedStep, RowBound, RowState
@@ -45,42 +45,6 @@ SURPRISE = 1.5
 """A round that takes longer than this multiple of its estimate leads to a new decision."""
 MOST_DRAFTERS = 8
 """Number of drafters whose acceptance is kept."""
-LOOKS_APART = 64
-"""A look prefers rows with few tokens that the drafter has not processed, and with few earlier looks. This
-many tokens weigh as much as one look."""
-
-
-@dataclass(slots=True)
-class _Decision:
-    """A choice for the next rounds.
-
-    Attributes:
-        number: Identifies the decision.
-        partition: The best partition. It applies to all rows that take no part in the look.
-        look: The shape that the look measures, or `NO_DRAFT` if all rows decode plainly. None without a look.
-        path: Where the trees come from.
-        bucket: Bucket of the batch size.
-        rounds_left: Number of further rounds for which the decision is kept.
-    """
-
-    number: int
-    partition: Partition
-    look: DraftShape | None
-    path: DraftPath
-    bucket: int
-    rounds_left: int
-
-    def looked(self, step: ExecutedStep) -> bool:
-        """Return True if a round was part of this decision's look."""
-        if self.look is None:
-            return False
-        drafted = {row.shape for row in step.rows if row.state is not None and row.shape.drafts}
-        if not self.look.drafts:
-            return not drafted
-        return any(
-            shape not in self.partition.shapes and (shape.topk == 1) is (self.look.topk == 1)
-            for shape in drafted
-        )
 
 
 class SpeculationController:
@@ -102,8 +66,8 @@ class SpeculationController:
         self._drafter = DrafterAcceptance()
         self._drafters = {self._identity: self._drafter}
         self._looks = Looks()
-        self._decision: _Decision | None = None
-        self._previous: _Decision | None = None
+        self._decision: Decision | None = None
+        self._previous: Decision | None = None
         self._count = 0
         self._draft_rate: float | None = None
 
@@ -129,6 +93,7 @@ class SpeculationController:
         self._looks = Looks()
         self._draft_rate = None
         self.verdict = Verdict()
+        self._log.forget()
         self._end_decision()
 
     def new_row(self, kind: SamplingKind = SamplingKind.GREEDY) -> RowState:
@@ -172,12 +137,12 @@ class SpeculationController:
             self.verdict = Verdict(Reason.DRAFT_AWAY, plain_rows=rows, batch_size=batch_size)
             self._log.note(self.verdict)
 
-    def _shape(self, row: RowBound, decision: _Decision) -> DraftShape:
+    def _shape(self, row: RowBound, decision: Decision) -> DraftShape:
         state = row.state
         if state.decision != decision.number:  # the row has joined since
             look = decision.look
             state.shape = decision.partition.shape_for(expected_tokens(row))
-            if look is not None and not look.drafts:
+            if look is not None and not look.shape.drafts:
                 state.shape = NO_DRAFT
             state.decision = decision.number
         shape = state.shape
@@ -188,12 +153,11 @@ class SpeculationController:
         state.drafted_len = row.committed_len
         return shape
 
-    def _decide(
-        self, rows: Sequence[RowBound], fixed: Mapping[DraftShape, int], path: DraftPath
-    ) -> _Decision:
+    def _decide(self, rows: Sequence[RowBound], fixed: Mapping[DraftShape, int], path: DraftPath) -> Decision:
         # 1. Estimate.
         drafter = self._drafter
         drafter.refresh()
+        self.costs.age()
         for row in rows:
             row.state.acceptance.follow(drafter)
         expectations = Expectations(rows)
@@ -211,11 +175,11 @@ class SpeculationController:
             best = partitions.best(kept, ADVANTAGE)
         # 3. Assign the shapes, and let some rows look if that is affordable.
         self._count += 1
-        _assign(rows, expected, best, self._count)
+        assign_shapes(rows, expected, best, self._count)
         look = None if unmeasured else self._add_look(rows, expected, best, partitions, others)
         left = ROUNDS_PER_CHOICE if best.shapes else PLAIN_ROUNDS_PER_CHOICE
-        left = FIRST_PLAIN_ROUNDS if unmeasured else LOOK_ROUNDS if look is not None else left
-        decision = _Decision(self._count, best, look, path, power_of_2(batch_size), left)
+        left = FIRST_PLAIN_ROUNDS if unmeasured else look.rounds if look is not None else left
+        decision = Decision(self._count, best, look, path, power_of_2(batch_size), left)
         self._previous, self._decision = self._decision, decision
         # 4. Report the reason.
         if look is not None:
@@ -250,66 +214,32 @@ class SpeculationController:
         best: Partition,
         partitions: Partitions,
         others: Others,
-    ) -> DraftShape | None:
-        """If a look is affordable, change the shapes of some rows. Return the shape that is measured."""
+    ) -> Look | None:
+        """If a look is affordable, change the shapes of some rows. Return the look."""
         if not self._looks.affordable:
             return None
-        # 1. A look takes a few rows whose drafter catches up fast and that took part in few looks. If that is
-        #    cheaper, the look takes all rows that draft, because no row then needs a draft of the old shape.
-        able = [index for index, row in enumerate(rows) if row.useful_depth > 0]
-        able.sort(key=lambda index: rows[index].lag + LOOKS_APART * rows[index].state.looks)
-        drafting = [index for index in able if rows[index].state.shape.drafts]
-        # 2. What would a look cost?
-        costs: dict[DraftShape, tuple[float, list[int]]] = {}
-        for looking in filter(None, (able[:LOOK_ROWS], drafting)):
-            for shape in partitions.offered:
-                if not any(shape in expected[index] for index in looking):
-                    continue
-                loss_s = self._look_loss(rows, expected, best, partitions, others, looking, shape)
-                if shape not in best.shapes and loss_s < costs.get(shape, (math.inf, []))[0]:
-                    costs[shape] = (loss_s, looking)
-        if best.shapes and others.nodes == others.rows:
-            costs[NO_DRAFT] = (partitions.plain.seconds - partitions.batch_size / best.rate, able)
-        # 3. Look.
-        plain_s = self.costs.plain(partitions.batch_size) or 0.0
-        look = self._looks.next({shape: loss_s for shape, (loss_s, _) in costs.items()}, plain_s)
+        options = LookOptions(
+            rows, expected, best, partitions, others, self.costs, known=self._drafter.known
+        ).all()
+        look = self._looks.next(options, self.costs.plain(partitions.batch_size) or 0.0)
         if look is None:
             return None
-        for index in costs[look][1]:
-            if not look.drafts or look in expected[index]:
-                rows[index].state.shape = look
-                rows[index].state.looks += look.drafts
+        for index in options[look.shape].rows:
+            if not look.shape.drafts or look.shape in expected[index]:
+                rows[index].state.shape = look.shape
+                rows[index].state.looks += look.shape.drafts
         return look
-
-    def _look_loss(
-        self,
-        rows: Sequence[RowBound],
-        expected: Sequence[Tokens],
-        best: Partition,
-        partitions: Partitions,
-        others: Others,
-        looking: Sequence[int],
-        shape: DraftShape,
-    ) -> float:
-        """Return the seconds that a round loses if the rows `looking` draft with `shape`."""
-        groups = Counter({of: count for of, count in others.shapes.items() if of.drafts})
-        tokens, nodes, moved = others.tokens, others.nodes, set(looking)
-        for index, row in enumerate(rows):
-            own = shape if index in moved and shape in expected[index] else row.state.shape
-            tokens += expected[index].get(own, 1.0) if self._drafter.known else 1.0
-            nodes += own.max_nodes
-            if own.drafts:
-                groups[own] += 1
-        if nodes > partitions.most_rows:
-            return math.inf
-        return self.costs.round(partitions.batch_size, nodes, groups, partitions.path) - tokens / best.rate
 
     # ---- learn
 
-    def observe(self, step: ExecutedStep) -> None:
-        """Learn the costs, the speedup over plain rounds and each row's acceptance from an executed round."""
-        if not step.provisional:
-            self._learn_times(step)
+    def observe(self, step: ExecutedStep) -> float:
+        """Learn the costs, the speedup over plain rounds and each row's acceptance from an executed round.
+
+        Returns:
+            The seconds by which plain rounds would have taken longer for the same tokens. The value is 0 if
+            plain rounds would have been faster, or if a row has a fixed tree shape.
+        """
+        saved_s = 0.0 if step.provisional else self._learn_times(step)
         for row in step.rows:
             if row.num_nodes > 1 and row.shape.drafts:
                 chain, depth = row.shape.topk == 1, row.shape.depth
@@ -317,8 +247,9 @@ class SpeculationController:
                     self._drafter.observe(row.kind, chain, row.accepted, depth)
                 else:
                     row.state.acceptance.observe(chain, row.accepted, depth)
+        return saved_s
 
-    def _learn_times(self, step: ExecutedStep) -> None:
+    def _learn_times(self, step: ExecutedStep) -> float:
         batch_size, costs = len(step.rows), self.costs
         nodes = sum(row.num_nodes for row in step.rows)
         drafts = bool(step.requested)
@@ -329,14 +260,18 @@ class SpeculationController:
         plain_s, tokens = costs.plain(batch_size), batch_size + sum(row.accepted for row in step.rows)
         # The duration without the prompts that ran between the rounds.
         seconds = max(SHORTEST_S, step.draft_s + step.verify_s + costs.rest(batch_size, drafts))
-        if plain_s is not None:
-            plain_s += costs.rest(batch_size, False)
-            self._account(step, tokens, seconds, plain_s)
-            if nodes > batch_size and not step.catches_up:
-                ratio = tokens / batch_size * plain_s / seconds
-                self._draft_rate = (
-                    ratio if self._draft_rate is None else self._draft_rate + 0.1 * (ratio - self._draft_rate)
-                )
+        if plain_s is None:
+            return 0.0
+        plain_s += costs.rest(batch_size, False)
+        self._account(step, tokens, seconds, plain_s)
+        plainly_s = tokens / batch_size * plain_s
+        if nodes > batch_size and not step.catches_up:
+            ratio = plainly_s / seconds
+            self._draft_rate = (
+                ratio if self._draft_rate is None else self._draft_rate + 0.1 * (ratio - self._draft_rate)
+            )
+        fixed = any(row.state is None and row.shape.drafts for row in step.rows)
+        return 0.0 if fixed else max(0.0, plainly_s - seconds)
 
     def _account(self, step: ExecutedStep, tokens: int, seconds: float, plain_s: float) -> None:
         """Charge a look for the time of its round, and end a decision whose round was surprisingly slow."""
@@ -345,14 +280,30 @@ class SpeculationController:
         self._looks.earn(seconds, plain_s)
         for decision in (self._decision, self._previous):
             if decision is not None and decision.looked(step):
-                look = decision.look
-                assert look is not None
-                self._looks.spend(look, seconds - tokens / decision.partition.rate)
+                self._charge(step, decision, tokens)
                 return
         decision, bucket = self._decision, power_of_2(len(step.rows))
         if decision is None or decision.look is not None or decision.bucket != bucket:
             return
         if step.requested and not step.catches_up and seconds > SURPRISE * decision.partition.seconds:
+            decision.rounds_left = 0
+
+    def _charge(self, step: ExecutedStep, decision: Decision, tokens: int) -> None:
+        """Charge a look for one of its rounds.
+
+        The rounds are charged with their estimated times. Other work on the machine may have prolonged them,
+        and would have prolonged plain rounds too. A later round of the look may correct the estimates.
+        """
+        look = decision.look
+        assert look is not None
+        nodes = sum(row.num_nodes for row in step.rows)
+        usual_s = self.costs.round(len(step.rows), nodes, step.requested, step.path)
+        catch_up_s = 0.0
+        if step.catches_up:
+            catch_up_s = max(0.0, step.draft_s - self.costs.drafts(step.requested, step.path))
+        loss_s = decision.loss_of(usual_s, catch_up_s, tokens)
+        self._looks.spend(look.shape, loss_s)
+        if look.is_brief and not self._looks.affordable:
             decision.rounds_left = 0
 
     def wait_cap_s(self, rows: Sequence[RowBound], batch_size: int) -> float:
@@ -374,22 +325,3 @@ class SpeculationController:
 
     def _end_decision(self) -> None:
         self._decision = self._previous = None
-
-
-def _assign(
-    rows: Sequence[RowBound],
-    expected: Sequence[Tokens],
-    partition: Partition,
-    number: int,
-) -> None:
-    """Assign a shape to each row. No shape is assigned to more rows than `Partition.counts` allows."""
-    left = dict(partition.counts)
-    gains = [partition.gain_for(tokens) for tokens in expected]
-    for index in sorted(range(len(rows)), key=lambda index: (-gains[index], rows[index].lag)):
-        shape = partition.shape_for(expected[index])
-        if shape.drafts and not left.get(shape):
-            shape = NO_DRAFT
-        elif shape.drafts:
-            left[shape] -= 1
-        rows[index].state.shape = shape
-        rows[index].state.decision = number

@@ -3,7 +3,7 @@
     round = drafts (one per tree shape)  +  verify pass (batch size, rows)  +  rest
 
 In this module, a row is one tree node of the verify pass. Rows are counted over all sequences and include the
-roots. Each part of a round is estimated as a moving average of measured times. There is one average for:
+roots. Each part of a round is estimated from measured times (`Estimate`). There is one estimate for:
 
 - drafts of each combination of depth, form (tree or chain) and bucket of sequences;
 - plain verify passes of each batch size;
@@ -12,24 +12,22 @@ roots. Each part of a round is estimated as a moving average of measured times. 
   drafts.
 
 Batch buckets are powers of 2. The times of sizes that were never executed are interpolated or extrapolated.
+An unsure estimate is limited by the estimates of larger work: a pass over few rows counts as at most as long
+as a pass over more rows, and a draft as at most as long as a deeper draft. Otherwise, one slow measurement
+could end the use of a shape, and then nothing would correct the estimate.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from enum import Enum
+from typing import TypeVar
 
+from outrider.services.target.policy.estimate import Estimate
 from outrider.shared.engine.buckets import power_of_2
 from outrider.shared.spec.tree import DraftShape
 
-CHEAPER_WEIGHT = 0.5
-"""Weight of a sample that is below the moving average.
-
-The weight is larger than `DEARER_WEIGHT`, because other work on the machine can prolong a time but cannot
-shorten it."""
-DEARER_WEIGHT = 0.05
-"""Weight of a sample that is above the moving average."""
 UNSEEN_ROW_COST = 0.03
 """Assumed cost of one more row per sequence until larger passes are measured, as a share of a plain pass."""
 UNSEEN_LEVEL_COST = 0.06
@@ -53,18 +51,21 @@ class DraftPath(Enum):
     HOST = "host"
 
 
+_Key = TypeVar("_Key", int, tuple[int, bool])
+
 Groups = Mapping[DraftShape, int]
 """Number of sequences that draft with each shape."""
 
 
 class RoundCosts:
-    """Durations in seconds, learned as moving averages of executed rounds."""
+    """Durations in seconds, learned from executed rounds."""
 
     def __init__(self) -> None:
-        self._plain: dict[int, float] = {}
-        self._verify: dict[int, dict[int, float]] = {}
-        self._draft: dict[tuple[int, bool], dict[int, float]] = {}
-        self._rest: dict[tuple[int, bool], float] = {}
+        self._now = 0
+        self._plain: dict[int, Estimate] = {}
+        self._verify: dict[int, dict[int, Estimate]] = {}
+        self._draft: dict[tuple[int, bool], dict[int, Estimate]] = {}
+        self._rest: dict[tuple[int, bool], Estimate] = {}
         self._waits: deque[float] = deque(maxlen=WAITS_KEPT)
         self._wait_p99: float | None = None
 
@@ -73,11 +74,9 @@ class RoundCosts:
     def observe_verify(self, batch_size: int, rows: int, seconds: float) -> None:
         """Record a verify pass over `rows` nodes of `batch_size` sequences."""
         if rows == batch_size:
-            self._plain[batch_size] = _blend(self._plain.get(batch_size), seconds)
+            self._measure(self._plain, batch_size, seconds)
             return
-        by_rows = self._verify.setdefault(power_of_2(batch_size), {})
-        rows = _size_class(rows)
-        by_rows[rows] = _blend(by_rows.get(rows), seconds)
+        self._measure(self._verify.setdefault(power_of_2(batch_size), {}), _size_class(rows), seconds)
 
     def observe_drafts(self, groups: Groups, path: DraftPath, seconds: float) -> None:
         """Record how long the drafts of a round took."""
@@ -92,18 +91,27 @@ class RoundCosts:
         for shape, count in groups.items():
             known = self._draft.setdefault((shape.depth, shape.topk == 1), {})
             share = parts[shape] / total if total else 1 / len(parts)
-            size = power_of_2(count)
-            known[size] = _blend(known.get(size), seconds * share)
+            self._measure(known, power_of_2(count), seconds * share)
 
     def observe_rest(self, batch_size: int, drafts: bool, seconds: float) -> None:
         """Record how much longer a round took than its drafts and its verify pass together."""
-        key = (power_of_2(batch_size), drafts)
-        self._rest[key] = _blend(self._rest.get(key), max(seconds, 0.0))
+        self._measure(self._rest, (power_of_2(batch_size), drafts), max(seconds, 0.0))
 
     def observe_answer(self, seconds: float) -> None:
         """Record the time from a proposal's announcement to its arrival."""
         self._waits.append(seconds)
         self._wait_p99 = None
+
+    def age(self) -> None:
+        """Make all estimates one decision older. Called once for each decision."""
+        self._now += 1
+
+    def _measure(self, estimates: dict[_Key, Estimate], key: _Key, seconds: float) -> None:
+        known = estimates.get(key)
+        if known is None:
+            estimates[key] = Estimate(seconds, self._now)
+        else:
+            known.observe(seconds, self._now)
 
     # ---- estimate
 
@@ -138,15 +146,15 @@ class RoundCosts:
         """
         exact = self._plain.get(batch_size)
         if exact is not None:
-            return exact
+            return exact.seconds
         if not self._plain:  # if some rows always draft, no pass is plain
-            passes = [seconds for by_rows in self._verify.values() for seconds in by_rows.values()]
+            passes = [one.seconds for by_rows in self._verify.values() for one in by_rows.values()]
             return min(passes, default=None)
         below = max((size for size in self._plain if size < batch_size), default=None)
         above = min((size for size in self._plain if size > batch_size), default=None)
         if below is None or above is None:
-            return self._plain[below or above or 0]
-        low, high = self._plain[below], self._plain[above]
+            return self._plain[below or above or 0].seconds
+        low, high = self._plain[below].seconds, self._plain[above].seconds
         return low + (high - low) * (batch_size - below) / (above - below)
 
     def most_rows(self, batch_size: int) -> int:
@@ -162,15 +170,20 @@ class RoundCosts:
             groups: Number of sequences that draft, by shape.
             path: Where the trees come from.
         """
+        drafting_s = self.drafts(groups, path)
+        rest_s = self.rest(batch_size, any(groups.values()))
+        return max(SHORTEST_S, drafting_s + self.verify(batch_size, rows) + rest_s)
+
+    def drafts(self, groups: Groups, path: DraftPath) -> float:
+        """Estimate the duration of the drafts of a round."""
         drafts = [self.draft(shape, count) for shape, count in groups.items() if count]
-        drafting = max(drafts, default=0.0) if path is DraftPath.HOST else sum(drafts)
-        return max(SHORTEST_S, drafting + self.verify(batch_size, rows) + self.rest(batch_size, bool(drafts)))
+        return max(drafts, default=0.0) if path is DraftPath.HOST else sum(drafts)
 
     def rest(self, batch_size: int, drafts: bool) -> float:
         """Estimate how much longer a round takes than its drafts and its verify pass together."""
         bucket = power_of_2(batch_size)
-        rest = self._rest.get((bucket, drafts))
-        return self._rest.get((bucket, not drafts), 0.0) if rest is None else rest
+        rest = self._rest.get((bucket, drafts)) or self._rest.get((bucket, not drafts))
+        return 0.0 if rest is None else rest.seconds
 
     def verify(self, batch_size: int, rows: int) -> float:
         """Estimate the duration of a verify pass, interpolated between the plain pass and measured passes."""
@@ -180,18 +193,23 @@ class RoundCosts:
         if rows <= batch_size:
             return plain
         by_rows = self._verify.get(power_of_2(batch_size), {})
-        lower, lower_s, upper, upper_s = batch_size, plain, 0, 0.0
-        for known, seconds in by_rows.items():
+        lower, upper = batch_size, 0
+        for known in by_rows:
             if lower < known <= rows:
-                lower, lower_s = known, seconds
+                lower = known
             elif known > rows and (not upper or known < upper):
-                upper, upper_s = known, seconds
+                upper = known
+        lower_s = plain if lower == batch_size else self._pass_s(by_rows, lower)
         if upper:
+            upper_s = self._pass_s(by_rows, upper)
             return max(plain, lower_s + (upper_s - lower_s) * (rows - lower) / (upper - lower))
         slope = plain * UNSEEN_ROW_COST / batch_size
         if lower > batch_size:
             slope = max(0.0, lower_s - plain) / (lower - batch_size)
         return max(plain, lower_s) + slope * (rows - lower)
+
+    def _pass_s(self, by_rows: Mapping[int, Estimate], rows: int) -> float:
+        return self._bounded(by_rows[rows], (one for other, one in by_rows.items() if other >= rows))
 
     def draft(self, shape: DraftShape, count: int) -> float:
         """Estimate the duration of a draft for `count` sequences."""
@@ -201,22 +219,39 @@ class RoundCosts:
         key = min(self._draft, key=lambda known: (known[1] != chain, abs(known[0] - shape.depth)))
         by_count = self._draft[key]
         size = power_of_2(count)
-        seconds = by_count.get(size)
-        if seconds is None:
-            seconds = by_count[min(by_count, key=lambda known: abs(known.bit_length() - size.bit_length()))]
-        growth = FIXED_DRAFT_SHARE + (1 - FIXED_DRAFT_SHARE) * shape.depth / key[0]
-        return seconds * growth
+        if size not in by_count:
+            size = min(by_count, key=lambda known: abs(known.bit_length() - size.bit_length()))
+        depth, is_chain = key
+        # A draft of a tree does at least the work of a chain of the same depth.
+        larger = (
+            held[size]
+            for (other, form), held in self._draft.items()
+            if other >= depth and form <= is_chain and size in held
+        )
+        growth = FIXED_DRAFT_SHARE + (1 - FIXED_DRAFT_SHARE) * shape.depth / depth
+        return self._bounded(by_count[size], larger) * growth
+
+    def doubts(self, batch_size: int, rows: int, shape: DraftShape) -> bool:
+        """Return True if passes of this size or drafts of this shape were measured, but too few times.
+
+        Args:
+            batch_size: Number of sequences.
+            rows: Number of nodes of all sequences.
+            shape: A tree shape.
+        """
+        verify = self._verify.get(power_of_2(batch_size), {}).get(_size_class(rows))
+        drafts = self._draft.get((shape.depth, shape.topk == 1), {})
+        measured = [one for one in (verify, *drafts.values()) if one is not None]
+        return any(not one.is_sure(self._now) for one in measured)
+
+    def _bounded(self, one: Estimate, larger: Iterable[Estimate]) -> float:
+        """Return an estimate. If it is unsure, return at most the shortest estimate of larger work."""
+        if one.is_sure(self._now):
+            return one.seconds
+        return min(one.seconds, *(known.seconds for known in larger))
 
 
 def _size_class(rows: int) -> int:
     """Round a number of rows up, so that passes of similar sizes share an average."""
     step = 1 if rows <= 32 else 8 if rows <= 256 else 32
     return -(-rows // step) * step
-
-
-def _blend(average: float | None, sample: float) -> float:
-    """Return the moving average after one more sample. A sample counts as at most four times the average."""
-    if average is None:
-        return sample
-    weight = CHEAPER_WEIGHT if sample < average else DEARER_WEIGHT
-    return average + weight * (min(sample, 4 * average) - average)

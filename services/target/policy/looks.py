@@ -7,32 +7,66 @@ all rounds, for all requests together.
 
 The next look measures the shape with the smallest sum of two numbers: the losses of its past looks, and the
 estimated loss of its next look. Cheap shapes are therefore measured more often.
+
+The estimated loss of an *unsure* option may be too large, because the drafter is unknown or because only a
+few rounds with the shape were measured. Waiting until a full look is affordable could then take too long. A
+look of such an option may therefore be brief: it has as many rounds as the budget can pay, and ends early if
+it loses more than the budget.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from outrider.shared.spec.tree import DraftShape
 
 LOOK_SHARE = 0.005
 """Share of the time of rounds that looks may lose."""
 FIRST_ROUNDS = 2.0
-"""Initial balance of the budget, as a number of plain rounds.
+"""Initial balance of the budget, as a number of plain rounds."""
+DEAREST_BRIEF_ROUNDS = 2.0
+"""With this balance, as a number of plain rounds, a brief look is possible, however large its estimated loss.
+A look that needs a smaller balance is never brief.
 
-The first look may cost twice this balance, so that even a drafter with slow rounds is measured during the
-first requests."""
+The balance reaches this value after at most 400 plain rounds, unless earlier looks must still be paid."""
 MOST_ROUNDS = 24.0
 """Largest balance of the budget, as a number of plain rounds."""
-LOOK_ROWS = 4
-"""Number of rows that take part in a look."""
 LOOK_ROUNDS = 4
-"""Number of rounds of a look. A look lasts several rounds, because the drafter processes the earlier tokens
+"""Number of rounds of a full look. It lasts several rounds, because the drafter processes the earlier tokens
 of the rows only once per look."""
 LEAST_LOSS_SHARE = 0.01
 """Least estimated loss of a round of a look, as a share of a plain round."""
 FADING = 0.9
 """Factor by which each new look reduces the recorded losses of all shapes, so that old losses fade."""
+
+
+@dataclass(frozen=True, slots=True)
+class LookOption:
+    """A possible look with one shape.
+
+    Attributes:
+        loss_s: Estimated loss of one round, in seconds.
+        rows: Indices of the rows that take part.
+        unsure: True if the estimate may be wrong, so that the look may be brief.
+    """
+
+    loss_s: float
+    rows: Sequence[int]
+    unsure: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """A look: the shape that it measures (`NO_DRAFT`: all rows decode plainly), and its number of rounds."""
+
+    shape: DraftShape
+    rounds: int = LOOK_ROUNDS
+
+    @property
+    def is_brief(self) -> bool:
+        """True if the look has fewer rounds than a full look."""
+        return self.rounds < LOOK_ROUNDS
 
 
 class Looks:
@@ -52,7 +86,7 @@ class Looks:
         self._balance = min(self._most, self._balance + LOOK_SHARE * round_s)
 
     def spend(self, shape: DraftShape, loss_s: float) -> None:
-        """Count a round of a look that lost `loss_s` seconds. The loss is negative if the look saved time."""
+        """Count `loss_s` seconds that a look has lost. The value is negative if the look has saved time."""
         self.lost_s += loss_s
         self._balance = min(self._most, (self._balance or 0.0) - loss_s)
         self._losses[shape] = max(0.0, self._losses.get(shape, 0.0) + loss_s)
@@ -62,22 +96,26 @@ class Looks:
         """True if the budget is not used up, so that some look may be affordable."""
         return self._balance is not None and self._balance > 0
 
-    def next(self, losses: Mapping[DraftShape, float], plain_s: float) -> DraftShape | None:
-        """Return the shape that the next look measures, or None if no look is affordable.
+    def next(self, options: Mapping[DraftShape, LookOption], plain_s: float) -> Look | None:
+        """Return the next look, or None if no look is affordable.
 
         Args:
-            losses: For each shape that is not in use, the estimated loss of a round of a look, in seconds.
+            options: The possible looks, by shape.
             plain_s: Duration of a plain round.
         """
         least = LEAST_LOSS_SHARE * plain_s
-        due = {shape: max(loss, least) for shape, loss in losses.items()}
+        due = {shape: max(option.loss_s, least) for shape, option in options.items()}
         if not due or self._balance is None:
             return None
         shape = min(due, key=lambda one: self._losses.get(one, 0.0) + LOOK_ROUNDS * due[one])
-        credit = 0.0 if self._losses else FIRST_ROUNDS * plain_s
+        rounds, needed_s = LOOK_ROUNDS, LOOK_ROUNDS * due[shape]
+        brief_s = DEAREST_BRIEF_ROUNDS * plain_s
         # A look that costs more than the largest balance must still be possible.
-        if self._balance + credit < min(LOOK_ROUNDS * due[shape], self._most / 2):
-            return None
+        if self._balance < min(needed_s, self._most / 2):
+            is_brief = options[shape].unsure and needed_s > brief_s
+            if not is_brief or self._balance < min(due[shape], brief_s):
+                return None
+            rounds = max(1, int(self._balance / due[shape]))
         for known in self._losses:
             self._losses[known] *= FADING
-        return shape
+        return Look(shape, rounds)

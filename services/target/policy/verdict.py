@@ -91,6 +91,10 @@ class DecisionLog:
         self._written_at: float | None = None
         self._written: object = None
 
+    def forget(self) -> None:
+        """Log the next decision in any case."""
+        self._written_at, self._written = None, None
+
     def note(self, verdict: Verdict) -> None:
         """Log a decision if it differs from the last logged one and `LOG_INTERVAL_S` has passed since."""
         if verdict.reason in (Reason.PROBING, Reason.UNMEASURED, Reason.IDLE):

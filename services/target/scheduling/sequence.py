@@ -76,6 +76,8 @@ class Sequence:
             sequence then need the sampling mode `FULL`.
         form: The form that the output must have, for requests with a constraint. Otherwise None.
         prompt_scored: Index of the next prompt token whose logprob the client has not received.
+        tapped: True if the client wants data that no recorded pass computes: states, or logprobs of named
+            tokens.
         states_len: Index of the next token whose states the client has not received, if it wants states.
     """
 
@@ -120,6 +122,7 @@ class Sequence:
         "status",
         "stop_ids",
         "submitted_at",
+        "tapped",
         "tokens",
         "tokens_ahead",
         "wants_drafts",
@@ -176,6 +179,7 @@ class Sequence:
             or request.states.wanted
             or self.form is not None
         )
+        self.tapped = request.states.wanted or bool(request.logprobs.token_ids and self.ruled)
         self.states_len = request.states.start
         self.prompt_scored = max(1, request.logprobs.prompt_start)
         self.stats = SpeculationStats()

@@ -176,7 +176,6 @@ def record_graphs(
         lambda: list_graphs(engine.recordings, plan),
         partial(compiled_or_soon, graphs.device) if rehearses else always,
     )
-    engine.recordings.on_first_form(recorder.add)
     if rehearses:
         # These kernels are compiled in the background, so that the first requests find them.
         compile_ahead(graphs.device, _recordings_of_one(engine.recordings, plan), limit_s=None)
@@ -194,8 +193,8 @@ def list_graphs(recordings: Recordings, plan: GraphPlan) -> RecordingList:
     """List the graphs that are recorded before the server is ready, and while it is idle.
 
     Before the server is ready, only greedy rounds are recorded: plain rounds of a few sizes, and the default
-    tree of a single request. Rounds of equal requests, prompts, and rounds of mixed requests follow.
-    Rounds with forms follow as soon as a request has had a form.
+    tree of a single request. Rounds of equal requests, prompts, rounds of mixed requests and rounds with
+    forms follow.
 
     Larger graphs are recorded first, so that smaller graphs can reuse their memory.
     """

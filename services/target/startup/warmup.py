@@ -8,15 +8,18 @@ import threading
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass, replace
 from functools import partial
 
 from outrider.services.target.engine.engine import TargetEngine
 from outrider.services.target.model.model_runner import ModelRunner
+from outrider.services.target.policy.offered_shapes import offered_shapes
 from outrider.services.target.request import (
     Event,
     EventSink,
     GenerationRequest,
     SpeculationLimits,
+    SpeculationParams,
     TokensEvent,
 )
 from outrider.services.target.scheduling.scheduler import PrefillChunk
@@ -30,6 +33,10 @@ REHEARSED_PROMPTS = ((300,), (2000,), (40, 50), (300, 400))
 RUN_THROUGH_PROMPT = 48
 RUN_THROUGH_TOKENS = 32
 RUN_THROUGH_TIMEOUT_S = 5.0
+SHAPE_TOKENS = 8
+"""Largest number of rounds that measure a shape which mode `auto` may choose."""
+SHAPES_TIME_S = 2.0
+"""Time in seconds after which the measurements of further shapes are skipped."""
 
 _log = logging.getLogger("outrider.target")
 
@@ -45,28 +52,41 @@ class _EndSink(EventSink):
             self.ended.set()
 
 
+@dataclass(frozen=True, slots=True)
+class WarmUpRequest:
+    """One request of the warm-up.
+
+    Attributes:
+        speculation: Mode and shape.
+        temperature: Temperature of sampling.
+        tokens: Length of prompt and answer.
+        optional: True if the request is skipped once the warm-up has taken long.
+    """
+
+    speculation: SpeculationParams
+    temperature: float = 0.0
+    tokens: int = RUN_THROUGH_TOKENS
+    optional: bool = False
+
+
 def run_through(engine: TargetEngine, limits: SpeculationLimits) -> None:
     """Run short requests through the running engine and its drafter, so that both are warm for real requests.
 
-    Greedy and sampled requests run with and without drafts. The controller of speculation keeps the
-    costs that it learns, and all counters are reset. Objects that exist afterwards are exempted from garbage
-    collection.
+    The controller of speculation keeps the costs that it learns, and all counters are reset. Objects that
+    exist afterwards are exempted from garbage collection.
     """
-    rounds = (
-        (SpeculationMode.ON, 0.0),
-        (SpeculationMode.ON, 1.0),
-        (SpeculationMode.OFF, 0.0),
-        (SpeculationMode.AUTO, 0.0),
-    )
-    for number, (mode, temperature) in enumerate(rounds):
+    started = time.monotonic()
+    for number, one in enumerate(warm_up_requests(limits, measures_shapes=not engine.recorder.enabled)):
+        if one.optional and time.monotonic() - started > SHAPES_TIME_S:
+            continue
         sink = _EndSink()
         length = min(RUN_THROUGH_PROMPT, engine.limits.max_model_len // 2)
         request = GenerationRequest(
             request_id="warm-up",
             prompt_ids=[(7 + 13 * index) % engine.limits.vocab_size for index in range(length)],
-            max_new_tokens=min(RUN_THROUGH_TOKENS, length),
-            sampling=SamplingParams(temperature=temperature),
-            speculation=limits.resolve(mode),
+            max_new_tokens=min(one.tokens, length),
+            sampling=SamplingParams(temperature=one.temperature),
+            speculation=one.speculation,
             ignore_eos=True,
             deadline=time.monotonic() + RUN_THROUGH_TIMEOUT_S,
             cache_salt=f"warm-up {number}",  # compute every prompt
@@ -79,6 +99,30 @@ def run_through(engine: TargetEngine, limits: SpeculationLimits) -> None:
     engine.forget_warm_up()
     gc.collect()
     gc.freeze()  # A full collection would visit what startup has made, which takes 0.1 s.
+
+
+def warm_up_requests(limits: SpeculationLimits, *, measures_shapes: bool) -> list[WarmUpRequest]:
+    """Return the requests of the warm-up: greedy and sampled ones, with and without drafts.
+
+    Args:
+        limits: The server's draft shapes.
+        measures_shapes: True to add a request for each further shape that mode `auto` may choose. Their
+            rounds measure the cost of the shape, so that real requests need not. This is useless on a GPU,
+            where the rounds of these shapes are faster later, when their graphs are recorded.
+    """
+    auto, default = limits.resolve(SpeculationMode.AUTO), limits.resolve(SpeculationMode.ON)
+    further = [
+        WarmUpRequest(replace(default, shape=shape), tokens=SHAPE_TOKENS, optional=True)
+        for shape in offered_shapes(auto.forms, 1)
+        if shape != default.shape
+    ]
+    return [
+        WarmUpRequest(default),
+        WarmUpRequest(default, temperature=1.0),
+        WarmUpRequest(limits.resolve(SpeculationMode.OFF)),
+        *(further if measures_shapes else []),
+        WarmUpRequest(auto),
+    ]
 
 
 def prompt_rehearsals(runner: ModelRunner) -> list[Callable[[], object]]:

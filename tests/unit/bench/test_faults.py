@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
+import threading
+import time
 from collections.abc import AsyncGenerator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,9 +16,9 @@ from typing import Any
 import pytest
 from support.fake_openai import FakeServer
 
-from outrider.bench.faults import leftovers, move, overload, soak
+from outrider.bench.faults import leftovers, move, overload, soak, stall
 from outrider.bench.faults.answers import Asker, AskFailedError, Outcome, Part, check
-from outrider.bench.faults.processes import Usage, survivors, usage_of
+from outrider.bench.faults.processes import Usage, cpu_seconds, survivors, usage_of
 from outrider.bench.faults.questions import CHAT, COMPLETIONS, GENERATE, Question, soak_questions
 from outrider.bench.load.open_loop import Experience, LoadRequest, ask
 from outrider.bench.load.rest import RestLoad
@@ -148,6 +151,19 @@ def test_only_processes_that_ran_all_the_time_are_compared() -> None:
     assert survivors({"a": own, "b": other, "c": other}, {"a": own, "b": again}) == {"a": (own, own)}
 
 
+def test_the_time_of_all_threads_counts() -> None:
+    before = cpu_seconds(os.getpid())
+    worker = threading.Thread(target=lambda: sum(number * number for number in range(500_000)))
+    worker.start()
+    worker.join()
+    running = threading.Event()
+    threading.Thread(target=running.wait).start()
+    assert cpu_seconds(os.getpid()) >= before
+    own = time.process_time()
+    assert 0 < cpu_seconds(os.getpid()) <= own + 1.0
+    running.set()
+
+
 def test_failures_are_excused_only_while_a_service_is_down() -> None:
     tally = soak.Tally(down=[[10.0, 12.0], [20.0, float("inf")]])
     assert [tally.is_excused(*times) for times in ((8, 9), (9, 10.5), (12.5, 15), (11, 30), (25, 26))] == [
@@ -160,6 +176,22 @@ def test_the_pause_of_a_stream_includes_the_wait_since_its_last_event() -> None:
     assert stream.pause(2.6) == 2.0
     assert stream.pause(4.6) == 0.5
     assert stream.pause(6.0) == 0.0
+
+
+def test_pauses_are_counted_if_they_overlap_and_not_between_two_streams() -> None:
+    nan = math.nan
+    arrivals = stall.Arrivals([[nan, 1.0, 1.5, 3.0, nan, 9.0], [nan, 2.0, 2.1]])
+    assert arrivals.pauses(1.6, 2.05) == pytest.approx([1.5, 0.1])
+    assert arrivals.pauses(4.0, 8.0) == []
+
+
+def test_the_expensive_bodies_have_the_size_they_should() -> None:
+    bodies = stall.expensive_bodies(10_000)
+    for name, body in bodies.items():
+        size = 1_000 if name.endswith("a tenth") else 10_000
+        assert 0.6 * size < len(body.content) < 1.2 * size, name
+    assert json.loads(bodies["numbers as messages"].content)["messages"][-1] == 1
+    assert json.loads(bodies["digits in a chat"].content)["max_tokens"] == 1
 
 
 def offer(count: int, first_token_s: float, refused: int = 0, retry_after_s: float | None = 1.0) -> Any:

@@ -90,7 +90,37 @@ def test_the_choice_is_close_to_the_exhaustive_best(rate: float, node_ms: float)
     for one, other in zip(found.batches, best.batches, strict=True):
         assert one.measured[one.best] >= 0.97 * other.measured[other.best]
     assert tuned.tokens < whole.tokens / 8
-    assert len(found.batches[0].measured) == 1 + FINALISTS
+    measured = found.batches[0].measured
+    assert len(measured) == 1 + FINALISTS
+    assert {shape.topk == 1 for shape in measured if shape.drafts} == {True, False}
+
+
+def test_a_slow_measurement_of_plain_rounds_does_not_spoil_the_predictions() -> None:
+    class SlowFirst(SyntheticServer):
+        def round_ms(self, shape: DraftShape, streams: int) -> float:
+            return super().round_ms(shape, streams) * (6.0 if not shape.drafts and not self.finals else 1.0)
+
+        finals = 0
+
+        def run(self, *given, trace: bool = False, **options):  # type: ignore[no-untyped-def]
+            self.finals += not trace
+            return super().run(*given, trace=trace, **options)
+
+    (slow,), (usual,) = (
+        tune(made(0.8, 0.002), batches=(1,)).batches for made in (SlowFirst, SyntheticServer)
+    )
+    for shape, speed in usual.predicted.items():
+        assert slow.predicted[shape] == pytest.approx(speed, rel=0.1)
+
+
+def test_a_check_compares_the_choice_with_the_best_of_all_shapes() -> None:
+    server = SyntheticServer(0.8, 0.002)
+    sizes = TuneSizes((1,), 96, LIMITS, check=2)
+    (found,) = search(server, PROMPTS, sizes).batches  # type: ignore[arg-type]
+    assert found.check is not None
+    assert found.check.choice == found.best
+    assert len(found.check.ratios) == 2
+    assert 0.97 <= found.check.ratio <= 1
 
 
 def test_a_draft_that_is_never_right_gets_no_shape() -> None:
@@ -109,5 +139,6 @@ def test_the_profile_has_the_shape_and_the_speeds() -> None:
     assert f"num_draft_tokens = {result.shape.max_nodes}\n" in text
     assert "# Target: a target\n" in text
     report = result_json(result)
+    assert report["batches"][0]["ratios_to_plain"]["plain"] == [1.0, 1.0, 1.0]
     assert report["shape"]["topk"] == result.shape.topk
     assert len(report["accept_lengths"]) == len(candidate_shapes(LIMITS))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import struct
 from collections.abc import Iterable
 from dataclasses import fields, replace
 from pathlib import Path
@@ -20,9 +21,11 @@ from outrider.services.verify.cases import OPTIONS, plain, requests_of, ways
 from outrider.services.verify.law import chi_square
 from outrider.services.verify.logprobs import compare_logprobs
 from outrider.services.verify.pair_engine import Answers, PairEngine
+from outrider.services.verify.states import compare_states
 from outrider.shared.base.errors import ConfigurationError
 from outrider.shared.base.generation import SamplingParams, SpeculationMode
 from outrider.shared.base.logit_rules import TokenLogprob
+from outrider.shared.base.token_states import TokenStates
 from outrider.shared.spec.tree import DraftShape
 
 torch.set_num_threads(1)
@@ -47,6 +50,8 @@ def test_the_embedded_pair_passes_with_every_option(tmp_path: Path) -> None:
         assert run["differences"] == []
         assert run["logprobs"]["holds"]
         assert run["logprobs"]["compared"] > 2 * 8 * (6 + 21)
+        assert run["states"]["holds"]
+        assert run["states"]["compared"] > 2 * 8
     assert report["runs"][1]["accept_length"] > 1.2, "the run without drafted tokens would compare nothing"
     assert report["law"]["outcomes"] >= 8
     assert report["law"]["p_value"] > 1e-4
@@ -55,7 +60,7 @@ def test_the_embedded_pair_passes_with_every_option(tmp_path: Path) -> None:
 def test_tokens_and_probabilities_that_speculation_changes_are_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One token of one request is replaced, every second token of the samples, and one logprob."""
+    """Replaced: one token of one request, every second token of the samples, a logprob, a hidden state."""
     answer = PairEngine.answer
 
     def changed(self: PairEngine, requests: Iterable[GenerationRequest], *, speculate: bool) -> Answers:
@@ -67,6 +72,10 @@ def test_tokens_and_probabilities_that_speculation_changes_are_found(
                 tokens[1] = answers.tokens["1"][1]
         if speculate and (scores := answers.logprobs.get("logprobs, prompt 1")):
             scores[3] = replace(scores[3], logprob=scores[3].logprob - 0.5)
+        if speculate and (states := answers.states.get("hidden states, prompt 2")):
+            rows = bytearray(states[1].hidden_states)
+            rows[:4] = struct.pack("<f", 100.0)
+            states[1] = replace(states[1], hidden_states=bytes(rows))
         return answers
 
     monkeypatch.setattr(PairEngine, "answer", changed)
@@ -81,7 +90,21 @@ def test_tokens_and_probabilities_that_speculation_changes_are_found(
         assert run["logprobs"]["holds"] is False
         assert run["logprobs"]["request"] == "logprobs, prompt 1"
         assert run["logprobs"]["largest"] == pytest.approx(0.5, abs=0.01)
+        assert run["states"]["holds"] is False
+        assert run["states"]["request"] == "hidden states, prompt 2"
+        assert run["states"]["missing"] == 0
     assert report["law"]["holds"] is False
+
+
+def test_missing_hidden_states_are_found() -> None:
+    request = requests_of([[5, 6]], 4, plain(DraftShape(5, 4, 16)))["hidden states, prompt 1"]
+    name, row = request.request_id, struct.pack("<2f", 1.0, 2.0)
+    off = Answers({name: [7, 4, 3]}, states={name: [TokenStates(0, 2, row * 2), TokenStates(2, 2, row * 2)]})
+    on = Answers({name: [7, 4, 2]}, states={name: [TokenStates(0, 3, row * 3)]})
+    found = compare_states({name: request}, off, on, torch.float32)
+    assert (found.compared, found.missing, found.largest, found.holds) == (3, 1, 0.0, False)
+    on.states[name] = off.states[name]
+    assert compare_states({name: request}, off, on, torch.float32).holds
 
 
 def test_a_pair_without_a_draft_is_refused() -> None:

@@ -63,6 +63,28 @@ def test_a_draft_that_stops_again_and_again_costs_other_rows_a_small_share(
     assert in_vain_s / SECONDS < 0.05, "the rows beside a stopped draft keep 95 % of their speed"
 
 
+@pytest.mark.parametrize("saved_s", [0.001, 0.05])
+@pytest.mark.parametrize(("stopped_s", "period_s"), PULSES)
+def test_a_draft_that_stops_again_and_again_never_loses_more_than_it_saves(
+    monkeypatch: pytest.MonkeyPatch, stopped_s: float, period_s: float, saved_s: float
+) -> None:
+    """The budget for waits includes the time that trees have saved."""
+    target = running(monkeypatch, stopped_s, period_s, AUTO)
+    in_vain_s, all_saved_s, began = 0.0, 0.0, target.clock.now
+    while target.clock.now < began + SECONDS:
+        target.reopen()
+        before = target.connection.waited_s
+        target.mixed_round(on=set())
+        if not target.drafter.fallback_reason(AUTO):
+            target.drafter.saved(saved_s)
+            all_saved_s += saved_s
+        waited_s = target.connection.waited_s - before
+        if waited_s > ANSWER_S + 1e-9:
+            in_vain_s += waited_s
+    assert all_saved_s > 0
+    assert (in_vain_s - all_saved_s) / SECONDS < 0.05
+
+
 @pytest.mark.parametrize(("stopped_s", "period_s"), PULSES)
 def test_a_row_of_mode_on_keeps_most_of_its_speed(
     monkeypatch: pytest.MonkeyPatch, stopped_s: float, period_s: float
@@ -159,6 +181,37 @@ def test_a_budget_grows_with_time_up_to_its_capacity() -> None:
     assert budget.empty_s(1000.0) == 0.0
     budget.spend(1.1, 1000.0)
     assert budget.empty_s(1000.0) == pytest.approx(1.0), "a long calm adds no more than the capacity"
+
+
+def test_saved_time_fills_the_budget_up_to_its_capacity() -> None:
+    budget = WaitBudget(share=0.01, capacity_s=0.2)
+    budget.spend(0.5, 0.0)
+    assert budget.empty_s(0.0) == pytest.approx(30.0)
+    budget.earn(0.2, 0.0)
+    assert budget.empty_s(0.0) == pytest.approx(10.0)
+    budget.earn(9.0, 0.0)
+    assert budget.empty_s(0.0) == 0.0
+    budget.spend(0.3, 0.0)
+    assert budget.empty_s(0.0) == pytest.approx(10.0), "savings add no more than the capacity"
+
+
+@pytest.mark.parametrize(("saved_s", "drafts"), [(0.02, True), (0.0, False)])
+def test_a_draft_that_saves_more_than_its_late_answers_cost_remains_in_use(
+    monkeypatch: pytest.MonkeyPatch, saved_s: float, drafts: bool
+) -> None:
+    """Every fifth answer is late."""
+    target = running(monkeypatch, 0.0, 1.0, AUTO)
+    run_warm(target)
+    connection = target.connection
+    assert isinstance(connection, Pulsing)
+    taken = 0
+    for number in range(1000):
+        connection.answer_s = 3 * CAP_S if number % 5 == 4 else ANSWER_S
+        if AUTO in target.mixed_round(on=set()) and not target.drafter.fallback_reason(AUTO):
+            taken += 1
+            target.drafter.saved(saved_s)
+        target.reopen()
+    assert (taken > 550) is drafts, taken
 
 
 def test_waits_follow_the_99th_percentile_between_a_floor_and_the_fault_deadline() -> None:

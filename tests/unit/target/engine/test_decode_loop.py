@@ -306,3 +306,11 @@ def test_a_trace_tells_times_and_tree(wait: ProposalWait | None, draft_ms: float
     assert (first.round, first.base_len, list(first.accepted), list(first.emitted)) == (1, base, [1], [8, 9])
     assert (len(first.nodes), first.draft_ms, first.verify_ms) == (3, pytest.approx(draft_ms), 750.0)
     assert (len(second.nodes), second.draft_ms) == (1, 0.0)
+
+
+@pytest.mark.parametrize("saved_s", [0.0, 0.25])
+def test_the_source_of_the_trees_learns_how_much_time_they_have_saved(saved_s: float) -> None:
+    world = LoopWorld(0)
+    world.saved_s = saved_s
+    world.step(world.sequence(1))
+    assert ("saved 0.25" in world.log) is (saved_s > 0)

@@ -144,19 +144,3 @@ def test_recorded_graphs_are_permanent_and_logged(caplog: pytest.LogCaptureFixtu
         world.run()
     assert kept == [True]
     assert [record.message.split()[0] for record in caplog.records] == ["first", "all"]
-
-
-def test_graphs_that_a_request_has_made_necessary_are_recorded_last() -> None:
-    world = World("a", "bc").follow()
-    world.recorder.live()
-    world.recorder.add([world._one("z")])
-    assert world.recorder.num_further == 3
-    assert world.run() == "a", "further graphs are recorded while the engine is idle"
-    world.now += IDLE_S
-    assert world.run() == "bcz"
-
-
-def test_nothing_is_added_unless_graphs_are_listed() -> None:
-    world = World("a", "b")
-    world.recorder.add([world._one("z")])
-    assert not world.recorder.is_due()

@@ -148,21 +148,11 @@ def test_rounds_with_forms_are_recorded_in_every_width() -> None:
     assert {(size.width, size.capture) for size in recorder.made} == {(1, False)}
 
 
-def test_rounds_with_forms_are_listed_once_there_was_one() -> None:
-    rounds: Any = SimpleNamespace(
-        has_forms=False, buckets=RowBuckets.up_to(4), max_rows=4, on_first_form=lambda: None
-    )
+def test_rounds_with_forms_are_listed_unless_there_are_several_ranks() -> None:
+    rounds: Any = SimpleNamespace(buckets=RowBuckets.up_to(4), max_rows=4)
     runner: Any = SimpleNamespace(captures=False, graphs=SimpleNamespace(observed=False))
     recordings = Recordings(runner, rounds, None, drafting=False, refresh=lambda: None)
-    added: list[Any] = []
-    recordings.on_first_form(added.extend)
-    assert recordings.masked() == []
-    rounds.has_forms = True
-    rounds.on_first_form()
-    assert [description for description, _record in added] == [
-        "rounds of 4 rows",
-        "rounds of 2 rows",
-        "rounds of 1 rows",
-    ]
+    listed = [description for description, _record in recordings.masked()]
+    assert listed == ["rounds of 4 rows", "rounds of 2 rows", "rounds of 1 rows"]
     runner.graphs.observed = True
-    assert recordings.masked() == [], "several ranks do not record such rounds"
+    assert recordings.masked() == []

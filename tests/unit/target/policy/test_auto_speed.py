@@ -44,8 +44,9 @@ class Fixed:
     ) -> list[DraftShape]:
         return [self.shape] * len(rows)
 
-    def observe(self, step: ExecutedStep) -> None:
+    def observe(self, step: ExecutedStep) -> float:
         """Learn nothing."""
+        return 0.0
 
 
 def tokens_for(batch_size: int, accept_length: float) -> int:

@@ -18,7 +18,7 @@ from outrider.services.target.policy.controller import (
     SpeculationController,
 )
 from outrider.services.target.policy.cost_model import DraftPath
-from outrider.services.target.policy.looks import LOOK_ROWS
+from outrider.services.target.policy.look_options import LOOK_ROWS
 from outrider.services.target.policy.offered_shapes import MOST_ROWS, offered_shapes
 from outrider.services.target.policy.verdict import Reason
 from outrider.services.target.policy.wait_cap import ANSWERS_TO_JUDGE
@@ -250,14 +250,14 @@ def test_the_wait_cap_follows_the_measurements() -> None:
     for _ in range(50):
         row.state.acceptance.observe(True, 0, 3)
     controller._drafter.refresh()
-    assert controller.wait_cap_s([row], 1) == pytest.approx(0.003), "three quarters of a plain round"
+    assert controller.wait_cap_s([row], 1) == pytest.approx(0.006), "the time of 1.5 plain rounds"
     for _ in range(400):
         row.state.acceptance.observe(True, 3, 3)
     controller._drafter.refresh()
     tokens = row.state.acceptance.expected_tokens(True)[3]
     assert tokens > 3.5
-    assert controller.wait_cap_s([row], 1) == pytest.approx(0.75 * (tokens * 0.004 - 0.006)), (
-        "the time that the expected tokens save"
+    assert controller.wait_cap_s([row], 1) == pytest.approx(1.5 * (tokens * 0.004 - 0.006)), (
+        "1.5 times the time that the expected tokens save"
     )
 
 

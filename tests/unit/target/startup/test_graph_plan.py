@@ -87,13 +87,9 @@ class ListedGraphs:
 
     def __init__(self) -> None:
         self.made: list[Any] = []
-        self.added: list[Any] = []
 
     def masked(self) -> list[Recording]:
         return []
-
-    def on_first_form(self, add: Any) -> None:
-        self.added.append(add)
 
     def rounds(
         self, batches: list[tuple[int, DraftShape]], modes: Sequence[SamplingMode] = USUAL_MODES

@@ -11,10 +11,13 @@ from support.target_harness import FakeDrafter, Harness, load_toy, make_harness,
 from support.toys import make_toy_target
 
 from outrider.services.target.drafting.no_drafter import NoDrafter
+from outrider.services.target.policy.offered_shapes import offered_shapes
+from outrider.services.target.request import SpeculationLimits
 from outrider.services.target.scheduling.scheduler import PrefillChunk
 from outrider.services.target.startup.parity_check import check_parity
-from outrider.services.target.startup.warmup import prompt_rehearsals
+from outrider.services.target.startup.warmup import prompt_rehearsals, warm_up_requests
 from outrider.shared.base.errors import OutriderError, UnavailableError
+from outrider.shared.base.generation import SpeculationMode
 from outrider.shared.nn.decoder import Decoder
 
 torch.set_num_threads(1)
@@ -40,6 +43,21 @@ def test_the_parity_check_passes_and_can_fail(harness: Harness) -> None:
         check_parity(harness.runner)
     assert failed.value.reason == "parity_check_failed"
     assert harness.scheduler.allocator.held_pages == 0
+
+
+def test_the_warm_up_measures_all_shapes_of_auto_where_graphs_do_not_change_their_times() -> None:
+    limits = SpeculationLimits(longest_chain=10)
+    auto = limits.resolve(SpeculationMode.AUTO)
+    shapes = {
+        one.speculation.shape
+        for one in warm_up_requests(limits, measures_shapes=True)
+        if one.speculation.mode is SpeculationMode.ON
+    }
+    assert shapes == set(offered_shapes(auto.forms, 1))
+    assert len(shapes) == 5
+    assert sum(one.optional for one in warm_up_requests(limits, measures_shapes=False)) == 0
+    modes = {one.speculation.mode for one in warm_up_requests(limits, measures_shapes=False)}
+    assert modes == set(SpeculationMode)
 
 
 def test_rehearsed_prompts_run_and_free_their_pages(

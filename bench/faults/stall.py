@@ -1,0 +1,288 @@
+"""`outrider bench stall`: sends bodies that are expensive to read, and measures the pauses of other streams.
+
+The bodies are malformed lists, texts of the largest size that the gateway accepts, and large calls of the
+routes for tokens. A gateway that read such a body on its event loop would stop all streams meanwhile.
+
+Other programs on the machine also cause pauses. The command therefore also measures how long the gateway's
+threads run for each body, beyond the time that they run for the streams. The body cannot stop the streams for
+longer than that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import itertools
+import json
+import math
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from outrider.bench.faults.processes import cpu_seconds
+from outrider.bench.faults.questions import CHAT, COMPLETIONS, GENERATE
+from outrider.bench.measure.clock import percentile
+from outrider.bench.report.record import Result, Row, finish
+from outrider.services.stack.launch import running_stack
+from outrider.services.stack.options import StackOptions
+from outrider.shared.base.errors import UnavailableError
+
+GOAL_S = 0.05
+TIMEOUT_S = 60.0
+STREAM_TOKENS = 1000
+AFTER_S = 0.2
+"""Time after an answer in which a pause still counts for its body."""
+MIB = 1 << 20
+JSON = {"content-type": "application/json"}
+
+
+@dataclass(frozen=True, slots=True)
+class StallOptions:
+    """Options of the command. Most fields are its flags.
+
+    Attributes:
+        stack: The stack to start.
+        streams: Number of streams whose pauses are measured.
+        repeats: Number of times that each body is sent.
+        quiet_s: Seconds in which the streams run without a body, for comparison.
+        output: The JSON file.
+    """
+
+    stack: StackOptions
+    streams: int
+    repeats: int
+    quiet_s: float
+    output: Path
+
+
+@dataclass(frozen=True, slots=True)
+class Body:
+    """One expensive request: its route and its content."""
+
+    path: str
+    content: bytes
+
+
+def expensive_bodies(size: int = MIB) -> dict[str, Body]:
+    """Return the bodies by name. Each one has about `size` bytes, or a tenth of it if its name says so."""
+
+    def filled(path: str, before: str, element: str, after: str, share: float = 1.0) -> Body:
+        count = max(1, int(size * share) // (len(element) + 1))
+        return Body(path, f"{before}{','.join([element] * count)}{after}".encode())
+
+    def text(path: str, before: str, after: str, part: str, share: float = 1.0) -> Body:
+        count = max(1, int(size * share) // len(part))
+        return Body(path, f"{before}{part * count}{after}".encode())
+
+    chat = ('{"messages":[{"role":"user","content":"', '"}],"max_tokens":1}')
+    many = ",".join(f'"field{number}":1' for number in range(max(1, size // 20)))
+    return {
+        "floats as prompt": filled(COMPLETIONS, '{"prompt":[', "1.5", "]}"),
+        "numbers as messages": filled(CHAT, '{"messages":[', "1", "]}"),
+        "numbers as messages, a tenth": filled(CHAT, '{"messages":[', "1", "]}", 0.1),
+        "nulls as token ids": filled(GENERATE, '{"input_ids":[', "null", "]}"),
+        "texts as token ids": filled("/detokenize", '{"tokens":[', '"a"', "]}"),
+        "unknown fields": Body(COMPLETIONS, ('{"prompt":"a",' + many + "}").encode()),
+        "stop strings": filled(COMPLETIONS, '{"prompt":"a","stop":[', '"a"', "]}"),
+        "nested lists": Body(COMPLETIONS, b'{"prompt":' + b"[" * (size // 2) + b"]" * (size // 2) + b"}"),
+        "words in a chat": text(CHAT, *chat, "word and word "),
+        "words in a chat, a tenth": text(CHAT, *chat, "word and word ", 0.1),
+        "digits in a chat": text(CHAT, *chat, "1234567890"),
+        "digits to tokenize": text("/tokenize", '{"prompt":"', '"}', "1234567890"),
+        "token ids to detokenize": filled("/detokenize", '{"tokens":[', "77", "]}"),
+        "token ids as prompt": filled(GENERATE, '{"input_ids":[', "77", "]}"),
+    }
+
+
+@dataclass(slots=True)
+class Arrivals:
+    """The times at which the events of all streams arrived, one list for each client.
+
+    A client that has read a stream starts the next one. NaN separates the times of two streams.
+    """
+
+    streams: list[list[float]] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+
+    def pauses(self, begin: float, end: float) -> list[float]:
+        """Return the times between two events of a stream, as far as they overlap an interval, in seconds."""
+        return [
+            second - first
+            for stream in self.streams
+            for first, second in itertools.pairwise(tuple(stream))
+            if first < end and second > begin  # never true for NaN
+        ]
+
+
+def run_stall(options: StallOptions) -> int:
+    """Send all bodies, print the table and save the result.
+
+    Returns:
+        The exit code: 1 if a body was answered with a status of 500 or above.
+
+    Raises:
+        ConfigurationError: The stack cannot be started.
+        UnavailableError: A stream failed.
+    """
+    log: deque[str] = deque(maxlen=40)
+    try:
+        with running_stack(
+            options.stack, lambda name, line: log.append(f"{name} | {line}"), lambda line: None
+        ) as stack:
+            gateway = stack.supervisor.child("gateway").process_id
+            assert gateway is not None
+            return _measure(options, stack.url, gateway)
+    except Exception:
+        print(*log, sep="\n", file=sys.stderr)
+        raise
+
+
+def _measure(options: StallOptions, url: str, gateway: int) -> int:
+    rows, statuses = [], {}
+    with _streams(url, options.streams) as arrivals:
+        began, ran = time.perf_counter(), cpu_seconds(gateway)
+        quiet = _window(arrivals, lambda: time.sleep(options.quiet_s))
+        share = (cpu_seconds(gateway) - ran) / (time.perf_counter() - began)
+        rows += [
+            Row("pause without a body, p99", percentile(quiet, 99), "s"),
+            Row("pause without a body, longest", max(quiet), "s"),
+        ]
+        longest: list[tuple[float, str]] = []
+        busiest: list[tuple[float, str]] = []
+        for name, body in expensive_bodies().items():
+            answers: list[tuple[int, float]] = []
+            pauses: list[float] = []
+            began, ran = time.perf_counter(), cpu_seconds(gateway)
+            for _ in range(options.repeats):
+                pauses += _window(arrivals, partial(_answer, url, body, answers))
+            statuses[name] = sorted({status for status, _ in answers})
+            more_s = cpu_seconds(gateway) - ran - share * (time.perf_counter() - began)
+            cpu_s = max(0.0, more_s / options.repeats)
+            worst = max(pauses)
+            longest.append((worst, name))
+            busiest.append((cpu_s, name))
+            more = {
+                "status": statuses[name],
+                "answer_s": round(max(seconds for _, seconds in answers), 4),
+                "gateway_cpu_s": round(cpu_s, 4),
+            }
+            rows.append(Row(f"pause beside: {name}", worst, "s", more={**more, **_goal(worst)}))
+    worst, name = max(longest)
+    rows.append(Row("longest pause beside a body", worst, "s", more={"body": name, **_goal(worst)}))
+    worst, name = max(busiest)
+    row = Row("longest run of the gateway for a body", worst, "s", more={"body": name, **_goal(worst)})
+    rows.append(row)
+    settings = {
+        "device": options.stack.device,
+        "streams": options.streams,
+        "repeats": options.repeats,
+        "transport": options.stack.transport.value,
+    }
+    finish(Result("stall", settings, rows), options.output, shown=("status", "gateway_cpu_s", "goal", "met"))
+    return int(any(status >= 500 for found in statuses.values() for status in found))
+
+
+def _window(arrivals: Arrivals, action: Callable[[], object]) -> list[float]:
+    """Return the pauses of the streams during an action and shortly after.
+
+    Raises:
+        UnavailableError: A stream has failed.
+    """
+    began = time.perf_counter()
+    action()
+    time.sleep(AFTER_S)
+    ended = time.perf_counter()
+    while not all(stream[-1] >= ended for stream in arrivals.streams) and not arrivals.failures:
+        if time.perf_counter() - ended > TIMEOUT_S:
+            raise UnavailableError(f"A stream has paused for {TIMEOUT_S:g} s.")
+        time.sleep(0.01)
+    if arrivals.failures:
+        raise UnavailableError(f"A stream failed: {arrivals.failures[0]}")
+    return arrivals.pauses(began, ended)
+
+
+@contextlib.contextmanager
+def _streams(url: str, count: int) -> Iterator[Arrivals]:
+    """Keep streams running. Each one has a thread of its own, so that sending a body does not delay it."""
+    arrivals, stop = Arrivals([[] for _ in range(count)]), threading.Event()
+
+    def read(number: int) -> None:
+        try:
+            while not stop.is_set():
+                _follow(url, number, arrivals.streams[number], stop)
+        except Exception as error:  # reported by `_window`
+            arrivals.failures.append(f"{type(error).__name__}: {error}")
+
+    threads = [threading.Thread(target=read, args=(number,), daemon=True) for number in range(count)]
+    for thread in threads:
+        thread.start()
+    try:
+        while any(len(stream) < 2 for stream in arrivals.streams) and not arrivals.failures:
+            time.sleep(0.01)
+        yield arrivals
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join(TIMEOUT_S)
+
+
+def _follow(url: str, number: int, times: list[float], stop: threading.Event) -> None:
+    """Read one stream to its end. The pause before its first event belongs to its prefill and is left out."""
+    sampling = {"max_new_tokens": STREAM_TOKENS, "ignore_eos": True, "temperature": 0.0}
+    request: Mapping[str, Any] = {
+        "input_ids": [10 + number] * 4,
+        "sampling_params": sampling,
+        "speculation": {"mode": "off"},
+        "stream": True,
+    }
+    connection = _connect(url)
+    try:
+        connection.request("POST", GENERATE, json.dumps(request), JSON)
+        reply = connection.getresponse()
+        if reply.status != 200:
+            raise UnavailableError(f"{reply.status}: {reply.read(300)!r}")
+        times.append(math.nan)
+        while (line := reply.readline()) and not stop.is_set():
+            if not line.startswith(b"data: {"):
+                continue
+            if line.startswith(b'data: {"error'):
+                raise UnavailableError(line.decode(errors="replace")[:300])
+            times.append(time.perf_counter())
+    finally:
+        connection.close()
+
+
+def _answer(url: str, body: Body, answers: list[tuple[int, float]]) -> None:
+    answers.append(_send(url, body))
+
+
+def _send(url: str, body: Body) -> tuple[int, float]:
+    """Send a body. Return the status of its answer and the seconds until it. 0 if the connection broke."""
+    connection = _connect(url)
+    began = time.perf_counter()
+    try:
+        connection.request("POST", body.path, body.content, JSON)
+        reply = connection.getresponse()
+        reply.read()
+        return reply.status, time.perf_counter() - began
+    except (OSError, http.client.HTTPException):
+        return 0, time.perf_counter() - began
+    finally:
+        connection.close()
+
+
+def _connect(url: str) -> http.client.HTTPConnection:
+    parts = urlsplit(url)
+    assert parts.hostname is not None
+    return http.client.HTTPConnection(parts.hostname, parts.port, timeout=TIMEOUT_S)
+
+
+def _goal(seconds: float) -> dict[str, Any]:
+    return {"goal": GOAL_S, "goal_is": "at most", "met": seconds <= GOAL_S}

@@ -1,0 +1,93 @@
+"""A decision of the controller: the shapes of the `auto` rows in the next rounds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from outrider.services.target.policy.cost_model import DraftPath
+from outrider.services.target.policy.expectations import Tokens
+from outrider.services.target.policy.looks import Look
+from outrider.services.target.policy.partition import Partition
+from outrider.services.target.policy.row_state import ExecutedStep, RowBound
+from outrider.shared.spec.tree import NO_DRAFT
+
+
+@dataclass(slots=True)
+class Decision:
+    """A choice for the next rounds.
+
+    Attributes:
+        number: Identifies the decision.
+        partition: The best partition. It applies to all rows that take no part in the look.
+        look: The look that these rounds contain, or None.
+        path: Where the trees come from.
+        bucket: Bucket of the batch size.
+        rounds_left: Number of further rounds for which the decision is kept.
+        looked_rounds: Number of executed rounds of the look.
+        looked_s: Seconds that these rounds have lost so far, as far as they were passed to `loss_of`.
+        catch_up_s: Seconds in which the drafter processed earlier tokens in these rounds.
+        tokens: Number of tokens of these rounds.
+    """
+
+    number: int
+    partition: Partition
+    look: Look | None
+    path: DraftPath
+    bucket: int
+    rounds_left: int
+    looked_rounds: int = 0
+    looked_s: float = 0.0
+    catch_up_s: float = 0.0
+    tokens: int = 0
+
+    def loss_of(self, usual_s: float, catch_up_s: float, tokens: int) -> float:
+        """Add a round of the look. Return the seconds that the look has lost since the previous call.
+
+        Args:
+            usual_s: Estimated seconds of a round of the look. It applies to all rounds of the look so far,
+                because the first rounds of a shape may be unusually slow.
+            catch_up_s: Seconds in which the drafter processed earlier tokens in this round.
+            tokens: Number of tokens of this round.
+        """
+        self.looked_rounds += 1
+        self.catch_up_s += catch_up_s
+        self.tokens += tokens
+        before_s = self.looked_s
+        self.looked_s = self.looked_rounds * usual_s + self.catch_up_s - self.tokens / self.partition.rate
+        return self.looked_s - before_s
+
+    def looked(self, step: ExecutedStep) -> bool:
+        """Return True if a round was part of this decision's look."""
+        if self.look is None:
+            return False
+        shape = self.look.shape
+        drafted = {row.shape for row in step.rows if row.state is not None and row.shape.drafts}
+        if not shape.drafts:
+            return not drafted
+        return any(
+            one not in self.partition.shapes and (one.topk == 1) is (shape.topk == 1) for one in drafted
+        )
+
+
+def assign_shapes(
+    rows: Sequence[RowBound], expected: Sequence[Tokens], partition: Partition, number: int
+) -> None:
+    """Assign a shape to each row. No shape is assigned to more rows than `Partition.counts` allows.
+
+    Args:
+        rows: The `auto` rows.
+        expected: The expected tokens of each row.
+        partition: Determines the shapes.
+        number: Number of the decision.
+    """
+    left = dict(partition.counts)
+    gains = [partition.gain_for(tokens) for tokens in expected]
+    for index in sorted(range(len(rows)), key=lambda index: (-gains[index], rows[index].lag)):
+        shape = partition.shape_for(expected[index])
+        if shape.drafts and not left.get(shape):
+            shape = NO_DRAFT
+        elif shape.drafts:
+            left[shape] -= 1
+        rows[index].state.shape = shape
+        rows[index].state.decision = number

@@ -1,0 +1,93 @@
+"""Lists the looks that a decision may include: their shapes, their rows and their estimated losses."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+
+from outrider.services.target.policy.cost_model import RoundCosts
+from outrider.services.target.policy.expectations import Tokens
+from outrider.services.target.policy.looks import LookOption
+from outrider.services.target.policy.partition import Others, Partition, Partitions
+from outrider.services.target.policy.row_state import RowBound
+from outrider.shared.spec.tree import NO_DRAFT, DraftShape
+
+LOOK_ROWS = 4
+"""Number of rows that take part in a look."""
+LOOKS_APART = 64
+"""A look prefers rows with few tokens that the drafter has not processed, and with few earlier looks. This
+many tokens weigh as much as one look."""
+
+
+class LookOptions:
+    """Computes the looks that are possible beside the best partition.
+
+    Args:
+        rows: The `auto` rows, with the shapes of the best partition.
+        expected: The expected tokens of each row.
+        best: The best partition.
+        partitions: The partitions of the round.
+        others: The other rows of the round.
+        costs: The measured costs.
+        known: True if the acceptance of the drafter is known.
+    """
+
+    def __init__(
+        self,
+        rows: Sequence[RowBound],
+        expected: Sequence[Tokens],
+        best: Partition,
+        partitions: Partitions,
+        others: Others,
+        costs: RoundCosts,
+        *,
+        known: bool,
+    ) -> None:
+        self._rows = rows
+        self._expected = expected
+        self._best = best
+        self._partitions = partitions
+        self._others = others
+        self._costs = costs
+        self._known = known
+
+    def all(self) -> dict[DraftShape, LookOption]:
+        """Return the look with the smallest loss for each shape that is not in use.
+
+        A look takes a few rows whose drafter catches up fast and that took part in few looks. If that is
+        cheaper, the look takes all rows that draft, because no row then needs a draft of the old shape.
+        """
+        rows, best, partitions = self._rows, self._best, self._partitions
+        able = [index for index, row in enumerate(rows) if row.useful_depth > 0]
+        able.sort(key=lambda index: rows[index].lag + LOOKS_APART * rows[index].state.looks)
+        drafting = [index for index in able if rows[index].state.shape.drafts]
+        few = able[:LOOK_ROWS]
+        options: dict[DraftShape, LookOption] = {}
+        for looking in filter(None, (few, drafting)):
+            for shape in partitions.offered:
+                if shape in best.shapes or not any(shape in self._expected[index] for index in looking):
+                    continue
+                option = self._option(looking, shape)
+                if option.loss_s < (options[shape].loss_s if shape in options else math.inf):
+                    options[shape] = option
+        if best.shapes and self._others.nodes == self._others.rows:
+            loss_s = partitions.plain.seconds - partitions.batch_size / best.rate
+            options[NO_DRAFT] = LookOption(loss_s, able, unsure=False)
+        return options
+
+    def _option(self, looking: Sequence[int], shape: DraftShape) -> LookOption:
+        groups = Counter({of: count for of, count in self._others.shapes.items() if of.drafts})
+        tokens, nodes, moved = self._others.tokens, self._others.nodes, set(looking)
+        for index, row in enumerate(self._rows):
+            own = shape if index in moved and shape in self._expected[index] else row.state.shape
+            tokens += self._expected[index].get(own, 1.0) if self._known else 1.0
+            nodes += own.max_nodes
+            if own.drafts:
+                groups[own] += 1
+        batch_size, path = self._partitions.batch_size, self._partitions.path
+        if nodes > self._partitions.most_rows:
+            return LookOption(math.inf, looking, unsure=False)
+        loss_s = self._costs.round(batch_size, nodes, groups, path) - tokens / self._best.rate
+        unsure = not self._known or self._costs.doubts(batch_size, nodes, shape)
+        return LookOption(loss_s, looking, unsure=unsure)

@@ -1,0 +1,87 @@
+"""Compares the hidden states of two runs, up to the first token at which their answers differ."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from outrider.services.target.request import GenerationRequest
+from outrider.services.verify.compare import NEAR_TIE
+from outrider.services.verify.logprobs import common_length
+from outrider.services.verify.pair_engine import Answers
+from outrider.shared.base.token_states import TokenStates, join_states
+
+LEAST_TOLERANCE = 1e-3
+ROUNDINGS = 16
+"""Rounding may change the hidden states of a token by this multiple of `NEAR_TIE`, relative to their norm.
+
+The hidden states of another token differ by about 1.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class StateComparison:
+    """The hidden states of a run with speculation, compared with those of the run without speculation.
+
+    Attributes:
+        compared: Number of tokens.
+        missing: Number of tokens whose states only one of the runs has.
+        largest: Largest norm of a difference, relative to the norm of the hidden states.
+        request: Id of the request with the largest difference. Empty if nothing differs.
+        tolerance: Largest difference that rounding explains.
+    """
+
+    compared: int
+    missing: int
+    largest: float
+    request: str
+    tolerance: float
+
+    @property
+    def holds(self) -> bool:
+        """True if no states are missing, and rounding explains every difference."""
+        return not self.missing and self.largest <= self.tolerance
+
+
+def compare_states(
+    requests: Mapping[str, GenerationRequest], off: Answers, on: Answers, dtype: torch.dtype
+) -> StateComparison:
+    """Return the comparison of all hidden states of two runs.
+
+    Args:
+        requests: The requests by id.
+        off, on: The answers without and with speculation, respectively.
+        dtype: Type of the model's weights.
+    """
+    compared, missing, largest, worst = 0, 0, 0.0, ""
+    for name, request in requests.items():
+        if not request.states.hidden_states:
+            continue
+        answers = [one.tokens.get(name, ()) for one in (off, on)]
+        prompt = len(request.prompt_ids)
+        # The states of a token depend on the tokens before it and on the token itself.
+        equal = prompt + common_length(*answers)
+        rows = [_rows(one.states.get(name, ()), equal) for one in (off, on)]
+        expected = [min(equal, prompt + len(answer) - 1) for answer in answers]
+        missing += sum(abs(one.shape[0] - count) for one, count in zip(rows, expected, strict=True))
+        shared = min(one.shape[0] for one in rows)
+        compared += shared
+        if not shared:
+            continue
+        norms = np.linalg.norm(rows[0][:shared], axis=1)
+        apart = np.linalg.norm(rows[0][:shared] - rows[1][:shared], axis=1) / np.maximum(norms, 1e-30)
+        if not float(apart.max()) <= largest:
+            largest, worst = float(apart.max()), name
+    tolerance = max(LEAST_TOLERANCE, ROUNDINGS * NEAR_TIE.get(dtype, 0.0))
+    return StateComparison(compared, missing, largest, worst, tolerance)
+
+
+def _rows(parts: Sequence[TokenStates], stop: int) -> np.ndarray:
+    """Return the hidden states of the tokens before `stop`, ``[tokens, hidden_size]``."""
+    states = join_states(parts).between(0, stop)
+    if states is None:
+        return np.zeros((0, 0), np.float32)
+    return np.frombuffer(states.hidden_states, "<f4").reshape(states.count, -1)
