@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from support.played_graphs import BoundedGraphs
 
-from outrider.shared.engine.graphs import RECORD_AFTER, WARM_UP_RUNS, GraphCache
+from outrider.shared.engine.graphs import RECORD_AFTER, RECORD_ANYWAY_AFTER, WARM_UP_RUNS, GraphCache
 
 
 def test_without_cuda_functions_run_eagerly_each_time() -> None:
@@ -121,6 +121,9 @@ def test_a_key_whose_recording_takes_long_is_not_recorded_while_requests_wait() 
     graphs.most_late_s = 0.0
     assert not meet("slow")
     assert graphs.provisional_runs == RECORD_AFTER + 1, "later runs will take as long"
+    for _ in range(RECORD_AFTER + 1, RECORD_ANYWAY_AFTER):
+        assert not graphs.due("slow")
+    assert graphs.due("slow"), "so many runs have cost more time than the recording"
     with graphs.keeping():
         graphs.capture("slow", list)
     assert graphs.replays("slow"), "while no request waits, any key can be recorded"
