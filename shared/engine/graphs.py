@@ -51,10 +51,7 @@ RECORD_AFTER = 8
 A recording takes as long as some tens of rounds.
 """
 RECORD_ANYWAY_AFTER = 64
-"""Number of eager runs of a key before its graph is recorded even if the recording takes longer than allowed.
-
-By then, the eager runs of such a key have cost more time than its recording.
-"""
+"""Number of eager runs of a key whose recording takes too long, before it is recorded nevertheless."""
 MOST_LATE_S = 0.03
 """Longest time, in seconds, that a recording may take while requests wait for it."""
 LAUNCHES_PER_RECORDING = 2.0
@@ -173,8 +170,7 @@ class GraphCache:
 
         During start-up, a key is due immediately, unless it is counted under a name. A later key is due after
         it has occurred `RECORD_AFTER` times, because it will then probably make up for the time of its
-        recording. If the recording would take longer than `most_late_s`, the key is due after
-        `RECORD_ANYWAY_AFTER` times.
+        recording. If that would take longer than `most_late_s`, it is due after `RECORD_ANYWAY_AFTER` times.
 
         Args:
             key: The key of `run`.
@@ -189,8 +185,7 @@ class GraphCache:
             self._launch_s.clear()
         counted = key if counted_as is None else counted_as
         self._met[counted] += 1
-        met = self._met[counted]
-        return met > (RECORD_AFTER if self._is_quick(key) else RECORD_ANYWAY_AFTER)
+        return self._met[counted] > (RECORD_AFTER if self._is_quick(key) else RECORD_ANYWAY_AFTER)
 
     def expect(self, counted_as: Hashable) -> None:
         """Make the keys that are counted under this name due from their next occurrence on."""
