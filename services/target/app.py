@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -135,6 +136,8 @@ async def _serve(settings: TargetSettings, make_drafter: DrafterFactory | None) 
             following = asyncio.gather(watch, log_status(target.engine.stats, settings.log_interval_s))
             await stop.wait()
             following.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await following  # otherwise asyncio logs the cancellation as an error
             if not lost:
                 await _drain(settings, server.set_serving, target)
         if lost:

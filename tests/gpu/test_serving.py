@@ -21,6 +21,7 @@ TRANSPORTS = ["inproc", "ipc", "grpc"]
 @pytest.fixture(scope="module", params=TRANSPORTS)
 def stack(request: pytest.FixtureRequest) -> Iterator[Stack]:
     with supervised("--dtype", "float32", "--transport", request.param, device="cuda") as running:
+        running.wait_drafting(60)  # the draft may still record its graphs
         yield running
 
 

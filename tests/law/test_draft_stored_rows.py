@@ -153,7 +153,7 @@ def test_chats_and_other_salts(head_pair: Pair, tmp_path: Path) -> None:
 def test_requests_that_run_at_the_same_time_share_rows(head_pair: Pair, scheme: str, tmp_path: Path) -> None:
     plain = generate_plain(head_pair.decoder, NoDrafter(), PROMPT, NEW_TOKENS, ignore_eos=True)
     with behind(head_pair, tmp_path, scheme) as (drafter, service):
-        harness = make_harness(head_pair.decoder, drafter, plan=PLANS["device"], prefill_chunk=30)
+        harness = make_harness(head_pair.decoder, drafter, plan=PLANS.get("device"), prefill_chunk=30)
         for name in "abcd":
             harness.submit(PROMPT, NEW_TOKENS, request_id=name, shape=SHAPE, ignore_eos=True)
         harness.run()
