@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import signal
+import threading
+from collections.abc import Callable
+
 import torch
 
 from outrider.kernels.ahead import Work
@@ -13,7 +17,9 @@ from outrider.services.draft.serving.protocol import DraftProtocol
 from outrider.services.draft.serving.servicer import SERVICE_NAME, DraftServicer, register
 from outrider.services.draft.settings import DraftSettings, plan_threads
 from outrider.services.draft.warmup import warm_up
+from outrider.shared.base.errors import UnavailableError
 from outrider.shared.base.lifecycle import DrainStep, StopSignal, run_steps
+from outrider.shared.engine.device_health import ending_if_lost
 from outrider.shared.nn.checkpoint.tokenizer_file import tokenizer_fingerprint
 from outrider.shared.obs.logging import configure_logging, get_logger
 from outrider.shared.obs.open_tracer import open_tracer
@@ -23,6 +29,9 @@ from outrider.shared.rpc.server import SyncServer, sync_server
 MAX_WORKERS = 64
 """Number of threads of the gRPC server. Each target keeps two streams open, which occupy two threads. Short
 calls need further threads."""
+
+LOST_GRACE_S = 5
+"""Seconds after which the process ends at the latest if its GPU cannot be used any more."""
 
 log = get_logger("outrider.draft")
 
@@ -37,15 +46,24 @@ def run(settings: DraftSettings) -> int:
     configure_logging("draft", settings.log_level, settings.log_json)
     log.info("settings", **settings.for_log())
     settings.secure_process()
+    lost = threading.Event()
     with StopSignal() as stop:
-        service = DraftService(settings)
+
+        def end(error: UnavailableError) -> None:
+            log.critical("ending the process", error=error.message)
+            lost.set()
+            stop.set()
+
+        service = DraftService(settings, ending_if_lost(settings.torch_device(), end))
         try:
             service.start()
             log.info("ready", listen=service.address, draft=service.engine.strategy.info.model_id)
             stop.wait()
         finally:
+            if lost.is_set():  # a shutdown step may wait for the device forever
+                signal.alarm(LOST_GRACE_S)
             service.stop()
-    return 0
+    return 1 if lost.is_set() else 0
 
 
 class DraftService:
@@ -56,12 +74,15 @@ class DraftService:
 
     Args:
         settings: The resolved settings.
+        on_error: Called with each unexpected error while the service runs.
 
     Raises:
         OutriderError: The checkpoint cannot be served, or the address is in use.
     """
 
-    def __init__(self, settings: DraftSettings) -> None:
+    def __init__(
+        self, settings: DraftSettings, on_error: Callable[[Exception], None] = lambda error: None
+    ) -> None:
         self._settings = settings
         device = settings.torch_device()
         _use_device(device)
@@ -69,7 +90,7 @@ class DraftService:
         threads = plan_threads(settings, self.engine.strategy.info.hidden_size)
         if threads:
             torch.set_num_threads(threads)
-        self.loop = DraftLoop(self.engine)
+        self.loop = DraftLoop(self.engine, on_error)
         self.engine.spans.tracer = open_tracer("draft", settings.otlp_endpoint, settings.trace_share)
         protocol = DraftProtocol(
             self.loop, device, _tokenizer(settings), tiles=not settings.disable_tile_trial

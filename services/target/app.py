@@ -49,6 +49,7 @@ from outrider.shared.attn.create import waits_for_device
 from outrider.shared.base.errors import OutriderError
 from outrider.shared.base.lifecycle import watch_stop_signals
 from outrider.shared.base.model_paths import model_name
+from outrider.shared.engine.device_health import ending_if_lost
 from outrider.shared.engine.graphs import GraphCache
 from outrider.shared.engine.loop import EngineThread
 from outrider.shared.kv.pool import CacheSizing
@@ -257,7 +258,9 @@ class Target:
             self._warm_up(settings, runner, graph_plan)
         # 4. Start the engine's thread.
         self._thread = EngineThread(
-            watched_engine(self.engine, decoder), on_start=lambda: _use_device(device)
+            watched_engine(self.engine, decoder),
+            on_start=lambda: _use_device(device),
+            on_error=ending_if_lost(device, on_rank_lost),
         )
         self.engine.wake, self.clock = self._thread.wake, self._thread.clock
         self._thread.start()

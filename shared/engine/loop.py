@@ -68,6 +68,7 @@ class EngineThread:
         on_start: Function that the thread calls first, e.g. to select its CUDA device.
         event: The event that the thread sleeps on when the engine has no work. By default, a new
             `threading.Event`.
+        on_error: Function that the thread calls after `Steppable.step_failed`, with the same error.
 
     Attributes:
         clock: A `StepClock`, which measures how long the running step has taken.
@@ -79,8 +80,10 @@ class EngineThread:
         name: str = "engine",
         on_start: Callable[[], None] = lambda: None,
         event: WakeUp | None = None,
+        on_error: Callable[[Exception], None] = lambda error: None,
     ) -> None:
         self.clock = StepClock()
+        self._on_error = on_error
         self._engine = engine
         self._on_start = on_start
         self._event: WakeUp = event or threading.Event()
@@ -124,6 +127,7 @@ class EngineThread:
                 except Exception as error:
                     _log.exception("an engine step failed")
                     engine.step_failed(error)
+                    self._on_error(error)
                 finally:
                     self.clock.end()
                 continue

@@ -21,7 +21,7 @@ from outrider.services.draft.peers.replies import Pong, Reply
 from outrider.services.draft.serving.convert import reply_to
 from outrider.services.draft.serving.protocol import DraftProtocol
 from outrider.services.draft.serving.wakeup import Source
-from outrider.shared.base.errors import ProtocolError
+from outrider.shared.base.errors import OutriderError, ProtocolError
 from outrider.shared.obs.logging import get_logger
 from outrider.shared.rpc.convert import error_to_proto
 from outrider.shared.rpc.interceptors import as_outrider_error
@@ -104,6 +104,8 @@ class IpcServer:
         except Exception as error:
             _last_words(frames, error)
             self._forget(frames)
+            if not isinstance(error, OutriderError):
+                self._protocol.loop.on_error(error)
 
     def _welcome(self, frames: FrameSocket, hello: draft_pb2.Hello) -> None:
         session = IpcSession(self._protocol, frames, functools.partial(self._left, hello.target_id))

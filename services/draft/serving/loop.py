@@ -24,7 +24,7 @@ from outrider.services.draft.peers.peer import Outlet, Peer
 from outrider.services.draft.peers.replies import Rejected, Reply, frames_of
 from outrider.services.draft.serving.wakeup import Source, SourceWakeUp
 from outrider.services.draft.sessions.session import PeerId
-from outrider.shared.base.errors import UnavailableError
+from outrider.shared.base.errors import OutriderError, UnavailableError
 from outrider.shared.engine.loop import EngineThread, Steppable
 from outrider.shared.obs.logging import get_logger
 
@@ -41,10 +41,14 @@ class DraftLoop(Steppable):
 
     Args:
         engine: The engine. After `start`, only the loop may use it.
+        on_error: Called with each unexpected error, on the thread on which the error occurred.
     """
 
-    def __init__(self, engine: DraftEngine) -> None:
+    def __init__(
+        self, engine: DraftEngine, on_error: Callable[[Exception], None] = lambda error: None
+    ) -> None:
         self.engine = engine
+        self.on_error = on_error
         self._commands: deque[Callable[[], object]] = deque()
         self._peers: dict[PeerId, Peer] = {}
         self._peer_numbers = count(1)
@@ -138,6 +142,8 @@ class DraftLoop(Steppable):
                 future.set_result(function())
             except Exception as error:
                 future.set_exception(error)
+                if not isinstance(error, OutriderError):
+                    self.on_error(error)
 
         self.submit(run)
         return future.result(timeout_s)
@@ -204,6 +210,7 @@ class DraftLoop(Steppable):
         self.engine.metrics.failures.inc()
         lost = self.engine.give_up()
         log.error("a draft step failed", error=str(error), sessions_lost=lost)
+        self.on_error(error)
 
     def _expire(self) -> None:
         self._expire_at_s = time.monotonic() + EXPIRY_PERIOD_S

@@ -114,7 +114,7 @@ class DraftServicer(draft_pb2_grpc.DraftServicer):
         agreed = agree(Offer.of(first.hello), Offer.ours(Side.DRAFT))
         exchange = StreamExchange(
             peer,
-            StreamRelay.try_make(Side.DRAFT, self._protocol.device),
+            self._relay(),
             compact=Feature.COMPACT_STATES in agreed.features,
         )
         stream = ServerStream(
@@ -137,6 +137,13 @@ class DraftServicer(draft_pb2_grpc.DraftServicer):
             stream.flush()
             outlet.close()
             self._protocol.leave(peer)
+
+    def _relay(self) -> StreamRelay | None:
+        try:
+            return StreamRelay.try_make(Side.DRAFT, self._protocol.device)
+        except RuntimeError as error:
+            self._loop.on_error(error)
+            raise
 
     def Bulk(
         self, request_iterator: Iterator[draft_pb2.BulkRequest], context: grpc.ServicerContext
