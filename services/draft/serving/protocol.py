@@ -196,7 +196,8 @@ class DraftProtocol:
     def take_bulk(self, request: draft_pb2.BulkRequest, tensors: TensorReader) -> draft_pb2.BulkReply:
         """Store the feature rows that a target's BulkRequest contains.
 
-        The rows belong to a prompt, or to a session that is opened again after a resync. Do not call this method on the engine thread.
+        The rows belong to a prompt, or to a session that is opened again after a resync. Do not call this
+        method on the engine thread.
 
         Returns:
             The reply, with the number of rows stored so far.
