@@ -16,8 +16,8 @@ class ServedTarget:
     `max_nodes` limit the speculation options of requests. `resumes` is true if the target can continue an
     answer that another target has begun. `constrains` is true if the target can enforce a form of the output.
     `reports_states` is true if it can report hidden states, routed experts and logprobs of named tokens.
-    `routed_layers` and `experts_per_token` are the sizes of a token's routed experts: the number of layers, and
-    the number of experts per layer. Both are 0 if the model has none.
+    `routed_layers` and `experts_per_token` are the sizes of a token's routed experts: the number of layers
+    and the number of experts per layer. Both are 0 if the model has none.
     """
 
     model_id: str

@@ -41,8 +41,8 @@ class OpenModel(StrictModel):
             Names in printable ASCII characters, shortened to `MAX_NAME_CHARS` characters.
 
         Raises:
-            InvalidRequestError: If a field cannot be ignored, because the generated text would be different or
-                the reply would lack data that the client requested.
+            InvalidRequestError: If a field cannot be ignored, because the generated text would change or the
+                reply would lack data that the client requested.
         """
         names: list[str] = []
         for name, value in (self.model_extra or {}).items():
