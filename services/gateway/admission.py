@@ -75,8 +75,8 @@ class Admission:
             tenant: The tenant, or an empty text.
             deadline_s: Seconds until the client's deadline. A request whose expected wait is longer is
                 refused.
-            priority: Priority of the request. A request with a priority above 0 is never refused because of
-                its expected wait, because it overtakes other requests.
+            priority: Priority of the request. A request with a priority above 0 overtakes other requests. Its
+                expected wait is therefore not limited.
 
         Raises:
             OverloadedError: If the queue or this tenant's share of the queue is full, or if the request would

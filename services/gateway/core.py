@@ -356,7 +356,7 @@ def rids_of(rid: str | None, sequences: int) -> tuple[str, ...]:
 
 
 async def named(prompts: Awaitable[Result], field: str) -> Result:
-    """Await the prompts of a request. If this raises an error without a field, add the prompt's field to it.
+    """Await the prompts of a request. An error that names no field gets the name of the prompt's field.
 
     Raises:
         InvalidRequestError: If a prompt is not valid.

@@ -37,7 +37,7 @@ class ChatEnding:
         add_generation_prompt: Whether the prompt ends with the header of the assistant's answer.
         continue_final_message: Whether the prompt ends inside the last message, which the model then
             continues.
-        add_special_tokens: Whether the tokenizer adds its special tokens to those that the template writes.
+        add_special_tokens: Whether the tokenizer adds special tokens of its own to the template's text.
     """
 
     add_generation_prompt: bool = True

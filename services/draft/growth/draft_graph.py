@@ -1,9 +1,10 @@
 """Extends sessions and grows their trees in one CUDA graph launch, for rounds that the draft's host starts.
 
-Such rounds serve remote targets that send their requests in frames. All inputs from the host are packed and
-copied to the device together. Only the page tables are copied separately. On a GPU, launching the roughly one
-hundred kernels of a round takes longer than running them. Rounds of a recurring size are therefore recorded
-as CUDA graphs. The first few rounds of each size run eagerly, with the same code.
+To extend a session means to compute the draft's K/V for its new tokens. Rounds that the host starts serve
+remote targets, which send their requests in frames. All inputs from the host are packed and copied to the
+device together. Only the page tables are copied separately. On a GPU, launching the roughly one hundred
+kernels of a round takes longer than running them. Rounds of a recurring size are therefore recorded as CUDA
+graphs. The first few rounds of each size run eagerly, with the same code.
 
 `DraftGraphs`, also in this module, limits the batch sizes for which the draft records graphs.
 """

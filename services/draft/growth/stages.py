@@ -1,9 +1,9 @@
 """Stages of a draft model: chained MTP layers. Each stage has its own K/V and runs certain levels of a tree.
 
 Stage s runs level s of a tree, and the last stage runs all further levels. The row of stage s at position t
-has two inputs: the token at position t + 1 + s, and the state of stage s - 1 at position t. *Stable* rows are
-computed from committed tokens, so stage s has s stable rows fewer than stage 0. In the KV of each stage, the
-rows of a growing tree follow the stable rows:
+has two inputs: the token at position t + 1 + s, and the state of stage s - 1 at position t. Rows that are
+computed from committed tokens are *stable*. Stage s has s stable rows fewer than stage 0. In the KV of each
+stage, the rows of a growing tree follow the stable rows:
 
     position         S - 2     S - 1     S         S + 1          (S stable rows of stage 0, topk = 1)
     stage 0          stable    stable

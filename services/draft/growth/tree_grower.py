@@ -1,8 +1,9 @@
 """Extends sequences and grows dynamic draft trees (EAGLE-2, arXiv 2406.16858, section 4), level by level.
 
 A round needs no value from the host while it runs, so it can be one CUDA graph. On a CPU, the same code runs
-without a graph. Every sequence is extended by R rows, of which only the last `counts` rows are real
-(`kernels.round_plan`). Rows of idle sequences read and write no KV.
+without a graph. To extend a sequence means to compute the draft's K/V for its new tokens. Every sequence is
+extended by R rows, of which only the last `counts` rows are real. Rows of idle sequences read and write no
+KV.
 
 KV slots of the draft for one sequence while its tree grows (S = number of *stable* rows, which are computed
 from committed tokens):

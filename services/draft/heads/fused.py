@@ -87,7 +87,7 @@ class FusedHead:
         return stream
 
     def stream_of(self, states: torch.Tensor) -> Stream | None:
-        """Return the residual stream of the last pass if `states` is its residual; otherwise return None.
+        """Return the stream of the last pass if `states` is the stream's residual tensor; otherwise None.
 
         The result is also None if the stream has no sums of squares. With these sums, the next product can
         apply the norm without a separate kernel.
@@ -194,8 +194,8 @@ def fuse(
         first: Attention and MLP of layer 0. The head prepares the input of layer 0 outside the fused path.
         between: The norm between the attention and the MLP of layer 0.
         others: The layers after layer 0.
-        last: The norm after the last layer. A head without such a norm may pass any norm, because the head
-            does not read the norm's output.
+        last: The norm after the last layer. For a head without such a norm, pass any norm. Its output is
+            then not used.
         lm_head: Projects states to logits.
     """
     layers = [

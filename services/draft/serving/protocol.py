@@ -135,7 +135,7 @@ class DraftProtocol:
             exchange: Transfers states and trees of rounds on the device; None if such rounds are impossible.
 
         Raises:
-            ProtocolError: The message is malformed, or its kind is not expected at this point.
+            ProtocolError: The message is malformed, or a message of this kind is not expected at this point.
         """
         loop = self.loop
         match request.WhichOneof("message"):

@@ -10,9 +10,9 @@ Ledger of one session (which event ends each resource):
     Session in the table        `open`          `close`, `drop_peer`, `expire`, eviction by `open`, any RESYNC
     KV pages (session.lease)    the strategy    `SessionTable._forget` → `release`, in each of these cases
 
-Invariant: ``0 <= cached_rows <= num_rows``. If KV rows are computed from features, ``cached_rows <=
-features.contiguous`` and ``num_rows = committed_len - 1`` also hold, because the row at position t needs the
-feature of position t and the token at t + 1 (`RowSource`).
+Invariant: ``0 <= cached_rows <= num_rows``. If KV rows are computed from features (`RowSource`), the row at
+position t needs the feature of t and the token at t + 1. In this case, ``cached_rows <= features.contiguous``
+and ``num_rows = committed_len - 1`` also hold.
 """
 
 from __future__ import annotations

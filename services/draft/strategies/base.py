@@ -1,7 +1,7 @@
 """Defines `DraftStrategy`, the interface between the draft engine and the different ways of drafting.
 
-A strategy may be a recurrent head (EAGLE), layers of the target's checkpoint (MTP), a standalone model, a
-table of n-grams, or a block drafter. Every strategy computes its KV rows for new tokens and returns trees.
+A strategy may be a recurrent head (EAGLE), layers of the target's checkpoint (MTP), a standalone model, or
+n-grams. Every strategy processes the new tokens of sessions, and returns trees.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Pages:
 
 
 class DraftStrategy(Protocol):
-    """One way of drafting: computes its own KV rows for new tokens, and returns trees.
+    """One way of drafting: processes the new tokens of sessions, and returns trees.
 
     Only the engine thread may use a strategy. The exceptions are `info` and `feature_spec`: these never
     change, so any thread may use them.

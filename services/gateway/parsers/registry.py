@@ -64,8 +64,7 @@ class ParserNames:
 
     @classmethod
     def choose(cls, tools: str, reasoning: str, template: str) -> ParserNames:
-        """Return the parsers that the settings name. For ``auto``, choose a parser by the chat template's
-        text."""
+        """Return the parsers that the settings name; for ``auto``, choose a parser by the chat template."""
         if tools == AUTO:
             tools = next((name for text, name in _TOOLS_OF_TEMPLATE if text in template), NONE)
         if reasoning == AUTO:

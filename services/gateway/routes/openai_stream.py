@@ -29,8 +29,8 @@ class StreamShape:
 
     Attributes:
         choice: Function that returns the choice object for a chunk.
-        opening: Function that takes the index of a sequence, and returns the choice object of its opening
-            chunk. It returns None if the sequence has no opening chunk.
+        opening: Function that takes the index of a sequence, and returns the choice object of the sequence's
+            opening chunk. It returns None if the sequence has no opening chunk.
         include_usage: Whether the stream ends with a usage chunk. All other chunks then contain
             ``usage: null``.
         with_ids: Whether chunks include token ids.

@@ -46,8 +46,9 @@ def take_vocabulary(
 ) -> DraftVocabulary:
     """Return the tokens that an EAGLE-3 head can draft.
 
-    The first of these sources that exists is used: the tensor ``d2t``, which is checked against ``t2d``; the
-    tensor ``hot_token_id`` or a token map; the target's full vocabulary.
+    The tensor ``d2t`` has precedence, and is checked against the tensor ``t2d``. Without ``d2t``, the tensor
+    ``hot_token_id`` or a token map lists the tokens. Without any of these, the head can draft the target's
+    full vocabulary.
 
     Raises:
         CheckpointError: The tensors contradict each other, or a token map was given although the head has a

@@ -43,8 +43,8 @@ class HeadKeys:
         dialect: Prefix of the first layer's tensors in this file, for the log: ``midlayer.``, ``layers.0.``
             or ``model.layers.0.``.
         ignored: Maps the name (in the file) of each tensor that is not read to the reason for not reading it.
-        pairs: Width of an attention head if the rotary embedding of q and k rotates adjacent pairs of
-            dimensions (Mistral's format); 0 if it rotates halves.
+        pairs: Width of an attention head in Mistral's format, whose rotary embedding rotates adjacent pairs
+            of dimensions. 0 in other formats, whose rotary embedding rotates halves.
         scales: For each matrix that is stored in FP8, maps its canonical name to the name (in the file) of
             its only scale.
     """
@@ -126,8 +126,9 @@ class HeadKeys:
     def adapt(self, name: str, tensor: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
         """Convert a tensor of a head's checkpoint to the form that the head computes with.
 
-        An FP8 matrix is multiplied by its scale and becomes fp32. If the rotary embedding of the file rotates
-        adjacent pairs of dimensions, the rows of q and k are reordered so that it rotates halves.
+        An FP8 matrix is multiplied by its scale and becomes fp32. If the file's rotary embedding rotates
+        adjacent pairs of dimensions (Mistral's format), the rows of q and k are reordered. The head then
+        rotates halves.
         """
         if scale is not None:
             tensor = tensor.to(torch.float32) * scale.reshape(())
