@@ -1,8 +1,7 @@
 """Chooses the drafting algorithm (EAGLE, MTP, standalone or n-gram) from the settings and the checkpoints.
 
 If the setting ``speculative_algorithm`` is ``auto``, the names of the tensors in the draft's checkpoint
-decide
-(`identify`).
+decide (`identify`).
 """
 
 from __future__ import annotations

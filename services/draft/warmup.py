@@ -113,8 +113,7 @@ def compiled_batches(engine: DraftEngine) -> tuple[int, ...]:
 
     The size of the KV cache also limits the largest batch. Triton compiles separate kernels for a size of 1,
     for multiples of 16, and for each power of two to which sizes are padded. All of them are prepared,
-    because
-    a target does not wait for a tree as long as a compilation takes.
+    because a target does not wait for a tree as long as a compilation takes.
     """
     pages, rounds = engine.strategy.pages(), engine.strategy.rounds
     most = engine.sessions.limits.max_sessions

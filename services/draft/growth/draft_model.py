@@ -24,8 +24,7 @@ class DraftPass(Protocol):
     """A function that runs one pass of a draft model over a fixed number of rows.
 
     The caller must plan the attention before the call. If the rows are one level of a draft tree, the
-    features
-    are the model's states of the previous level.
+    features are the model's states of the previous level.
     """
 
     def __call__(

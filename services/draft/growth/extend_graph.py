@@ -1,4 +1,4 @@
-"""Extends a draft session by a short prompt with one CUDA graph.
+"""Computes the draft model's K/V of a short prompt with one CUDA graph.
 
 For a short prompt, launching the draft model's kernels one by one takes longer than running them on the GPU.
 """

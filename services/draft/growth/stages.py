@@ -86,10 +86,10 @@ class StageStates:
         return self._states.index_select(0, places)
 
     def fresh_rows(self, places: torch.Tensor, stop: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-        """Return how many of the rows by which a round extends each sequence are new, ``[n] int32``.
+        """Return the number of new rows of each sequence in an extension, ``[n] int32``.
 
-        The other rows were computed by an earlier extension. For example, the host may already have extended
-        a sequence by tokens that the target's slot contains too.
+        The other rows of the extension were already computed by an earlier one. For example, the host may
+        have extended a sequence by tokens that the target's slot contains too.
 
         Args:
             places: ``[n] int64``, the places of the sequences' states.

@@ -24,7 +24,7 @@ class Exchange(Protocol):
         ...
 
     def goes_ahead(self, message: draft_pb2.RoundsNext, tried: bool) -> bool:
-        """Return when to enqueue a round: True for before its state arrives, False for on arrival.
+        """Decide whether to enqueue a round before its state arrives (True) or when it arrives (False).
 
         Args:
             message: The message RoundsNext, which announces the round.

@@ -82,8 +82,7 @@ class JointParts:
         trees: ``[n] uint8``, the packed trees to send.
         expected: ``[1] int32``, receives the round's number.
         groups: The groups whose own memory differs from the memory of `state` and `trees`. Their parts must
-            be
-            copied. Empty if there is only one group.
+            be copied. Empty if there is only one group.
     """
 
     state: StateBlob

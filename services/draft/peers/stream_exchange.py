@@ -2,8 +2,7 @@
 
 A blob is the packed state or the packed trees of one round. If the CUDA graphs of a round have run before,
 the round is enqueued when the message RoundsNext arrives. It then waits on the device for its state. Any
-other
-round is launched when its state arrives.
+other round is launched when its state arrives.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ def leases_of(chunks: Sequence[RowChunk]) -> list[PageLease]:
 
 
 def finish_chunks(chunks: Sequence[RowChunk], states: Sequence[torch.Tensor | None]) -> None:
-    """Record in the sessions that the K/V of these prompt chunks is cached.
+    """Mark the KV rows of prompt chunks as cached, in the sessions of the chunks.
 
     Args:
         chunks: The chunks of one pass.

@@ -182,8 +182,7 @@ def read_mtp_config(path: Path) -> ModelConfig:
 
     SGLang's exporter (``export_deepseek_nextn.py``) stores one MTP layer as layer 0 of a model that has only
     this layer. In the DeepSeek family, the first layers of a model are dense, but the MTP layer is sparse.
-    The
-    returned configuration therefore has the original model's leading dense layers, followed by one sparse
+    The returned configuration therefore has the original model's leading dense layers, followed by one sparse
     layer.
 
     Raises:

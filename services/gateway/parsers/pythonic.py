@@ -24,8 +24,7 @@ class PythonicParser:
     """Parses tool calls that a model writes as a Python list of calls at the start of the answer.
 
     An answer without such a list is text. The arguments of a call become one piece of JSON as soon as the
-    call
-    is complete.
+    call is complete.
     """
 
     in_reasoning = False

@@ -131,8 +131,7 @@ class AuxLayers:
 
         The result is None if no ids can name these outputs. For DeepSeek and Kimi targets, ids that begin
         with 1 stand for outputs of layers. No ids can therefore name the output of layer 0 (the input of
-        layer
-        1), unless the last layer is named too.
+        layer 1), unless the last layer is named too.
         """
         for ids in (outputs, tuple(layer + 1 for layer in outputs)):
             layers = AuxLayers(len(ids), ids)

@@ -1,9 +1,9 @@
 """Matches the tensors of an EAGLE-3 checkpoint by canonical names; no tensor may be missing or left over.
 
 Canonical names are ``layers.N.*``, ``fc.*``, ``fc_norm.N.weight``, ``input_norm.weight``, ``norm.weight``,
-``lm_head.weight``, ``embed_tokens.weight``, ``d2t`` and ``t2d``. Some published heads name the first three
-norms of ``fc_norm`` ``aux_norm_low``, ``aux_norm_mid`` and ``aux_norm_high``. The module `keys` contains the
-parts common to all kinds of heads.
+``lm_head.weight``, ``embed_tokens.weight``, ``d2t`` and ``t2d``. In some published heads, the norms
+``fc_norm.0``, ``fc_norm.1`` and ``fc_norm.2`` are called ``aux_norm_low``, ``aux_norm_mid`` and
+``aux_norm_high``. The module `keys` contains the parts common to all kinds of heads.
 """
 
 from __future__ import annotations
