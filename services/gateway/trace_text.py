@@ -21,8 +21,8 @@ class TraceTexts:
     First call `emit` with the tokens of the prefill. Then call `describe` with each round, in order.
 
     The joined texts of all emitted tokens equal the text of the sequence. A token that ends inside a
-    character has no text. The text belongs to the token that completes the character. A node that ends inside
-    a character has the text U+FFFD.
+    character has no text. The text belongs to the token that completes the character. A tree node whose token
+    ends inside a character has the text U+FFFD.
     """
 
     def __init__(

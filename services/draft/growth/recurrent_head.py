@@ -48,7 +48,7 @@ ONLY_KEYS = Ends(None)
 
 
 class RecurrentHead(Protocol):
-    """A draft head whose input row at position t is the token at t + 1 and the feature of position t.
+    """A draft head. Its input row at position t consists of the token at t + 1 and the feature of t.
 
     The head's output state is its own input feature for the next step.
 

@@ -79,7 +79,7 @@ class SessionLimits:
 
 
 class SessionTable:
-    """All sessions of all targets. Owned by one engine thread; `now` is in monotonic seconds.
+    """All sessions of all targets. Engine thread only. The argument `now` of methods is in monotonic seconds.
 
     Args:
         limits: Limits of the table.

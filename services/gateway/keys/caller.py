@@ -160,8 +160,8 @@ class Caller:
     def mode(self, asked: SpeculationMode) -> SpeculationMode:
         """Return the speculation mode of a request.
 
-        In mode AUTO, the server decides. If the API key may not use AUTO, the first mode that the key may
-        use replaces AUTO.
+        In mode AUTO, the server decides. For an API key that may not use AUTO, the key's first allowed mode
+        is used instead of AUTO.
 
         Raises:
             OutriderError: PERMISSION_DENIED, if the key may not use the requested mode.

@@ -9,7 +9,7 @@ ROUNDING = 1e-6
 
 
 class MinuteBucket:
-    """A token bucket: the amount that an API key may still use in a limit per minute.
+    """A token bucket: the amount that an API key may still use under a limit per minute.
 
     The amount grows by `limit` per minute, and never above `limit`. It may fall below zero, because the
     number of generated tokens is known only after their generation. Such a debt delays later requests, so the

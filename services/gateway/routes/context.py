@@ -89,8 +89,8 @@ class ReplyHead:
     ) -> ReplyHead:
         """Create the fields that all chunks of a reply share, for a reply that begins now.
 
-        `rid` is the id that the client sent, or None. The reply then has this id; otherwise it gets a new
-        one. With `info`, the reply contains OpenAI's `system_fingerprint`. Its value is the version of the
+        If the client sent an id, `rid` is this id, and the reply uses it. With `rid` None, the reply gets a
+        new id. With `info`, the reply contains OpenAI's `system_fingerprint`. Its value is the version of the
         weights.
         """
         fingerprint = None if info is None else info.weight_version

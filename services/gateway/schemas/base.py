@@ -32,7 +32,7 @@ class OpenModel(StrictModel):
     def ignored_fields(self, prefix: str = "") -> list[str]:
         """Return the names of the request fields that have no effect, including the fields of nested objects.
 
-        Fields whose values ask for nothing, such as null or false, are left out.
+        Fields with neutral values, such as null or false, are left out.
 
         Args:
             prefix: Text to put before the names, such as ``messages.0.``.
