@@ -93,8 +93,7 @@ class PageTables:
         return min(self._pool.pages_for(tokens), self._pool.num_pages)
 
     def find(self, bs: int, width: int, place: int = 0) -> PageTable:
-        """Return the page table of this size. All rounds of this size use the same table, one after the
-        other.
+        """Return the page table of this size. Rounds of equal sizes use the same table, in turn.
 
         Args:
             bs: Number of rows, one per sequence.

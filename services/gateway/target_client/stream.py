@@ -14,8 +14,7 @@ from outrider.target.v1 import target_pb2
 
 @dataclass(frozen=True, slots=True)
 class ReaderLimits:
-    """Limits on a sequence's unread events. The target has sent these events, but the reply has not used them
-    yet.
+    """Limits on a sequence's unread events: those that the target has sent and the reply has not used yet.
 
     Attributes:
         max_unread_bytes: Size of the unread events, in bytes, above which the sequence is paused. When the
