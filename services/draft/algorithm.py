@@ -1,6 +1,7 @@
 """Chooses the drafting algorithm (EAGLE, MTP, standalone or n-gram) from the settings and the checkpoints.
 
-If the setting ``speculative_algorithm`` is ``auto``, the tensor names in the checkpoint decide (`identify`).
+If the setting ``speculative_algorithm`` is ``auto``, the names of the tensors in the draft's checkpoint
+decide (`identify`).
 """
 
 from __future__ import annotations
@@ -28,12 +29,11 @@ MTP_MARKS = (".input_proj.weight", ".eh_proj.weight")
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The chosen algorithm, and the folder that the algorithm reads.
+    """The drafting algorithm that `choose` returns, and the checkpoint folder that this algorithm reads.
 
     Attributes:
-        algorithm: The chosen algorithm: EAGLE (any kind of head), MTP, STANDALONE or NGRAM.
-        folder: The folder of the head, of the draft model, or of the target that has MTP layers. None for
-            NGRAM.
+        algorithm: The drafting algorithm: EAGLE (any kind of head), MTP, STANDALONE or NGRAM.
+        folder: Folder of the head, of the draft model, or of the target that has MTP layers. None for NGRAM.
         configured: The algorithm that the settings name, possibly ``auto``.
     """
 
@@ -48,17 +48,17 @@ class Choice:
 
 
 def choose(configured: Algorithm, draft: Path | None, target_weights: Path | None) -> Choice:
-    """Choose the algorithm, and check that the folders suit the algorithm.
+    """Choose the drafting algorithm, and check that the given checkpoint folders suit this algorithm.
 
     Args:
         configured: The setting `speculative_algorithm`.
-        draft: Folder of a head or of a draft model, or None.
-        target_weights: The target's folder. None if the folder is not known yet.
+        draft: Folder of a head or of a draft model. None if the settings name no such folder.
+        target_weights: Folder of the target's checkpoint. None if the folder is not known yet.
 
     Raises:
         ConfigurationError: The settings contradict each other or are incomplete. The message names the field
             and the fix.
-        CheckpointError: A folder does not contain what the settings need.
+        CheckpointError: A folder does not contain the kind of model that the settings require.
     """
     check_given(configured, draft, target_weights)
     if configured is Algorithm.NGRAM:
@@ -110,7 +110,7 @@ def check_head(choice: Choice, algorithm: str) -> None:
 
 
 def check_token_map(choice: Choice, token_map: Path | None) -> None:
-    """If a token map is given, check that the chosen algorithm can use a token map.
+    """Check that the chosen drafting algorithm can use the FR-Spec token map, if a token map is given.
 
     Raises:
         ConfigurationError: The algorithm is NGRAM, which has no vocabulary of its own.
@@ -123,12 +123,12 @@ def check_token_map(choice: Choice, token_map: Path | None) -> None:
 
 
 def identify(folder: Path) -> Algorithm:
-    """Return the algorithm that the tensor names of a checkpoint imply.
+    """Return the drafting algorithm of a checkpoint, judged by the names of its tensors.
 
     The result is EAGLE for a head, MTP for a model with MTP layers, and STANDALONE for any other model.
 
     Raises:
-        CheckpointError: The folder or its files cannot be read.
+        CheckpointError: The folder of the checkpoint, or a file in it, cannot be read.
     """
     with CheckpointReader(folder) as reader:
         names = list(reader.names)

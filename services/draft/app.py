@@ -67,17 +67,17 @@ def run(settings: DraftSettings) -> int:
 
 
 class DraftService:
-    """A draft service on one address. Call `start`, then `stop`.
+    """A draft service that listens on one address. Call `start`, then `stop`.
 
-    The service always serves gRPC. With the address ``ipc:///path``, the service also listens on a unix
-    socket for targets on this host.
+    The service always serves gRPC. With an address such as ``ipc:///path``, it also listens on a unix socket
+    for targets on this host.
 
     Args:
         settings: The resolved settings.
         on_error: Called with each unexpected error while the service runs.
 
     Raises:
-        OutriderError: The checkpoint cannot be served, or the address is in use.
+        OutriderError: The draft's checkpoint cannot be served, or the address is in use.
     """
 
     def __init__(

@@ -1,6 +1,7 @@
-"""Builds the draft engine from settings: chooses and loads the strategy, sizes its KV pool, borrows tensors.
+"""Builds the draft engine from settings: loads the drafting strategy, sizes its KV pool, borrows tensors.
 
-The draft service and the in-process drafter call `build_engine`.
+A draft borrows the tensors that its own checkpoint lacks, such as the embedding, from the target. The draft
+service and the in-process drafter call `build_engine`.
 """
 
 from __future__ import annotations
@@ -50,19 +51,19 @@ def build_engine(
     target: TargetInfo | None = None,
     sizing: CacheSizing | None = None,
 ) -> DraftEngine:
-    """Load the draft and build an engine that follows no session yet.
+    """Load the drafting strategy, and build a draft engine that has no sessions yet.
 
     Args:
         settings: The resolved settings.
         device, dtype: Device and dtype to compute with.
-        target: The target, if it runs in this process; it lends the missing tensors after this call. None if
-            the target runs in another process.
+        target: Description of the target if it runs in this process. The caller must then lend the target's
+            tensors to the strategy after this call. None if the target runs in another process.
         sizing: Function that chooses the size of the KV cache if `kv_tokens` is not set. If `sizing` is None,
             `plan_pages` chooses the size.
 
     Raises:
-        CheckpointError: The checkpoint, or a tensor that the target lends, is unusable. The message names the
-            key or tensor.
+        CheckpointError: The draft's checkpoint, or a tensor that the draft borrows, is unusable. The message
+            names the key or tensor.
         ConfigurationError: The settings contradict each other, or the KV pool is too small.
     """
     choice = choose(settings.speculative_algorithm, settings.draft, settings.target_weights)
@@ -107,16 +108,16 @@ def build_engine(
 
 @dataclass(frozen=True, slots=True)
 class Build:
-    """The inputs for building a strategy.
+    """The inputs for building a drafting strategy.
 
     Attributes:
         settings: The resolved settings.
-        choice: The chosen algorithm, and the folder that the algorithm reads.
+        choice: The drafting algorithm, and the checkpoint folder that it reads.
         device, dtype: Device and dtype to compute with.
-        target: The target, if it runs in this process; otherwise None.
-        same_tokenizer: True if the tokenizers in the draft's and the target's folder were compared and are
-            equal.
-        sizing: Function that chooses the size of the KV cache; see `build_engine`.
+        target: Description of the target if it runs in this process; otherwise None.
+        same_tokenizer: True if the tokenizer in the draft's folder was compared with the tokenizer in the
+            target's folder, and both are equal.
+        sizing: Function that chooses the size of the KV cache. None selects `plan_pages`.
     """
 
     settings: DraftSettings
@@ -222,7 +223,8 @@ def borrow(strategy: DraftStrategy, target_weights: Path, device: torch.device, 
     """Check that the draft fits the target in `target_weights`, and read the tensors that the draft borrows.
 
     Raises:
-        CheckpointError: The draft does not fit, or a tensor is missing. The message names the key or tensor.
+        CheckpointError: The draft does not fit the target, or the target's folder lacks a borrowed tensor.
+            The message names the key or tensor.
     """
     config = read_model_config(target_weights)
     strategy.feature_spec(TargetInfo.of(target_weights.name, config))

@@ -1,8 +1,8 @@
-"""The draft engine: batches requests for trees, reserves KV memory, and extends prompts while idle.
+"""The draft engine: batches requests for trees, reserves KV memory, and extends sessions while idle.
 
-The engine combines the session table with one drafting strategy. It is single-threaded. The draft service's
-loop or the in-process drafter calls it. The engine also evicts idle sessions when KV memory is short, and
-drops requests whose deadline has passed.
+The engine combines the session table with one drafting strategy. It runs on one thread. Its caller is the
+draft service's loop or the in-process drafter. If KV memory is short, the engine evicts idle sessions. It
+also drops requests whose deadline has passed.
 
 For a target in the same process, `seat` prepares the sessions that draft in the next round. Drafting and
 verification then alternate on the GPU. The host reads the results one round late (see `growth.slot_rounds`).
@@ -72,12 +72,12 @@ class Drafted:
 
 
 class DraftEngine:
-    """Follows sessions and grows trees for them.
+    """The draft engine: follows the target's sequences as sessions, and grows draft trees for them.
 
     Args:
-        strategy: How trees are drafted.
+        strategy: The drafting strategy.
         limits: Limits on sessions, lengths and tree shapes.
-        metrics: Counters and histograms to update.
+        metrics: Counters and histograms that the engine updates.
         clock: Returns monotonic seconds.
     """
 
@@ -96,9 +96,10 @@ class DraftEngine:
         self._slot_rounds = None if strategy.rounds is None else SlotRounds(strategy.rounds.memory, clock)
 
     def open(self, peer: PeerId, opening: SequenceOpen) -> Answer:
-        """Start following a sequence, or restart it at a higher epoch.
+        """Start following a sequence of the target, or restart it at a higher epoch.
 
-        Rejected with NOT_READY while tensors that the draft borrows from the target are missing.
+        The verdict is REJECTED with the reason NOT_READY while the draft lacks tensors that it borrows from
+        the target.
         """
         self.sessions.touch(peer, self._clock())
         if self.strategy.missing():
@@ -249,9 +250,10 @@ class DraftEngine:
         return ProposedTrees(origins, trees)
 
     def absorb(self, peer: PeerId, session_ids: Sequence[int]) -> None:
-        """Extend sessions of an unfinished prompt by all rows received so far, except the last one.
+        """Compute the K/V of all feature rows received so far for prompts that are still being prefilled.
 
-        Sessions for which no memory is free are skipped, because this method evicts no idle sessions.
+        The last received row of each session is left for later. A session for which no memory is free is
+        skipped. This method evicts no idle sessions to free memory.
         """
         found = [self.sessions.get(peer, session_id) for session_id in session_ids]
         behind = [one for one in found if one is not None and one.extendable_rows > 1 and not one.engaged]

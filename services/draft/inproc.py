@@ -1,6 +1,7 @@
 """The in-process drafter: a draft engine in the target's process, called by the target's engine thread.
 
-The launcher creates the drafter and passes it to the target, because services do not import each other.
+The launcher creates the drafter. It then passes the drafter to the target, because services do not import
+each other.
 """
 
 from __future__ import annotations
@@ -44,13 +45,13 @@ log = get_logger("outrider.draft")
 def drafter_beside(
     decoder: Decoder, settings: DraftSettings, sizing: CacheSizing | None = None
 ) -> InprocDrafter:
-    """Make the drafter of a target in this process. The draft shares borrowed tensors with the target.
+    """Make the in-process drafter of a target. The draft shares borrowed tensors with the target.
 
     Args:
-        decoder: The target's model; the draft uses its device and dtype.
+        decoder: The target's model. The draft uses the same device and dtype.
         settings: The draft's settings, of which `draft`, `speculative_algorithm` and the sizes are used. The
             folder `target_weights` is read only for MTP layers and the tokenizer.
-        sizing: Chooses the size of the draft's KV cache if `kv_tokens` is not set.
+        sizing: Function that chooses the size of the draft's KV cache if `kv_tokens` is not set.
 
     Raises:
         CheckpointError: The draft cannot be loaded or does not fit the target. The message names the key and
@@ -67,11 +68,11 @@ def drafter_beside(
 
 
 class InprocDrafter(Drafter, DeviceDrafter):
-    """A `Drafter` that uses a `DraftEngine` in the same process. Only the target's engine thread may call it.
+    """A drafter that runs a draft engine in the target's process. For the target's engine thread only.
 
     Args:
-        engine: An engine whose borrowed tensors are complete.
-        spec: The hidden states that the target captures.
+        engine: The draft engine. It must already have all tensors that it borrows.
+        spec: The hidden states that the target captures as features.
         device: Device on which trees are returned.
     """
 

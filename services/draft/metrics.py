@@ -1,6 +1,6 @@
 """The draft's Prometheus metrics.
 
-The call `GetInfo` returns the draft's metrics as text. The target adds this text to its own metrics, and the
+The draft's gRPC call `GetInfo` returns the metrics as text. The target adds this text to its own metrics. The
 gateway exposes all of them.
 """
 

@@ -112,10 +112,10 @@ class DraftSettings(ListenerSettings):
     log_json: bool = Field(False, description="Write each log line as a JSON object.")
 
     def check(self) -> None:
-        """Check the conditions that involve several fields or depend on the machine.
+        """Check the conditions that involve several settings or depend on the machine.
 
         Raises:
-            ConfigurationError: A condition is violated. The message names the field and the fix.
+            ConfigurationError: A condition is violated. The message names the setting and the fix.
         """
         self.check_listen(grpc_address(self.listen, "listen"))
         check_given(self.speculative_algorithm, self.draft, self.target_weights)
@@ -151,7 +151,8 @@ class DraftSettings(ListenerSettings):
     def sized(self, kv_tokens: int) -> DraftSettings:
         """Return the settings with `kv_tokens` set to this size, unless a size is already set.
 
-        The cache is at least large enough for one tree of the largest shape.
+        The resulting KV cache has room for at least one tree of the largest shape, even if `kv_tokens` is
+        smaller.
         """
         if self.kv_tokens is not None:
             return self
@@ -183,7 +184,9 @@ class DraftSettings(ListenerSettings):
 
 
 def plan_pages(settings: DraftSettings, bytes_per_token: int, gpu_memory: tuple[int, int] | None) -> int:
-    """Return the number of pages of the KV pool. The function is pure, so that its tests need no GPU.
+    """Return the number of pages of the draft's KV pool.
+
+    The function is pure, so that its tests need no GPU.
 
     Args:
         settings: The settings, of which `kv_tokens`, `mem_fraction_static`, `max_sessions`, `page_size` and

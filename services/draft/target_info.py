@@ -9,7 +9,7 @@ from outrider.shared.nn.config.model_config import ModelConfig
 
 @dataclass(frozen=True, slots=True)
 class TargetInfo:
-    """The target's self-description.
+    """The target's description of itself and of its model.
 
     Attributes:
         target_id: Identifies the target process. The bulk stream of the process carries the same id.

@@ -11,7 +11,7 @@ from outrider.shared.base.errors import CheckpointError
 
 @dataclass(frozen=True, slots=True)
 class DraftVocabulary:
-    """The part of the target's vocabulary that a head can draft.
+    """The part of the target's vocabulary that a draft head can draft.
 
     Attributes:
         size: Number of rows of the head's lm_head.
@@ -31,10 +31,10 @@ class DraftVocabulary:
 
     @classmethod
     def from_tensors(cls, d2t: torch.Tensor, t2d: torch.Tensor | None, target_size: int) -> DraftVocabulary:
-        """Check the mapping in a checkpoint, and return the vocabulary.
+        """Check the tensors d2t and t2d of a head's checkpoint, and return the vocabulary that they define.
 
         Args:
-            d2t: ``[size]`` offsets of any integer type.
+            d2t: ``[size]`` offsets of any integer type: target id = draft id + d2t[draft id].
             t2d: ``[target_size] bool``, True for each target id that the head can draft, or None. `t2d` only
                 serves to check `d2t`.
             target_size: Size of the target's vocabulary.

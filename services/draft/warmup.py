@@ -42,13 +42,13 @@ def warm_up(
     tiles: bool = True,
     tiles_s: float = DRAFT_BUDGET_S,
 ) -> list[Work]:
-    """Extend a made-up sequence and grow trees of the default shapes, greedy and with noise.
+    """Warm up a draft engine: process a made-up prompt and grow trees, greedy and with sampling noise.
 
-    The draft serves as soon as this work is done. On a GPU, the work that this function returns does the same
-    for batches of several sizes.
+    The draft can serve as soon as this function returns. On a GPU, the returned work does the same for
+    batches of several sizes.
 
     Args:
-        engine: An engine without sessions.
+        engine: The draft engine, without sessions.
         device: The engine's device.
         record: Whether the draft has its own process. If so, all kernels are compiled first, and the returned
             work also records CUDA graphs of the rounds that the host starts. A draft whose rounds do not stay
@@ -109,11 +109,11 @@ def _further_works(engine: DraftEngine, device: torch.device, record: bool) -> I
 
 
 def compiled_batches(engine: DraftEngine) -> tuple[int, ...]:
-    """Return the batch sizes to prepare: 1, 2, 4 … up to the largest batch, limited by the cache.
+    """Return the batch sizes for which the warm-up compiles kernels: 1, 2, 4 … up to the largest batch.
 
-    Triton compiles separate kernels for a size of 1, for multiples of 16, and for each power of two to which
-    sizes are padded. The warm-up prepares all of them, because a target does not wait for a tree as long as a
-    compilation takes.
+    The size of the KV cache also limits the largest batch. Triton compiles separate kernels for a size of 1,
+    for multiples of 16, and for each power of two to which sizes are padded. All of them are prepared,
+    because a target does not wait for a tree as long as a compilation takes.
     """
     pages, rounds = engine.strategy.pages(), engine.strategy.rounds
     most = engine.sessions.limits.max_sessions

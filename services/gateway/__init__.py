@@ -1,7 +1,7 @@
 """The gateway service: serves REST (OpenAI, Anthropic and SGLang formats) and gRPC over one shared core.
 
-The gateway does all text handling: tokenization, chat templates, detokenization, stop strings and output
-parsers. It does not import torch.
+The gateway does all text handling: tokenization, chat templates, detokenization, stop strings, and parsing of
+the model's output. It does not import torch.
 """
 
 import os

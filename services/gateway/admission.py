@@ -1,4 +1,4 @@
-"""Admission control: limits the sequences and prompt tokens that wait for the target, and their time.
+"""Admission control: limits the sequences and prompt tokens that wait for a target, and their waiting time.
 
 A request above a limit is refused immediately with status 429.
 """
@@ -23,16 +23,16 @@ ENOUGH_DEPARTURES = 8
 
 
 class Admission:
-    """Counts waiting sequences. A sequence waits from its admission until its first token.
+    """Admission control: the queue of sequences that wait for a target, and its limits.
 
-    Use the object on the event loop only.
+    A sequence waits from its admission until its first token. Use the object on the event loop only.
 
     Args:
         max_requests: Maximum number of waiting sequences.
         max_prompt_tokens: Maximum number of prompt tokens of waiting sequences.
-        clock: Returns the time in seconds.
+        clock: Function that returns the time in seconds.
         max_wait_s: Maximum expected wait of a new request, in seconds. 0 sets no limit.
-        slots: Returns the number of sequences that the targets can run at the same time.
+        slots: Function that returns the number of sequences that the targets can run at the same time.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Admission:
     def admit(
         self, sequences: int, tenant: str = "", *, deadline_s: float = math.inf, priority: int = 0
     ) -> Slot:
-        """Reserve room for `sequences` sequences.
+        """Reserve room in the queue for the sequences of one request.
 
         A tenant is the name of an API key. Each tenant may fill only a share of the queue, so that other
         tenants find room. Requests without a tenant may fill the whole queue.
@@ -75,8 +75,8 @@ class Admission:
             tenant: The tenant, or an empty text.
             deadline_s: Seconds until the client's deadline. A request whose expected wait is longer is
                 refused.
-            priority: Priority of the request. The expected wait of a request with a priority above 0 is not
-                limited, because it does not wait for all others.
+            priority: Priority of the request. A request with a priority above 0 overtakes other requests. Its
+                expected wait is therefore not limited.
 
         Raises:
             OverloadedError: If the queue or this tenant's share of the queue is full, or if the request would
@@ -164,7 +164,7 @@ class Admission:
 
 
 class Slot:
-    """Room in the queue that one request has reserved for its sequences.
+    """Room that one request has reserved for its sequences in the queue of admission control.
 
     Leaving the context releases the room of all sequences that have not left the queue.
     """

@@ -107,7 +107,7 @@ class GatewayServer:
     """A running gateway. Call `start` to begin serving and `drain` to shut down.
 
     Attributes:
-        core: The core that REST and gRPC share.
+        core: The gateway core that REST and gRPC share.
         port: Port on which the REST API listens.
         grpc_port: Port on which the gRPC API listens. The value is 0 before `start` and if gRPC is disabled.
     """
@@ -172,7 +172,7 @@ class GatewayServer:
             )
 
     async def drain(self) -> None:
-        """Shut down gracefully.
+        """Shut the gateway down gracefully, in these steps:
 
         1. Report not ready.
         2. Accept requests for another `drain_notice_s` seconds, so that load balancers notice the new state.
@@ -241,7 +241,7 @@ class GatewayServer:
 
 
 def run(settings: GatewaySettings) -> int:
-    """Serve until SIGTERM or SIGINT, then drain.
+    """Serve until the process receives SIGTERM or SIGINT, then drain the gateway.
 
     If the configuration is invalid, log an error that includes the fix.
 
@@ -286,10 +286,10 @@ class _QuietServer(uvicorn.Server):
     """
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start to accept connections.
+        """Start to accept connections on the given sockets.
 
-        asyncio has set the listen backlog to the number of connections that it accepts in one step. This
-        method therefore sets the backlog again.
+        Then set the listen backlog of each socket again. asyncio has set it to the number of connections that
+        it accepts in one step.
         """
         await super().startup(sockets)
         for listener in sockets or ():

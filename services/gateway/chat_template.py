@@ -88,7 +88,7 @@ class ChatTemplate:
         options: Mapping[str, Any],
         add_generation_prompt: bool = True,
     ) -> str:
-        """Return the text of the prompt.
+        """Render the chat template, and return the text of the prompt.
 
         Args:
             messages: Messages in order, each with ``role`` and ``content``.

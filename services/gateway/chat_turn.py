@@ -32,12 +32,12 @@ class TurnEnd:
 
 @dataclass(slots=True)
 class ChatTurn:
-    """A chat that has passed all checks that are possible before tokenization.
+    """A chat request that has passed all checks that are possible before tokenization.
 
     Attributes:
-        core: The gateway's core.
+        core: The gateway core.
         codec: The model's text codec.
-        parameters: Sampling parameters. They keep special tokens in the text if the parsers need these
+        parameters: Sampling parameters. They keep special tokens in the text if the output parsers need these
             tokens.
         messages: Messages for the chat template.
         options: Variables of the chat template, including the tools.
@@ -73,10 +73,10 @@ class ChatTurn:
         truncate: int | None = None,
         split_reasoning: bool = True,
     ) -> ChatTurn:
-        """Create a turn.
+        """Create a turn from the checked parts of a chat request.
 
         Args:
-            core: The gateway's core.
+            core: The gateway core.
             parameters: Sampling parameters of the request.
             messages: Messages for the chat template.
             tools: Tools for the chat template. Empty if the answer must not call tools.
@@ -136,9 +136,9 @@ class ChatTurn:
         return AnswerReader(self.core.parsers.create(self.tools, self.split_reasoning, self._prompt_end))
 
     async def run(self, job: Job) -> AsyncGenerator[Started | Piece | TurnEnd, None]:
-        """Run a turn with one answer, and yield the pieces of the answer as they arrive.
+        """Run a chat that has one answer, and yield the pieces of the answer as they arrive.
 
-        If the job asks for logprobs, the pieces of the text contain their tokens.
+        If the request asks for logprobs, the pieces of the text contain their tokens.
 
         Raises:
             OutriderError: For the same reasons as `GatewayCore.generate`.

@@ -49,7 +49,7 @@ class Job:
     """A request from REST or gRPC, after all checks that are possible before tokenization.
 
     Attributes:
-        prompts: Returns the token ids of every prompt. The core calls this function after admission.
+        prompts: Function that returns the token ids of every prompt. The core calls it after admission.
         sequences: Number of sequences, which is the number of prompts times `n`.
         parameters: Parameters for sampling, stopping and speculation.
         surface: Field names and defaults of the API that received the request.
@@ -76,9 +76,9 @@ class GatewayCore:
     Attributes:
         targets: The targets of all models.
         client: The targets of this core's model.
-        token_bytes: Returns the bytes of a token's text, for logprobs.
-        parsers: Names of the parsers of the model's answers.
-        lifecycle: Whether the gateway accepts requests.
+        token_bytes: Function that returns the bytes of a token's text, for logprobs.
+        parsers: Names of the output parsers for this core's model.
+        lifecycle: Records whether the gateway accepts requests.
         errors: The latest error replies.
         ring: The API keys.
         tracer: Records the spans of requests.
@@ -140,7 +140,7 @@ class GatewayCore:
 
     @property
     def model_names(self) -> tuple[str, ...]:
-        """The model names that requests may use. The first name is that of the default model.
+        """The model names that requests may use. The first name is the name of the default model.
 
         Raises:
             UnavailableError: If no target has ever been connected.
@@ -176,7 +176,7 @@ class GatewayCore:
         return self._others[model_id]
 
     def need_codec(self, field: str) -> TextCodec:
-        """Return the text codec.
+        """Return the codec that converts between text and token ids.
 
         Args:
             field: Field of the request that needs the codec. The error names this field.
@@ -193,7 +193,7 @@ class GatewayCore:
         return self.codec
 
     async def generate(self, job: Job) -> AsyncGenerator[ChoiceEvent, None]:
-        """Admit a request, tokenize its prompts and run its sequences.
+        """Admit a request, tokenize its prompts, run its sequences and yield their events.
 
         Closing the generator cancels the sequences.
 
@@ -300,7 +300,7 @@ class GatewayCore:
         return self.join_metrics(found)
 
     def join_metrics(self, texts: Sequence[tuple[Member, str]]) -> str:
-        """Return the gateway's metrics, followed by the metrics in `texts`, which come from targets.
+        """Return the gateway's Prometheus metrics, followed by the targets' metrics in `texts`.
 
         Each sample of a target gets the labels `model` and `target`.
         """
@@ -356,7 +356,7 @@ def rids_of(rid: str | None, sequences: int) -> tuple[str, ...]:
 
 
 async def named(prompts: Awaitable[Result], field: str) -> Result:
-    """Await the prompts of a request. If the error names no field, add the name of the prompt's field.
+    """Await the prompts of a request. An error that names no field gets the name of the prompt's field.
 
     Raises:
         InvalidRequestError: If a prompt is not valid.

@@ -31,10 +31,11 @@ def special_token_ids(tokenizer: Tokenizer) -> frozenset[int]:
 
 
 class IncrementalDecoder:
-    """Decodes one sequence. The joined pieces equal the tokenizer's decoding of the whole sequence.
+    """An incremental detokenizer for one sequence.
 
-    Bytes that never become valid UTF-8 are the only exception. They are released as U+FFFD after
-    `MAX_HELD_TOKENS` tokens or at the end of the sequence.
+    The joined pieces equal the tokenizer's decoding of the whole sequence. Bytes that never become valid
+    UTF-8 are the only exception. They are released as U+FFFD after `MAX_HELD_TOKENS` tokens or at the end of
+    the sequence.
     """
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
@@ -97,9 +98,9 @@ class _Pending:
 class TextAssembler:
     """Converts the tokens of one sequence to chunks of final text.
 
-    Text that may become a stop string is held back. After a match, the text is cut.
-    A token is released together with the last character of its text.
-    Without a tokenizer, chunks contain token ids and no text.
+    Text that may become a stop string is held back. After a match, the text is cut at the stop string. A
+    token is released together with the last character of its text. Without a tokenizer, chunks contain token
+    ids and no text.
 
     Attributes:
         num_tokens: Number of tokens added so far, without the tokens after a stop string.

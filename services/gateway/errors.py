@@ -126,9 +126,9 @@ def _details(error: OutriderError) -> dict[str, Any]:
 
 
 def error_event(error: OutriderError) -> dict[str, Any]:
-    """Return the event that ends a stream after an error.
+    """Return the event that ends a streamed reply after an error.
 
-    The HTTP status of the reply has already been sent, so the event contains the status of the error.
+    The HTTP status of the reply has already been sent. The event therefore contains the status of the error.
     """
     body = error_body(error)
     body["error"]["status"] = error.code.value

@@ -77,7 +77,7 @@ def callable_tools(tools: Sequence[gateway_pb2.Tool], choice: str) -> list[dict[
 def forced_calls(tools: Sequence[gateway_pb2.Tool], choice: str) -> list[dict[str, Any]]:
     """Return the tools from which the answer must call one. Empty if the answer need not call a tool.
 
-    The arguments are those of `callable_tools`.
+    The arguments are the same as for `callable_tools`.
 
     Raises:
         InvalidRequestError: If a tool or the choice is invalid.
@@ -131,10 +131,10 @@ def chat_ending(prompt: gateway_pb2.ChatPrompt) -> ChatEnding:
 
 
 async def encode_chat(core: GatewayCore, request: gateway_pb2.TokenizeRequest) -> tuple[int, ...]:
-    """Return the token ids of the chat in a TokenizeRequest.
+    """Return the token ids of the chat in a gRPC message TokenizeRequest.
 
     Raises:
-        InvalidRequestError: If the request contains a text besides the chat, or the chat is invalid.
+        InvalidRequestError: If the message contains a text in addition to the chat, or the chat is invalid.
     """
     if request.text:
         raise InvalidRequestError("Set either text or messages.", field="text")

@@ -10,7 +10,7 @@ class Lifecycle:
 
     Attributes:
         draining: True once shutdown has begun. The gateway then reports that it is not ready.
-        admitting: Whether the gateway accepts new requests.
+        admitting: True while the gateway accepts new requests.
         idle: Event that is set while no request is running.
     """
 

@@ -19,7 +19,7 @@ BytesOf = Callable[[int], bytes]
 
 
 def token_bytes(tokenizer: Tokenizer | None) -> BytesOf:
-    """Return a function that returns the bytes of a single token. The bytes need not be valid UTF-8.
+    """Return a function that maps a single token to its bytes. The bytes need not be valid UTF-8.
 
     Args:
         tokenizer: Decodes the tokens. With None, the bytes of every token are empty.
@@ -77,9 +77,9 @@ def completion_logprobs(
     """Return the `logprobs` object of a text completion, or of a chunk of a text completion.
 
     Args:
-        token_ids: The tokens. If the prompt is repeated, its tokens come first.
+        token_ids: The tokens. If the reply repeats the prompt, the prompt's tokens come first.
         logprobs: One entry for each token. The entry of the first token of a prompt is None.
-        bytes_of: Returns the bytes of a token.
+        bytes_of: Function that returns the bytes of a token.
         ids_as_text: Whether to write tokens as ``token_id:N``.
         offset: Number of characters before the first token.
     """
@@ -103,14 +103,14 @@ def prompt_logprobs_list(
 ) -> list[dict[str, Any] | None]:
     """Return vLLM's `prompt_logprobs`: null for the first token, and one object for each other token.
 
-    Each object maps token ids to logprobs. It contains the alternatives and the prompt's own token. If this
-    token is not among the alternatives, its rank is unknown, and therefore null.
+    Each object maps token ids to logprobs. It contains the alternatives and the prompt's own token. If the
+    prompt's own token is not among the alternatives, its rank is unknown and is written as null.
 
     Args:
         token_ids: The tokens of the prompt.
         logprobs: The logprobs of all tokens but the first.
         top: Number of alternatives.
-        bytes_of: Returns the bytes of a token.
+        bytes_of: Function that returns the bytes of a token.
     """
 
     def one_of(token: int, logprob: float, rank: int | None) -> dict[str, Any]:
@@ -132,14 +132,14 @@ def native_logprobs(
     logprobs: Sequence[TokenLogprob | None],
     bytes_of: BytesOf | None,
 ) -> tuple[list[list[Any]], list[list[list[Any]] | None]]:
-    """Return SGLang's two lists of a sequence: one of its tokens, and one of the alternatives to each token.
+    """Return SGLang's two lists of logprobs: one of a sequence's tokens, one of the alternatives to each.
 
     A token or an alternative is written as [logprob, id, text].
 
     Args:
-        token_ids: The tokens.
+        token_ids: The tokens of the sequence.
         logprobs: One entry for each token. None marks a token without logprob.
-        bytes_of: Returns the bytes of a token. With None, the text is left out.
+        bytes_of: Function that returns the bytes of a token. With None, the text is left out.
     """
 
     def one_of(token: int, logprob: float | None) -> list[Any]:
@@ -155,12 +155,15 @@ def native_logprobs(
 def requested_logprobs(
     token_ids: Sequence[int], logprobs: Sequence[TokenLogprob | None], bytes_of: BytesOf | None
 ) -> list[list[list[Any]] | None]:
-    """Return SGLang's list of the logprobs of named tokens: one list of [logprob, id, text] per token.
+    """Return the logprobs that the client wants for certain token ids, in SGLang's format.
+
+    The result has one list for each token of the sequence. Each list contains one [logprob, id, text] for
+    each requested token id.
 
     Args:
-        token_ids: The tokens that the client has named.
+        token_ids: The token ids that the client has requested.
         logprobs: One entry for each token of the sequence. None marks a token without logprob.
-        bytes_of: Returns the bytes of a token. With None, the text is left out.
+        bytes_of: Function that returns the bytes of a token. With None, the text is left out.
     """
     named = [
         (token, None if bytes_of is None else bytes_of(token).decode("utf-8", "replace"))

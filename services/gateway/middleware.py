@@ -52,7 +52,7 @@ def framing_refusal() -> Response:
 
 
 class RequestContext:
-    """Outermost middleware: assigns request ids, logs requests and counts them.
+    """Outermost HTTP middleware: assigns request ids, logs requests and counts them.
 
     Every reply has a request id, and every request is logged and counted once. An exception becomes an error
     reply, unless the reply has already begun. If tracing is enabled, every POST request has a span.
@@ -127,10 +127,11 @@ class RequestContext:
 
 
 class Authentication:
-    """Finds the caller of each request by its API key, and applies the limits that do not depend on the body.
+    """HTTP middleware that finds the caller of each request by its API key, and checks the key's permissions.
 
-    Public paths need no key, and admin paths need an admin key. Every POST request counts towards the key's
-    limit of requests per minute. If the gateway has no keys, every request is allowed.
+    The middleware applies only limits that do not depend on the body. Public paths need no key, and admin
+    paths need an admin key. Every POST request counts towards the key's limit of requests per minute. If the
+    gateway has no keys, every request is allowed.
     """
 
     def __init__(self, app: ASGIApp, ring: KeyRing, public_paths: frozenset[str]) -> None:
@@ -177,7 +178,7 @@ class Authentication:
 
 
 class BodyGuard:
-    """Reads and checks the whole body before the request reaches its route.
+    """HTTP middleware that reads and checks the whole body before the request reaches its route.
 
     The body must be JSON of at most `max_bytes` bytes, and must arrive within `BODY_TIMEOUT_S` seconds.
     """

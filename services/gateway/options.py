@@ -1,8 +1,8 @@
 """The table of the options that clients can set: their names in REST and gRPC, their defaults and ranges.
 
-Bodies of REST and messages of gRPC are read with this table, and values are checked with it. The script
-`scripts/grpc_fields.py` writes a part of docs/api.md from it. A new option needs a row here, a field in the
-request models and a field in the proto. Tests find what is missing.
+The gateway reads REST bodies and gRPC messages with this table, and checks values with it. The script
+`scripts/grpc_fields.py` generates a part of docs/api.md from it. A new option needs a row here, a field in
+the REST models and a field in the gRPC messages. If one of them is missing, a test fails.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from outrider.shared.base.errors import InvalidRequestError
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """The values that a number may have.
+    """The values that a numeric option may have.
 
     Attributes:
-        least, most: Bounds.
+        least, most: Smallest and largest value.
         text: Description of the values, for error messages.
         above: True if the value must be above `least`.
     """
@@ -36,17 +36,17 @@ class Range:
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One option.
+    """One option that clients can set.
 
     Attributes:
         name: Name of the attribute of `Parameters`, or of `RequestedRules` if `is_rule` is set.
-        grpc: Path of the field in the message `GenerationOptions`.
-        rest: Names of the fields in all REST routes. A request may set several, but only to the same value.
-            For a switch, one name that is true suffices.
-        default: Value of a request without the option.
-        allowed: The range, if it does not depend on the settings or on the target.
+        grpc: Path of the field in the gRPC message `GenerationOptions`.
+        rest: Names of the fields in all REST routes. If a request sets several of these fields, their values
+            must be equal. A boolean option is true if one of its fields is true.
+        default: Value of the option if a request does not set it.
+        allowed: The range, if it does not depend on the settings or on the target. Otherwise None.
         is_rule: True if the option changes the logits.
-        is_outer: True if the field stands beside `sampling_params` in SGLang's format, not inside.
+        is_outer: True if, in SGLang's format, the field stands next to `sampling_params` and not inside it.
     """
 
     name: str
@@ -119,14 +119,14 @@ class OptionValues:
 
 
 def of_bodies(*bodies: BaseModel, prefix: str = "") -> OptionValues:
-    """Read the options of a request of REST.
+    """Read the options from the body of a REST request.
 
     Args:
-        bodies: Models with the fields, of which each model may declare a part.
-        prefix: Prefix of the names of the fields, for errors.
+        bodies: Parsed parts of the body. Each part may declare some of the fields.
+        prefix: Text to put before field names in errors.
 
     Raises:
-        InvalidRequestError: Two names of an option have different values.
+        InvalidRequestError: Two fields of one option have different values.
     """
     values = OptionValues()
     declared = {name: getattr(body, name) for body in bodies for name in type(body).model_fields}

@@ -48,7 +48,7 @@ DRAWN_SEED_BITS = 53
 
 @dataclass(frozen=True, slots=True)
 class Surface:
-    """Field names and defaults of one API.
+    """Field names and defaults of one of the APIs that clients use.
 
     Attributes:
         prompt: Name of the field that contains the prompt.
@@ -87,8 +87,8 @@ class Parameters:
     """Unchecked parameters of a client's request. None marks an absent parameter.
 
     Fields that accept one value or several, such as `stop`, are tuples here. For a request without a
-    `speculation` object, `speculation` has mode AUTO. `may_be_empty` allows `max_tokens` to be 0, which makes
-    sense if the reply contains the prompt or its logprobs. `constraint` restricts the form of the output.
+    `speculation` object, `speculation` has mode AUTO. `may_be_empty` allows a `max_tokens` of 0, for replies
+    that contain the prompt or its logprobs. `constraint` restricts the form of the output.
     """
 
     max_tokens: int | None = None
@@ -153,7 +153,7 @@ class RequestBuilder:
         return allowed_model(model)
 
     def check(self, parameters: Parameters, surface: Surface, num_prompts: int) -> int:
-        """Run all checks that need neither the tokenizer nor the target, before any work is done.
+        """Run all checks of the parameters that need neither the tokenizer nor the target.
 
         Returns:
             The number of sequences in the request.
@@ -236,14 +236,14 @@ class RequestBuilder:
         info: ServedTarget,
         deadline: float,
     ) -> list[GenerationRequest]:
-        """Return `n` requests for each prompt, grouped by prompt. All requests use the same seed.
+        """Return `n` checked requests for each prompt, grouped by prompt. All requests use the same seed.
 
         Args:
             prompts: Token ids of every prompt.
             parameters: Parameters that `check` has accepted.
             surface: Field names and defaults of the client's API.
             info: The target's limits.
-            deadline: Deadline on the event loop's clock.
+            deadline: Deadline of the requests, on the event loop's clock.
 
         Raises:
             InvalidRequestError: If a prompt is empty or too long, a token id is outside the vocabulary, or a

@@ -15,7 +15,7 @@ def check_lengths(
     max_tokens_field: str,
     default: int | None,
 ) -> int:
-    """Check one prompt, and return the largest number of new tokens for it, at least 1.
+    """Check one prompt, and return the largest number of new tokens for it. The number is at least 1.
 
     Args:
         prompt_ids: Token ids of the prompt.

@@ -15,12 +15,12 @@ MAX_MESSAGE_CHARS = 300
 
 @dataclass(slots=True)
 class RecentError:
-    """One error, or several equal errors in a row.
+    """One error reply of the gateway, or several equal error replies in a row.
 
     Attributes:
         at: Time of the latest occurrence, in seconds since 1970.
         route: Path pattern of the request, such as /v1/chat/completions.
-        status: HTTP status.
+        status: HTTP status of the reply.
         reason: Machine-readable reason.
         message: Message that the client received, shortened to `MAX_MESSAGE_CHARS` characters.
         request_id: Id of the latest request.

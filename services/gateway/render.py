@@ -107,10 +107,10 @@ def decision_object(auto: AutoDecision) -> dict[str, Any] | None:
 
 
 def reply_speculation(completions: Sequence[Completion], trace: bool, info: ServedTarget) -> dict[str, Any]:
-    """Return the fields `speculation` and `metrics` of a whole reply, with sums over all sequences.
+    """Return the fields `speculation` and `metrics` of a reply, with sums over all sequences of the request.
 
-    If the reply has only one sequence, `speculation` includes its trace. Otherwise each choice includes its
-    own trace.
+    If the request has only one sequence, `speculation` includes the trace of the sequence. Otherwise each
+    choice in the reply includes its own trace.
     """
     merged = merge_speculation([one.finished.speculation for one in completions])
     rounds = completions[0].rounds if trace and len(completions) == 1 else None
@@ -143,7 +143,7 @@ def finish_extras(end: Finished, info: ServedTarget, seed: int) -> dict[str, Any
 
 
 def metrics_field(stats: SpeculationReport, info: ServedTarget) -> dict[str, Any]:
-    """Return vLLM's field `metrics` with the statistics of speculation. Empty if no tokens were drafted.
+    """Return vLLM's field `metrics` with speculation statistics. Empty if no tokens were drafted.
 
     All numbers count only rounds with drafted tokens. The histogram maps a number of accepted tokens to the
     number of rounds in which the target accepted exactly that many tokens.

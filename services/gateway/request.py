@@ -33,7 +33,7 @@ MASK_64 = (1 << 64) - 1
 
 @dataclass(frozen=True, slots=True)
 class RequestedSpeculation:
-    """Speculation options of a request. None selects the target's default.
+    """The speculation options that a client sets for a request. None selects the target's default.
 
     A request without a `speculation` object has mode AUTO. For REST, `schemas.common.SpeculationOptions` sets
     this default. For gRPC, `convert.MODE_FROM_PROTO` sets it.
@@ -42,7 +42,7 @@ class RequestedSpeculation:
         mode: Whether the request uses speculation, or lets the server decide (AUTO).
         depth: Depth of the draft tree.
         topk: Branching factor of the draft tree.
-        max_nodes: Number of nodes verified per round, including the root.
+        max_nodes: Largest number of tree nodes per round, including the root.
         trace: Whether the reply includes a trace of every round.
     """
 
@@ -55,7 +55,7 @@ class RequestedSpeculation:
 
 @dataclass(frozen=True, slots=True)
 class StopRules:
-    """Conditions, apart from the length limit, that end a sequence, and options for its text.
+    """Conditions, apart from the length limit, that end a sequence, and options for the sequence's text.
 
     A stop string cannot end the text within its first `min_tokens` tokens.
     """
@@ -80,7 +80,7 @@ class GenerationRequest:
             target's context.
         sampling: How tokens are sampled.
         speculation: Speculation options.
-        stop: Conditions that end the sequence, and options for its text.
+        stop: Conditions that end the sequence, and options for the sequence's text.
         deadline: Time, on the event loop's clock, at which the sequence is aborted.
         priority: Requests with a higher priority leave the target's queue first.
         cache_salt: Salt of the prefix cache. Requests with different salts share no cached prefixes.
@@ -90,9 +90,9 @@ class GenerationRequest:
         prompt_only: Whether to drop the output, because the client wants only logprobs of the prompt.
         constraint: The form that the output must have. None allows any output.
         traceparent: The request's span, sent to the target for tracing. Empty if the request is not traced.
-        resume_ids: Tokens that another target emitted for this request before it was lost. They count as
-            output.
-        states: The states of tokens that the target reports.
+        resume_ids: Tokens that another target emitted for this request before the connection to that target
+            was lost. They count as output.
+        states: The hidden states and routed experts that the target reports.
     """
 
     request_id: str
@@ -124,10 +124,11 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class TargetDelta:
-    """Tokens that the target emitted together, with their rounds and logprobs if the request asked for them.
+    """A message of the target with new tokens of one sequence.
 
-    `prompt_logprobs` contains logprobs of prompt tokens. It continues where the previous delta ended, and so
-    does `states`, which contains the states of tokens.
+    If the request asked for traces or logprobs, the message also contains the tokens' rounds or logprobs.
+    `prompt_logprobs` contains logprobs of prompt tokens, and `states` contains the states of tokens. Both
+    continue where the previous message ended.
     """
 
     token_ids: tuple[int, ...]
@@ -139,7 +140,7 @@ class TargetDelta:
 
 @dataclass(frozen=True, slots=True)
 class TargetFinish:
-    """The target's final report on a sequence.
+    """The target's final report on one sequence.
 
     Attributes:
         reason: Why the sequence ended.
@@ -174,9 +175,9 @@ class Chunk:
     """A piece of one sequence: final text, its tokens, and at most one round if the request is traced.
 
     If the request asked for logprobs, `logprobs` has one entry per token. `prompt_logprobs` contains logprobs
-    of prompt tokens, and continues where the previous chunk ended. A chunk with logprobs of the prompt also
-    contains the tokens of the whole prompt. `states` contains the states of the next tokens, if the request
-    asked for them.
+    of prompt tokens. They continue where the previous chunk ended. A chunk with logprobs of the prompt also
+    contains the tokens of the whole prompt. If the request asked for hidden states or routed experts,
+    `states` contains those of the next tokens.
     """
 
     text: str
@@ -190,7 +191,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The end of one sequence.
+    """The event that ends one sequence.
 
     Attributes:
         reason: Why the sequence ended.
@@ -269,7 +270,7 @@ def merge_usage(finished: Sequence[Finished], choices_per_prompt: int) -> Usage:
 
 
 def merge_speculation(stats: Sequence[SpeculationReport]) -> SpeculationReport:
-    """Return the statistics summed over all sequences.
+    """Return speculation statistics summed over the sequences of a request.
 
     The accept length is an average over the sequences, weighted by their numbers of rounds with draft nodes.
     These numbers are estimated from each sequence's totals.

@@ -33,7 +33,7 @@ current_note: ContextVar[RequestNote | None] = ContextVar("request_note", defaul
 
 @dataclass(slots=True)
 class RequestNote:
-    """Notes on one request and all of its sequences.
+    """Notes on one request and all of its sequences, for the log and for tracing.
 
     Attributes:
         began: Start of the request, from `time.perf_counter`.
@@ -90,11 +90,11 @@ class RequestNote:
         return fields
 
     def end_span(self, name: str, **attributes: Value) -> None:
-        """End the span of the request.
+        """End the tracing span of the request.
 
         Args:
             name: Name of the span, such as ``POST /v1/chat/completions``.
-            attributes: Additional attributes. In their names, write ``__`` for each ``.``.
+            attributes: Additional attributes of the span. In their names, write ``__`` for each ``.``.
         """
         values: dict[str, Value] = {key.replace("__", "."): value for key, value in attributes.items()}
         if self._started:

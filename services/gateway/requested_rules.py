@@ -25,7 +25,7 @@ Encode = Callable[[str], tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class RequestedRules:
-    """Unchecked rules of a request. None marks an absent rule.
+    """The rules of a request that change the logits, before they are checked. None marks an absent rule.
 
     Attributes:
         logit_bias: Biases by token id. OpenAI's API writes token ids as text.
@@ -60,10 +60,10 @@ class RequestedRules:
             _check_word(word)
 
     def build(self, encode: Encode | None, vocab_size: int) -> LogitRules:
-        """Return the rules.
+        """Check the rules, and return them in the form that the target expects.
 
         Args:
-            encode: Encodes bad words. None if the server has no tokenizer.
+            encode: Function that encodes bad words as token ids. None if the server has no tokenizer.
             vocab_size: Size of the target's vocabulary.
 
         Raises:
@@ -118,10 +118,10 @@ NO_REQUESTED_RULES = RequestedRules()
 
 @dataclass(frozen=True, slots=True)
 class RequestedLogprobs:
-    """The logprobs that a client wants, and how the reply formats them.
+    """The logprobs that a client wants, and the format in which the reply contains them.
 
     Attributes:
-        wanted: The logprobs to compute. `check_top` checks their numbers.
+        wanted: The logprobs that the target computes. `check_top` checks the numbers of alternatives.
         ids_as_text: Whether tokens are written as ``token_id:N`` instead of their text.
         echoed: Number of alternatives for each token of the echoed prompt. None if no prompt is echoed.
         prompt_list: Number of alternatives for each token in vLLM's `prompt_logprobs`. None if the client
@@ -138,7 +138,7 @@ NO_REQUESTED_LOGPROBS = RequestedLogprobs()
 
 
 def check_top(value: int | None, field: str) -> int | None:
-    """Check and return the number of alternatives for which a client wants logprobs.
+    """Check and return the number of alternatives per token for which a client wants logprobs.
 
     Raises:
         InvalidRequestError: If the number is out of range. The error names `field`.

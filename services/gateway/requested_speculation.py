@@ -10,10 +10,10 @@ DEFAULT_MAX_STEPS, DEFAULT_MAX_TOPK, DEFAULT_MAX_NODES = 16, 16, 128
 
 
 def check_speculation(asked: RequestedSpeculation, name: str, info: ServedTarget) -> None:
-    """Check the shape of a request's draft trees.
+    """Check the shape of draft trees that a request asks for.
 
     Args:
-        asked: The options of the request.
+        asked: The speculation options of the request.
         name: Name of the field that contains the options.
         info: The target's limits.
 

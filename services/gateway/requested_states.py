@@ -15,7 +15,7 @@ NUMBER_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class RequestedStates:
-    """The states that a client wants.
+    """The hidden states and routed experts of tokens that a client wants.
 
     Attributes:
         wanted: The states that the target reports.
@@ -32,16 +32,19 @@ NO_REQUESTED_STATES = RequestedStates()
 def check_states(
     requests: Sequence[GenerationRequest], info: ServedTarget, most_bytes: int, prefix: str
 ) -> None:
-    """Check that the target can report the requested states, and that the reply does not become too large.
+    """Check that the target can report the hidden states or routed experts that a client wants.
+
+    Also check that the reply does not become too large.
 
     Args:
-        requests: The sequences of one request of a client.
-        info: The target.
+        requests: The checked requests for the sequences of one client request.
+        info: The target's abilities and sizes.
         most_bytes: Largest size of the states of all tokens, in bytes.
         prefix: Prefix of field names in the client's API. It is ``options.`` in gRPC.
 
     Raises:
-        InvalidRequestError: The error names the field.
+        InvalidRequestError: The target cannot report the states, or the reply would be too large. The error
+            names the field.
     """
     total = 0
     for request in requests:

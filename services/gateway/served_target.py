@@ -10,13 +10,14 @@ from outrider.shared.base.errors import ModelNotFoundError
 
 @dataclass(frozen=True, slots=True)
 class ServedTarget:
-    """Information about the target: its model, its limits and its speculation.
+    """The gateway's information about a target: its model, its limits and its speculation.
 
     `num_steps`, `topk` and `num_draft_tokens` define the default tree shape. `max_steps`, `max_topk` and
     `max_nodes` limit the speculation options of requests. `resumes` is true if the target can continue an
     answer that another target has begun. `constrains` is true if the target can enforce a form of the output.
     `reports_states` is true if it can report hidden states, routed experts and logprobs of named tokens.
-    `routed_layers` and `experts_per_token` are the numbers of routed experts, and 0 if there are none.
+    `routed_layers` and `experts_per_token` are the sizes of a token's routed experts: the number of layers
+    and the number of experts per layer. Both are 0 if the model has none.
     """
 
     model_id: str
@@ -48,7 +49,7 @@ class ServedTarget:
 
 @dataclass(frozen=True, slots=True)
 class AutoDecision:
-    """The current choice of mode `auto`, and the reason for this choice.
+    """The current decision of mode `auto` about how much to draft, and the reason for this decision.
 
     A row is a sequence in the target's decode batch.
 

@@ -60,7 +60,7 @@ def register(servicer: InferenceServicer, server: grpc.aio.Server) -> None:
 
 
 class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
-    """Implements the calls of the public gRPC API.
+    """The gRPC servicer of the gateway: implements the calls of the public gRPC API.
 
     If a client cancels a call, the call's request is cancelled too. The deadline of a call is also the
     deadline of its request.

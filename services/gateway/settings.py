@@ -223,7 +223,7 @@ class GatewaySettings(PeerSettings):
         return {name: Path(folder) for name, folder in pairs}
 
     def front_security(self) -> PeerSecurity:
-        """Read the certificates that the gateway uses for connections from its clients.
+        """Read the certificates and the key that the gateway uses for connections from its clients.
 
         Raises:
             ConfigurationError: If a file cannot be read or is invalid, or if other users can read the key.

@@ -35,11 +35,11 @@ def encode_event(event: dict[str, Any]) -> bytes:
 
 
 class EventStream(Response):
-    """Sends the events of a generator, and then [DONE].
+    """A streamed HTTP reply that sends the events of a generator as server-sent events, and then [DONE].
 
     An error before the first event becomes an error reply with the error's status. A later error is sent as
     an event. While no event arrives, comment lines keep the connection alive. When the client disconnects,
-    the generator is closed, which cancels the request.
+    the generator is closed. This cancels the request.
     """
 
     media_type = "text/event-stream"

@@ -23,7 +23,7 @@ SHARES = frozenset(
 
 
 async def status_object(core: GatewayCore) -> dict[str, Any]:
-    """Return the current status.
+    """Return the current status of the gateway and of its targets.
 
     `targets` lists each target. `target` and `metrics` contain totals over the targets that reply. `model`
     describes the model of the first target that replies. While no target replies, `target` and `model` are

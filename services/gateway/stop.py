@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Scan:
-    """Result of scanning a buffer of text.
+    """Result of searching a buffer of text for stop strings.
 
     Attributes:
         release: Number of characters at the start of the buffer that are final.
@@ -32,8 +32,8 @@ class StopMatcher:
     def scan(self, buffer: str) -> Scan:
         """Return the number of final characters in `buffer`, and the stop string that ends the text, or None.
 
-        `buffer` contains all unreleased text. The match that starts first wins. If several matches start at
-        the same character, the shortest match wins, because it was complete first.
+        `buffer` contains all text that has not been released yet. The match that starts first wins. If
+        several matches start at the same character, the shortest match wins, because it was complete first.
         """
         found = [(start, len(stop), stop) for stop in self._stops if (start := buffer.find(stop)) >= 0]
         if found:

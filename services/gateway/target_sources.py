@@ -1,8 +1,8 @@
 """Sources of the targets' addresses: the setting `target` itself, a file, or a DNS name.
 
-An entry such as ``HOST:PORT`` or ``unix:/path`` is itself an address. ``file:///path`` names a file with one
-address per line. ``dns:///NAME:PORT`` contains a name whose IP addresses are the targets. The gateway reads
-the file and looks up the name again at intervals.
+An entry of the setting such as ``HOST:PORT`` or ``unix:/path`` is itself an address. ``file:///path`` names a
+file with one address per line. ``dns:///NAME:PORT`` contains a DNS name. All IP addresses of this name are
+targets. The gateway reads the file and looks up the name again at intervals.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class TargetSource:
         return self.text.startswith((FILE_SCHEME, DNS_SCHEME))
 
     def check(self) -> None:
-        """Check the entry. A file must exist. A DNS name need not resolve yet.
+        """Check one entry of the setting `target`. A file must exist. A DNS name need not resolve yet.
 
         Raises:
             ConfigurationError: If the entry is malformed or its file cannot be used.
@@ -50,7 +50,7 @@ class TargetSource:
             check_address(self.text.removeprefix(DNS_SCHEME), self.field)
 
     async def addresses(self) -> tuple[str, ...]:
-        """Return the current addresses, in the order of the setting or of the file.
+        """Return the current addresses of the targets, in the order of the setting or of the file.
 
         Raises:
             ConfigurationError: If the file cannot be used or the DNS name does not resolve.

@@ -2,10 +2,10 @@
 
 A template comes from the model's folder and is untrusted code. The sandbox enforces two rules:
 
-1. Every call, lookup, arithmetic operation, filter and turn of a loop checks the clock.
+1. Every call, lookup, arithmetic operation, filter and loop iteration checks the clock.
 2. The size of every value that a template creates is limited. The size of a container includes all of its
-   values, each as often as it occurs. This rule also limits the time of a single operation, such as a
-   comparison.
+   values. A value that occurs several times counts several times. This rule also limits the time of a single
+   operation, such as a comparison.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Loads a model's tokenizer, special tokens and chat template, and converts between text and token ids.
 
-The module uses only the `tokenizers` library, because transformers would import torch.
+The module uses only the `tokenizers` library. The library transformers would import torch.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class ChatEnding:
         add_generation_prompt: Whether the prompt ends with the header of the assistant's answer.
         continue_final_message: Whether the prompt ends inside the last message, which the model then
             continues.
-        add_special_tokens: Whether the tokenizer adds its special tokens to those that the template writes.
+        add_special_tokens: Whether the tokenizer adds special tokens of its own to the template's text.
     """
 
     add_generation_prompt: bool = True
@@ -47,7 +47,7 @@ class ChatEnding:
 
 @dataclass(frozen=True, slots=True)
 class TextCodec:
-    """Converts between text and token ids of one model.
+    """Converts between text and token ids of one model, and renders the model's chat template.
 
     Attributes:
         tokenizer: The tokenizer, for decoding streams.
@@ -66,7 +66,7 @@ class TextCodec:
 
     @classmethod
     def load(cls, path: Path) -> TextCodec:
-        """Load the codec from a model's folder, or from a tokenizer.json.
+        """Load the text codec from a model's folder, or from a tokenizer.json.
 
         Raises:
             CheckpointError: If a file is missing or broken. The error names the file and the fix.
@@ -121,7 +121,9 @@ class TextCodec:
         options: Mapping[str, Any],
         ending: ChatEnding | None = None,
     ) -> tuple[int, ...]:
-        """Render a chat and return its token ids. Normally only the template writes special tokens.
+        """Render a chat with the model's template, and return the token ids of the resulting prompt.
+
+        Normally, only the template writes special tokens.
 
         Args:
             messages: Messages in order, each with ``role`` and ``content``.
@@ -157,9 +159,9 @@ class TextCodec:
         options: Mapping[str, Any],
         ending: ChatEnding | None = None,
     ) -> tuple[int, ...]:
-        """Render and encode a chat on a worker thread, because a template may take long.
+        """Render and encode a chat on a worker thread, because a chat template may take long.
 
-        The arguments are those of `encode_chat`.
+        The arguments are the same as for `encode_chat`.
 
         Raises:
             InvalidRequestError: If the model has no chat template, or the template rejects these messages.

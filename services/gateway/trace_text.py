@@ -16,12 +16,12 @@ BROKEN = "\N{REPLACEMENT CHARACTER}"
 
 
 class TraceTexts:
-    """Follows one traced sequence, and adds the texts to its rounds.
+    """Adds texts to the rounds of one sequence whose request asked for a trace.
 
     First call `emit` with the tokens of the prefill. Then call `describe` with each round, in order.
 
     The joined texts of all emitted tokens equal the text of the sequence. A token that ends inside a
-    character has no text, because the text belongs to the token that completes the character. A node that
+    character has no text. The text belongs to the token that completes the character. A tree node whose token
     ends inside a character has the text U+FFFD.
     """
 
@@ -61,7 +61,7 @@ class TraceTexts:
         """Append the tokens of a round to the sequence, and return the round with its texts.
 
         Args:
-            one: The round.
+            one: The trace of the round.
             token_ids: The tokens of the round that belong to the answer. If a stop token cuts the round, the
                 emitted tokens after it are left out.
         """

@@ -1,11 +1,12 @@
-"""Extends sessions and grows their trees in one CUDA graph launch, for rounds that the host starts.
+"""Extends sessions and grows their trees in one CUDA graph launch, for rounds that the draft's host starts.
 
-Such rounds serve remote targets that send their requests in frames. The inputs from the host, except page
-tables, are packed and copied to the device together. On a GPU, launching the roughly one hundred kernels of a
-round takes longer than running them. Rounds of a recurring size are therefore recorded as CUDA graphs. The
-first few rounds of each size run eagerly, with the same code.
+To extend a session means to compute the draft's K/V for its new tokens. Rounds that the host starts serve
+remote targets, which send their requests in frames. All inputs from the host are packed and copied to the
+device together. Only the page tables are copied separately. On a GPU, launching the roughly one hundred
+kernels of a round takes longer than running them. Rounds of a recurring size are therefore recorded as CUDA
+graphs. The first few rounds of each size run eagerly, with the same code.
 
-Also defines the draft's limit on recorded batch sizes (`DraftGraphs`).
+`DraftGraphs`, also in this module, limits the batch sizes for which the draft records graphs.
 """
 
 from __future__ import annotations
@@ -61,14 +62,14 @@ class _Buffers:
 
 
 class DraftGraph:
-    """Extends sessions by a few rows and grows their trees, in one launch.
+    """Extends sessions by a few new tokens and grows their trees, in one CUDA graph launch.
 
     Args:
         memory: KV pool, page tables and model.
         graphs: Graph cache of the device. Without CUDA, every round runs eagerly.
-        feature_size: Width of a feature row; 0 if the model reads no features.
+        feature_size: Width of a feature row; 0 if the draft model reads no features.
         dtype: Dtype of the features.
-        max_bs: Returns the largest batch size to record.
+        max_bs: Function that returns the largest batch size to record.
     """
 
     def __init__(
@@ -87,11 +88,11 @@ class DraftGraph:
         self._buffers: dict[tuple[int, int, int], _Buffers] = {}
 
     def draft(self, sessions: Sequence[Session]) -> DraftBatch:
-        """Extend the sessions, and grow one tree per session.
+        """Extend sessions by their newest tokens, and grow one tree per session.
 
         Args:
-            sessions: Sessions with reserved memory that request trees of equal depth and topk. Each has 1 to
-                `pending_rows` rows that are not in the KV yet.
+            sessions: Sessions with reserved memory that request trees of equal depth and topk. In each
+                session, 1 to `pending_rows` committed tokens have no K/V in the draft's KV pool yet.
         """
         shapes = [session.ask.shape.bounded() for session in sessions if session.ask is not None]
         counts = [session.extendable_rows for session in sessions]
@@ -208,14 +209,14 @@ class DraftGraph:
 
 
 class DraftGraphs:
-    """The graph cache of a draft, and the limit on recorded batch sizes.
+    """The CUDA graph cache of a draft, and the largest batch size that the draft records.
 
     Args:
         device: Device of the draft.
 
     Attributes:
-        cache: The graphs of all rounds and prompts of the draft. The graphs can share memory because they all
-            run on one stream.
+        cache: Graphs of all rounds and short prompts of the draft. These graphs can share memory, because
+            they all run on one stream.
         max_bs: The largest recorded batch size. Larger batches run without graphs.
     """
 
@@ -230,9 +231,10 @@ class DraftGraphs:
         self.max_bs = max_bs
 
     def admits(self, batch: int) -> bool:
-        """Return whether a remote target's batch of this size may run in rounds on this device.
+        """Return whether a remote target's batch of this size may run in rounds on the draft's device.
 
-        If the result is False, the reason is logged once per size.
+        If the result is False, the reason is logged once per batch size. The rounds of such a batch run
+        through the host.
         """
         if batch > self.max_bs and batch not in self._told_of and len(self._told_of) < MAX_TOLD:
             self._told_of.add(batch)
@@ -247,7 +249,7 @@ class DraftGraphs:
 
 @dataclass(frozen=True, slots=True)
 class DeviceGrowth:
-    """Work that a strategy can run in a single launch: device rounds, host rounds and short prompts.
+    """The work of one draft model that can run in a single launch: device rounds, host rounds, short prompts.
 
     Attributes:
         memory: The resources that all rounds of the model share.

@@ -1,6 +1,6 @@
-"""`DraftModel`: the interface of models that draft with K/V of their own (recurrent heads and decoders).
+"""`DraftModel`: the interface of draft models with K/V of their own (recurrent heads and decoders).
 
-The row counts of a model's passes are fixed in advance, so that a whole round can be one CUDA graph.
+The number of rows in each pass of a model is fixed in advance, so that a whole round can be one CUDA graph.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from outrider.shared.nn.layers.rope import Rotation
 
 
 class DraftPass(Protocol):
-    """One pass of a model over rows. The caller plans the attention before the call.
+    """A function that runs one pass of a draft model over a fixed number of rows.
 
-    In a pass over a level of a tree, the features are the states of the previous level.
+    The caller must plan the attention before the call. If the rows are one level of a draft tree, the
+    features are the model's states of the previous level.
     """
 
     def __call__(
@@ -45,7 +46,7 @@ class DraftPass(Protocol):
 
 
 class DraftModel(Protocol):
-    """A model that extends sessions and grows trees.
+    """A draft model that extends sessions and grows their trees.
 
     A model that runs all levels of a tree in the same way has one stage. A chain of MTP layers has one stage
     for each layer; see `growth.stages`.
@@ -53,9 +54,9 @@ class DraftModel(Protocol):
     Attributes:
         vocabulary: The tokens that the logits range over.
         device, dtype: Device and dtype of the model.
-        hidden_size: Width of the states.
-        lead: The number of a sequence's stable rows minus the number of its committed tokens, not counting
-            the root; see `kernels.round_plan`.
+        hidden_size: Width of the model's states.
+        lead: The number of rows that the model computes for a sequence's committed tokens, minus the number
+            of these tokens without the root.
         stages: Number of stages, each with K/V of its own.
     """
 
@@ -78,12 +79,12 @@ class DraftModel(Protocol):
         attention: AttentionBackend,
         pool: KVPool,
     ) -> list[DraftPass]:
-        """Return one pass for each row count in `widths`.
+        """Return one pass of the draft model for each row count in `widths`.
 
         Args:
             positions: ``[sum(widths)] int32``, positions of the rows of all passes.
             widths: Number of rows of each pass.
-            stages: For each pass, the stage that runs it.
+            stages: For each pass, the index of the model's stage that runs the pass.
             attention: Attention backend of the model.
             pool: KV pool of the model.
         """
@@ -162,14 +163,14 @@ class HeadModel(DraftModel):
 
 
 class DecoderModel(DraftModel):
-    """A decoder, whose rows are tokens.
+    """A draft model that is a decoder. Each input row is one token.
 
-    The decoder takes no features. A row reads everything about its ancestors from the ancestors' K/V, so
-    states serve only to compute logits.
+    The decoder takes no features. A row gets all information about its ancestors from their K/V. The states
+    serve only to compute logits.
 
     Args:
         decoder: The decoder that drafts.
-        vocabulary: The token ids that the draft model and the target have in common.
+        vocabulary: The token ids that the decoder and the target have in common.
     """
 
     lead = 1

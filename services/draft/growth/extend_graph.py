@@ -1,6 +1,6 @@
-"""Extends a session by a short prompt with one CUDA graph.
+"""Computes the draft model's K/V of a short prompt with one CUDA graph.
 
-For short prompts, launching the kernels one by one takes longer than their work on the GPU.
+For a short prompt, launching the draft model's kernels one by one takes longer than running them on the GPU.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ the actual context may be shorter."""
 
 
 class ExtendGraph(RecordedRows["_Inputs"]):
-    """Extends the model's K/V by a single chunk of new rows, padded to one of a few sizes.
+    """Computes the draft model's K/V for a single chunk of new rows, in one CUDA graph launch.
+
+    The chunk is padded to one of a few sizes, so that few graphs are recorded.
 
     Args:
         model: The draft model, which has one stage.
@@ -37,7 +39,7 @@ class ExtendGraph(RecordedRows["_Inputs"]):
         feature_size: Width of a feature row; 0 if the model reads no features.
         dtype: Dtype of the features.
         graphs: Cache in which the passes are recorded.
-        sizes: Row counts of the passes, ascending.
+        sizes: Row counts of the recorded passes, ascending.
     """
 
     def __init__(

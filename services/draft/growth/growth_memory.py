@@ -15,7 +15,7 @@ SPARE_TOKENS = 64
 
 
 class GrowthMemory:
-    """Resources that all rounds of a model share: the KV pool, page tables at fixed addresses, and constants.
+    """Resources that all rounds of a draft model share: KV pool, page tables at fixed addresses, constants.
 
     Args:
         grower: Extends sequences and grows their trees.
@@ -48,12 +48,15 @@ class GrowthMemory:
         return num_tokens <= len(lease.pages) * self.pool.page_size
 
     def reserve(self, lease: PageLease, num_tokens: int, *, grows: bool = False) -> bool:
-        """Grow a lease to this many tokens, plus `SPARE_TOKENS` if there is room.
+        """Grow a lease of KV pages to this many tokens, plus `SPARE_TOKENS` if there is room.
 
-        If `grows` is False, a lease that already has enough pages is not changed.
+        Args:
+            lease: The lease.
+            num_tokens: Number of tokens that the lease must cover.
+            grows: False to leave a lease that already has enough pages unchanged.
 
         Returns:
-            False if the pool is full.
+            False if the KV pool is full.
         """
         if self.holds(lease, num_tokens) and not grows:
             return True

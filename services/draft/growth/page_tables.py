@@ -17,15 +17,15 @@ WIDTH_FACTOR = 4
 
 
 class PageTable:
-    """One table of fixed width at a fixed address.
+    """The page tables of a batch of sequences, in one device tensor of fixed size at a fixed address.
 
     Args:
-        bs: Number of rows.
-        width: Pages per row.
-        device: Device of the table.
+        bs: Number of rows. Each row is the page table of one sequence.
+        width: Number of pages per row.
+        device: Device of the tensor.
 
     Attributes:
-        tensor: ``[bs, width] int32``.
+        tensor: ``[bs, width] int32``, the page numbers.
     """
 
     def __init__(self, bs: int, width: int, device: torch.device) -> None:
@@ -36,12 +36,12 @@ class PageTable:
         self._staged: torch.Tensor | None = None
 
     def update(self, leases: Sequence[PageLease | None], *, later: bool = False) -> None:
-        """Write lease i to row i, for every lease that is new or has changed.
+        """Write the pages of lease i to row i of the table, for every lease that is new or has changed.
 
         A row without a lease keeps its old contents, which no kernel reads.
 
         Args:
-            leases: One lease per row.
+            leases: One lease per row. None for a row without a lease.
             later: If True, do not copy the changes to the device yet. The next call of `flush` copies them.
         """
         changed = False
@@ -73,7 +73,7 @@ class PageTable:
 class PageTables:
     """The page tables of one KV pool, by batch size and width.
 
-    The number of widths is small, because a graph is recorded for each width.
+    Widths are rounded up to a few values, because a graph is recorded for each width.
 
     Args:
         pool: The KV pool.
@@ -93,13 +93,13 @@ class PageTables:
         return min(self._pool.pages_for(tokens), self._pool.num_pages)
 
     def find(self, bs: int, width: int, place: int = 0) -> PageTable:
-        """Return the table of this size. Rounds of equal sizes use the same table in turn.
+        """Return the page table of this size. Rounds of equal sizes use the same table, in turn.
 
         Args:
-            bs: Number of rows.
-            width: Pages per row.
-            place: Distinguishes tables of equal sizes. Two tables need different values of `place` if both
-                are written before one of them is used.
+            bs: Number of rows, one per sequence.
+            width: Number of pages per row.
+            place: Number that distinguishes several tables of one size. If two tables are written before
+                either of them is used, they need different numbers.
         """
         key = (bs, width, place)
         if key not in self._tables:

@@ -18,9 +18,9 @@ from outrider.shared.spec.drafter import FeatureSpec
 
 @dataclass(frozen=True, slots=True)
 class Ends:
-    """The rows of a pass whose states are wanted: the last row of each sequence, or none.
+    """The rows of a pass whose states the caller wants: the last row of each sequence, or no rows.
 
-    For the other rows, only K and V are computed.
+    For all other rows, the last layer computes only K and V.
 
     Attributes:
         batch: Attention inputs of the last rows, one row per sequence. None if no states are wanted.
@@ -48,14 +48,16 @@ ONLY_KEYS = Ends(None)
 
 
 class RecurrentHead(Protocol):
-    """A head that reads pairs (token t + 1, feature of t), and whose output state is the next feature.
+    """A draft head. Its input row at position t consists of the token at t + 1 and the feature of t.
+
+    The head's output state is its own input feature for the next step.
 
     Attributes:
         algorithm: Name of the algorithm, for example ``EAGLE3``.
-        fingerprint: Fingerprint of the weights.
+        fingerprint: Fingerprint of the head's weights.
         hidden_size: Width of states and of feature rows.
         num_layers, kv_heads, head_dim: Sizes of the head's KV pool.
-        latent: True if the pool has one latent plane per layer instead of K and V.
+        latent: True if the KV pool has one latent plane per layer instead of K and V.
         vocabulary: The tokens that the logits range over.
         device, dtype: Device and dtype of the head.
     """
@@ -72,7 +74,7 @@ class RecurrentHead(Protocol):
     dtype: torch.dtype
 
     def feature_spec(self, target: TargetInfo | None) -> FeatureSpec:
-        """Return which hidden states the target must capture.
+        """Return the hidden states of the target that this head reads as features.
 
         If `target` is None, the result contains only the properties that do not depend on a target.
 
@@ -103,7 +105,7 @@ class RecurrentHead(Protocol):
         source: torch.Tensor | None = None,
         ends: Ends | None = None,
     ) -> torch.Tensor:
-        """Run the head over rows, and write the K/V of these rows.
+        """Run the head over rows, and write the K/V of these rows to the head's KV pool.
 
         Args:
             tokens: ``[rows] int32``, target token ids. The token of each row is one position after the row's
@@ -116,8 +118,8 @@ class RecurrentHead(Protocol):
             ends: The rows whose states are wanted. With None, the states of all rows are wanted.
 
         Returns:
-            The states ``[rows, hidden_size]`` of the wanted rows. These states are the input of `logits`, and
-            the features of the next step.
+            The states ``[rows, hidden_size]`` of the wanted rows. They are the input of `logits`, and the
+            features of the next step.
         """
         ...
 

@@ -1,12 +1,12 @@
 """Drafts for sessions whose newest tokens and features are on the device and reach the host one round late.
 
 The input of a round is the tokens and features of the previous round. A target in the same process keeps them
-in its slots. A target in another process sends them in a packed state. The host receives them one round
-later. The fields of a `Session` therefore mean:
+in its slots. A target in another process sends them as a round state. The draft's host receives them one
+round later. The fields of a `Session` therefore describe an older state than the device has:
 
-    tokens       tokens of the rounds that the host has read
-    cached_rows  number of rows that the rounds read so far have written to the KV
-    features     rows that the target has supplied and that are not in the KV yet
+    tokens       committed tokens, up to the last round that the host has read
+    cached_rows  number of rows of the draft's KV, up to the last round that the host has read
+    features     feature rows that the target has supplied and whose K/V is not computed yet
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class SlotRounds:
     ) -> SessionGroup:
         """Prepare sessions for one round; see `DeviceDrafter.seat`.
 
-        If a round has several groups that are all staged before the first group is loaded, each group needs
-        its own value of `place`.
+        A round may have several groups. If all groups are prepared before the first group's inputs are copied
+        to the device, each group needs its own value of `place`.
         """
         memory, bounded, longest = self._memory, shape.bounded(), 1
         leases: list[PageLease | None] = []
@@ -108,11 +108,11 @@ class SessionGroup(SeatedGroup):
     """Sessions that draft together in one round.
 
     Args:
-        memory: Resources shared by all rounds.
+        memory: Resources that all rounds of the draft model share.
         size: Sizes of the round.
-        table: Page table of the group. Groups of equal sizes use the same table in turn.
-        leases: The lease of each session; None for a refused session.
-        budgets: ``[G] int32``, the node limit of every row.
+        table: Page tables of the sessions. Groups of equal sizes share this tensor and use it in turn.
+        leases: The KV lease of each session; None for a session that cannot draft in this round.
+        budgets: ``[G] int32``, the node limit of each session's tree.
         refused: Indices of the sessions that cannot draft in this round.
     """
 

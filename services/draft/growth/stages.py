@@ -1,20 +1,21 @@
 """Stages of a draft model: chained MTP layers. Each stage has its own K/V and runs certain levels of a tree.
 
-Stage s runs level s of a tree, and the last stage runs all further levels. In the row at position t, stage s
-pairs the token t + 1 + s with the state of stage s - 1 at t. *Stable* rows are computed from committed
-tokens, so stage s has s stable rows fewer than stage 0. The rows of a growing tree follow the stable rows of
-each stage:
+Stage s runs level s of a tree, and the last stage runs all further levels. The row of stage s at position t
+has two inputs: the token at position t + 1 + s, and the state of stage s - 1 at position t. Rows that are
+computed from committed tokens are *stable*. Stage s has s stable rows fewer than stage 0. In the KV of each
+stage, the rows of a growing tree follow the stable rows:
 
-    token index      S - 2     S - 1     S         S + 1          (S stable rows of stage 0, topk = 1)
+    position         S - 2     S - 1     S         S + 1          (S stable rows of stage 0, topk = 1)
     stage 0          stable    stable
     stage 1          stable    level 1
     stage 2          level 1   level 2   level 3
 
 A row of the tree attends to the stable rows of its stage, and to its ancestors on all levels. A later stage
-must therefore run the earlier levels first (`passes_of`), with the states of the previous stage as input.
+therefore needs its own K/V of the earlier levels. It first runs these levels (`passes_of`), with the states
+of the previous stage as input.
 
-Stage s pairs the last state of stage s - 1 with a token of the next round. `StageStates` therefore keeps the
-last state of every stage but the final one until the next round.
+After a round, the last state of stage s - 1 has no partner yet, because the next token is not known.
+`StageStates` therefore keeps the last state of every stage but the final one until the next round.
 """
 
 from __future__ import annotations
@@ -36,10 +37,10 @@ class PassKey(NamedTuple):
 
 
 def passes_of(model: DraftModel, levels: int) -> list[list[PassKey]]:
-    """Return the passes of each level, from level 1 on.
+    """Return the passes of each level of a draft tree, from level 1 on, for a model with several stages.
 
-    The last pass of a level computes the level itself. If another stage takes over at this level, the passes
-    before the last one run the earlier levels through that stage.
+    The last pass of a level computes the level itself. If another stage begins at this level, additional
+    passes come first. They run the earlier levels through the new stage.
     """
     passes: list[list[PassKey]] = []
     for level in range(1, levels + 1):
@@ -50,7 +51,7 @@ def passes_of(model: DraftModel, levels: int) -> list[list[PassKey]]:
 
 
 class StageStates:
-    """For each sequence and each stage but the final one: the state of the stage's last row.
+    """The state of the last stable row, for each sequence and for each stage but the final one.
 
     The states of a sequence are stored at an index, its *place*: the number of the sequence's first page. No
     two sequences share a page. The page table is on the device, so CUDA graphs find the states without the
@@ -75,8 +76,8 @@ class StageStates:
         """Return the place of each sequence's states, ``[bs] int64``. Idle sequences share one extra place.
 
         Args:
-            page_table: ``[bs, pages] int32``.
-            counts: ``[bs] int32``, 0 for idle sequences.
+            page_table: ``[bs, pages] int32``, the page numbers of each sequence.
+            counts: ``[bs] int32``, number of new tokens of each sequence; 0 for idle sequences.
         """
         return torch.where(counts > 0, page_table[:, 0], self._idle).to(torch.int64)
 
@@ -85,20 +86,25 @@ class StageStates:
         return self._states.index_select(0, places)
 
     def fresh_rows(self, places: torch.Tensor, stop: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-        """Return how many of the last `counts` rows before ``stop [n] int32`` are new, as ``[n] int32``.
+        """Return the number of new rows of each sequence in an extension, ``[n] int32``.
 
-        Rows that are not new were computed by an earlier extension. The host may, for example, have computed
-        rows that are also in the target's slots.
+        The other rows of the extension were already computed by an earlier one. For example, the host may
+        have extended a sequence by tokens that the target's slot contains too.
+
+        Args:
+            places: ``[n] int64``, the places of the sequences' states.
+            stop: ``[n] int32``, the number of rows of stage 0 after the extension.
+            counts: ``[n] int32``, the number of rows by which the round extends each sequence.
         """
         return (stop - self._rows.index_select(0, places)).clamp(min=0).minimum(counts)
 
     def keep(
         self, places: torch.Tensor, states: torch.Tensor, stop: torch.Tensor, fresh: torch.Tensor
     ) -> None:
-        """Replace the states at ``places [n] int64``, except those of sequences without new rows.
+        """Replace the stored states of the sequences, except those of sequences without new rows.
 
         Args:
-            places: The places of the sequences' states.
+            places: ``[n] int64``, the places of the sequences' states.
             states: ``[n, stages - 1, hidden]``, the states of the stages' last rows after an extension.
             stop: ``[n] int32``, the number of rows of stage 0 after the extension.
             fresh: ``[n] int32``, how many rows of the extension were new.
@@ -113,13 +119,13 @@ class StageStates:
 
 
 class HiddenLevels:
-    """Masks for sequences that are too short for the first levels of a stage.
+    """Attention masks for sequences that are too short for the first tree levels of one stage.
 
     If a sequence has S < s stable rows, the first s - S levels of stage s would lie before position 0. The
     rows of these levels are computed like all other rows, but the masks hide them from all other rows.
 
     Args:
-        stage: The stage s.
+        stage: The number s of the stage.
         depth, topk: Depth and level width of the trees.
         device: Device of the masks.
     """
@@ -135,10 +141,10 @@ class HiddenLevels:
         self._own = self._own.to(device)
 
     def apply(self, ancestors: torch.Tensor, level: int, stable_lens: torch.Tensor) -> torch.Tensor:
-        """Return the masks of a level's rows after removing the hidden columns.
+        """Return the ancestor masks of one tree level, without the columns that must be hidden.
 
-        Every row still sees itself. A row that saw nothing would become NaN, which would spread even to rows
-        that do not see it.
+        Every row still sees itself. A row that saw nothing would become NaN. The NaN would then spread even
+        to rows that do not see this row.
 
         Args:
             ancestors: ``[bs * topk, words] int32``, masks of the level's rows.
@@ -152,12 +158,14 @@ class HiddenLevels:
 
 
 def after_last(states: torch.Tensor, last: torch.Tensor, fresh: torch.Tensor) -> torch.Tensor:
-    """Return the inputs of a stage's extension: the states of the previous stage, shifted by one row.
+    """Return the states that a stage reads when it is extended.
+
+    These are the states of the previous stage, shifted by one row.
 
     Args:
         states: ``[bs, R, hidden]``, states of the previous stage. The last ``fresh[b]`` rows are new.
-        last: ``[bs, hidden]``, the state that the previous stage's last row had before this extension.
-        fresh: ``[bs] int32``.
+        last: ``[bs, hidden]``, the state of the previous stage's last row before this extension.
+        fresh: ``[bs] int32``, number of new rows of each sequence.
 
     Returns:
         ``[bs, R, hidden]``. The first new row has the state `last`.

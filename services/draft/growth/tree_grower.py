@@ -1,12 +1,14 @@
 """Extends sequences and grows dynamic draft trees (EAGLE-2, arXiv 2406.16858, section 4), level by level.
 
 A round needs no value from the host while it runs, so it can be one CUDA graph. On a CPU, the same code runs
-without a graph. Every sequence is extended by R rows, of which only the last `counts` rows are real
-(`kernels.round_plan`). Rows of idle sequences read and write no KV.
+without a graph. To extend a sequence means to compute the draft's K/V for its new tokens. Every sequence is
+extended by R rows, of which only the last `counts` rows are real. Rows of idle sequences read and write no
+KV.
 
-Draft KV of one sequence while its tree grows (S = stable rows, computed from committed tokens):
+KV slots of the draft for one sequence while its tree grows (S = number of *stable* rows, which are computed
+from committed tokens):
 
-    [0, S)                       prefix, which every row of the tree sees
+    [0, S)                       prefix: the stable rows, which every row of the tree sees
     [S, S + topk)                level 1: the beam below the root
     [S + topk, S + 2 * topk)     level 2, and so on: scratch rows, overwritten by the next round
 
@@ -43,13 +45,15 @@ from outrider.shared.spec.tree import DraftBatch, DraftShape, mask_words
 
 @dataclass(frozen=True, slots=True)
 class GrowthSize:
-    """The sizes of a round, fixed by the host. Rounds with equal sizes and equal addresses share one graph.
+    """The sizes of one drafting round, fixed by the host.
+
+    Rounds with equal sizes and equal tensor addresses share one CUDA graph.
 
     Attributes:
         bs: Number of sequences, including idle sequences.
         rows: R, the largest number of rows by which a sequence is extended.
         depth, topk: Depth and level width of the trees.
-        nodes: Number of columns of the trees, one per node.
+        nodes: Number of columns in the tensors of the trees, one column per node.
     """
 
     bs: int
@@ -66,25 +70,25 @@ class GrowthSize:
 
 
 def scratch_rows(depth: int, topk: int) -> int:
-    """Return the number of scratch rows of one tree in the KV.
+    """Return the number of scratch rows that one growing tree occupies in the draft's KV.
 
-    The last level needs no rows, because the model does not run on it.
+    The last level needs no rows, because the draft model does not run on it.
     """
     return max(0, depth - 1) * topk
 
 
 @dataclass(frozen=True, slots=True)
 class GrowthInputs:
-    """Inputs of a round, on the device.
+    """Inputs of one drafting round, on the device.
 
     Attributes:
         committed_lens: ``[bs] int32``, number of committed tokens, including the root.
-        counts: ``[bs] int32``, number of fresh tokens, i.e. of the newest committed tokens, by which the
-            round extends the sequence: 1 to R, or 0 if the sequence is idle.
+        counts: ``[bs] int32``, number of fresh tokens: 1 to R, or 0 if the sequence is idle. The fresh tokens
+            are the newest committed tokens, by which the round extends the sequence.
         tokens: ``[bs, columns] int32``, the fresh tokens. The root is the last of them.
         features: ``[bs, columns, width]``, one feature per fresh token.
         max_nodes: ``[bs] int32``, node limit of each tree.
-        page_table: ``[bs, pages] int32``.
+        page_table: ``[bs, pages] int32``, the pages of each sequence in the draft's KV pool.
         temperature, seeds, choices: ``[bs]``, fp32, int64 and int32 respectively. They determine the target's
             sampling noise.
     """
@@ -102,7 +106,7 @@ class GrowthInputs:
 
 @dataclass(frozen=True, slots=True)
 class GrownTrees:
-    """Outputs of a round.
+    """Outputs of one drafting round, on the device.
 
     Attributes:
         trees: The trees, ``[bs, nodes]``. The tree of an idle sequence has one node.
@@ -133,7 +137,7 @@ class _Layout:
 
 
 class TreeGrower:
-    """Grows trees with one model over one KV pool.
+    """Extends sequences and grows draft trees with one draft model over one KV pool.
 
     Args:
         model: The draft model.
@@ -156,8 +160,8 @@ class TreeGrower:
     def draft(self, inputs: GrowthInputs, size: GrowthSize) -> GrownTrees:
         """Enqueue one round: extend the sequences by their fresh tokens, then grow their trees.
 
-        In the KV, the rows of the extension follow the rows that were stable before, and the rows of the
-        tree's levels follow the rows of the extension.
+        In the KV slots of a sequence, the order is: rows from earlier rounds, rows of the fresh tokens, rows
+        of the tree's levels.
         """
         layout = self._lay_out(inputs, size, extends=True)
         return self._grow(inputs, size, layout, self._extend(inputs, size, layout))
@@ -166,9 +170,9 @@ class TreeGrower:
         """Enqueue the growth of trees for sequences that have been extended already.
 
         Args:
-            inputs: Each sequence has one fresh token, its root. The features are not read.
-            size: Sizes with ``rows`` 1.
-            roots: ``[bs, hidden]``, states of the last stable rows of stage 0.
+            inputs: Inputs in which each sequence has one fresh token, its root. The features are not read.
+            size: Sizes of the round. ``rows`` must be 1.
+            roots: ``[bs, hidden]``, the state of each sequence's last stable row in stage 0.
         """
         return self._grow(inputs, size, self._lay_out(inputs, size, extends=False), roots)
 

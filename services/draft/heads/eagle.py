@@ -1,4 +1,4 @@
-"""EAGLE-1/2 head: decoder layers over pairs of (embedding of token t + 1, feature of token t).
+"""EAGLE-1/2 draft head: decoder layers over pairs of (embedding of token t + 1, feature of token t).
 
 Sources: EAGLE (arXiv 2401.15077), EAGLE-2 (arXiv 2406.16858) and their official code. The feature is the
 target's last hidden state after its final norm.
@@ -9,7 +9,7 @@ target's last hidden state after its final norm.
     logits = lm_head(h)                              the target's lm_head, without a norm before it
     next feature = h
 
-Heads in Mistral's own format differ in two ways: layer 0 has its input norm, and a final norm is applied
+A head in Mistral's own format differs in two ways: layer 0 has its input norm, and a final norm is applied
 to h (`mistral_format`).
 """
 
@@ -88,15 +88,16 @@ class EagleHead(LoadedHead, HasProducts):
     def load(
         cls, path: Path, device: torch.device, dtype: torch.dtype, token_map: torch.Tensor | None = None
     ) -> tuple[EagleHead, HeadKeys]:
-        """Read a head from its folder. Every tensor must be used or be in `HeadKeys.ignored`.
+        """Read an EAGLE-1/2 head from its folder. Every tensor must be used or be in `HeadKeys.ignored`.
 
         Args:
             path: Folder of the head.
             device, dtype: Device and dtype to compute with.
-            token_map: The only target ids to draft (FR-Spec). With None, the head drafts all ids.
+            token_map: The target ids that the head may draft (FR-Spec). With None, the head drafts all ids.
 
         Raises:
-            CheckpointError: The checkpoint is not usable. The message names the key or tensor, and the fix.
+            CheckpointError: The head's checkpoint is not usable. The message names the key or tensor, and the
+                fix.
         """
         with CheckpointReader(path, device=device, dtype=dtype) as reader:
             config = EagleConfig.from_dir(path, native=is_native(reader.names))

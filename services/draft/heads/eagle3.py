@@ -1,4 +1,4 @@
-"""The network of EAGLE-3 heads at inference. `Eagle3Head.load` reads a trained head from its folder.
+"""The network of EAGLE-3 draft heads at inference. `Eagle3Head.load` reads a trained head from its folder.
 
 The head's decoder layers read pairs (embedding of token t + 1, feature of token t). Source: EAGLE-3 (arXiv
 2503.01840) and its official code.
@@ -9,8 +9,8 @@ The head's decoder layers read pairs (embedding of token t + 1, feature of token
     later layers: h1 = h + Attention(hidden_norm(h));   h = h1 + MLP(post_attention_layernorm(h1))
     logits = lm_head(norm(h)) over the draft vocabulary;   next feature = h, before the norm
 
-The target itself projects its features with the head's ``fc`` and the norms of ``fc``. Every feature that
-this network receives therefore has the width ``hidden``.
+The target projects the features before it sends them. For this projection, it uses the head's ``fc`` and the
+norms of ``fc``. Every feature that this network receives therefore has the width ``hidden``.
 """
 
 from __future__ import annotations
@@ -95,16 +95,17 @@ class Eagle3Head(LoadedHead, HasProducts):
     def load(
         cls, path: Path, device: torch.device, dtype: torch.dtype, token_map: torch.Tensor | None = None
     ) -> tuple[Eagle3Head, HeadKeys]:
-        """Read a head from its folder. Every tensor must be used or be in `HeadKeys.ignored`.
+        """Read an EAGLE-3 head from its folder. Every tensor must be used or be in `HeadKeys.ignored`.
 
         Args:
             path: Folder of the head.
             device, dtype: Device and dtype to compute with.
-            token_map: The only target ids that a head with a full vocabulary drafts (FR-Spec). With None, the
+            token_map: The target ids that a head with a full vocabulary may draft (FR-Spec). With None, the
                 head drafts all ids.
 
         Raises:
-            CheckpointError: The checkpoint is not usable. The message names the key or tensor, and the fix.
+            CheckpointError: The head's checkpoint is not usable. The message names the key or tensor, and the
+                fix.
         """
         config = Eagle3Config.from_dir(path)
         with CheckpointReader(path, device=device, dtype=dtype) as reader:

@@ -6,7 +6,7 @@ of the embedding depends only on the token, so this share is looked up in a tabl
     table[token] = Wqkv[:, :hidden] @ norm(embedding[token])
 
 With the table, the product reads only half of its weight matrix. A pass over few rows spends most of its time
-on reading weights. For a head of Llama-3.1-8B's shape, with its lm_head over the draft vocabulary, the table
+on reading weights. For a head of Llama-3.1-8B's shape, with an lm_head over the draft vocabulary, the table
 saves 7 % of the bytes that a pass reads.
 """
 
@@ -23,10 +23,10 @@ from outrider.shared.nn.layers.token_products import token_products
 
 @dataclass(frozen=True, slots=True)
 class EmbeddedTokens:
-    """A first layer's attention, whose product lacks the embedding's share, and a table of that share.
+    """The first attention layer of an EAGLE-3 head. A table replaces its product with the token's embedding.
 
     Attributes:
-        attention: The layer's attention; its q-k-v product reads the feature only.
+        attention: The attention layer. Its q-k-v product reads only the feature.
         table: ``[vocabulary, (heads + 2 * kv_heads) * head_dim]``, the share of each token's embedding.
         norm: ``[hidden]``, the weights to apply when normalising a feature.
         folded: True if `norm` is all ones because the norm's weights are folded into the q-k-v product.
@@ -41,15 +41,18 @@ class EmbeddedTokens:
 def embed_tokens(
     attention: Attention, norm: RMSNorm, embedding: torch.Tensor, feature_norm: RMSNorm, *, fold: bool
 ) -> EmbeddedTokens | None:
-    """Build the table of a head's first layer, or return None if the table would take too much memory.
+    """Build the table of embedding shares for an EAGLE-3 head's first layer.
 
     Args:
-        attention: The layer's attention; its q-k-v product reads [embedding ; feature].
+        attention: The attention of the first layer. Its q-k-v product reads [embedding ; feature].
         norm: The norm of the embedding.
-        embedding: ``[vocabulary, hidden]``.
+        embedding: ``[vocabulary, hidden]``, the embedding of each token.
         feature_norm: The norm of the feature.
         fold: Whether to fold the weights of `feature_norm` into the q-k-v product. Pass True only if nothing
             else reads the normed feature.
+
+    Returns:
+        The layer with its table. None if the table would take too much memory.
     """
     weight, hidden = attention.qkv.weight, embedding.shape[1]
     table = token_products(embedding, norm, weight[:, :hidden])

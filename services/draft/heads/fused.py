@@ -62,12 +62,13 @@ class FusedHead:
         ends: Ends | None = None,
         lookup: Lookup | None = None,
     ) -> Stream:
-        """Return the residual stream after the last layer, ready for the final norm.
+        """Run the head's fused layers, and return the residual stream, ready for the final norm.
 
         Args:
             stream: The input of the first q-k-v product, and the residual that bypasses the first layer.
             rotation, attention, pool, ends: The arguments of `RecurrentHead.forward`.
-            lookup: Table rows to add to the first q-k-v product. With None, nothing is added.
+            lookup: Rows of a precomputed table that are added to the first q-k-v product. With None, nothing
+                is added.
         """
         for block in self._blocks:
             if ends is not None and block is self._blocks[-1]:
@@ -86,10 +87,10 @@ class FusedHead:
         return stream
 
     def stream_of(self, states: torch.Tensor) -> Stream | None:
-        """Return the stream of the last pass if `states` is the residual of that stream, or None.
+        """Return the stream of the last pass if `states` is the stream's residual tensor; otherwise None.
 
-        The result is also None if the stream has no sums of squares. These sums let the next product apply
-        the norm without a separate kernel.
+        The result is also None if the stream has no sums of squares. With these sums, the next product can
+        apply the norm without a separate kernel.
         """
         stream = self._last
         return (
@@ -187,14 +188,14 @@ def fuse(
     last: RMSNorm,
     lm_head: Linear,
 ) -> FusedHead | None:
-    """Build the fused path of a head, or return None if a layer has no fused kernels.
+    """Build the fused path of a draft head, or return None if a layer has no fused kernels.
 
     Args:
         first: Attention and MLP of layer 0. The head prepares the input of layer 0 outside the fused path.
         between: The norm between the attention and the MLP of layer 0.
         others: The layers after layer 0.
-        last: The norm after the last layer. A head without such a norm may pass any norm, because the head
-            does not read the norm's output.
+        last: The norm after the last layer. For a head without such a norm, pass any norm. Its output is
+            then not used.
         lm_head: Projects states to logits.
     """
     layers = [

@@ -15,7 +15,9 @@ from outrider.shared.nn.layers.rope import RotaryEmbedding, Rotation
 
 
 class LoadedHead(RecurrentHead):
-    """Base class of heads: sizes, rotary table and token tables. Subclasses add the network.
+    """Base class of heads that are loaded from a checkpoint: sizes, rotary table and token tables.
+
+    Subclasses add the head's network.
 
     Args:
         layer: Configuration of the head's decoder layers.

@@ -64,10 +64,11 @@ EAGLE3_ONLY = ".hidden_norm.weight"
 
 
 def head_kind(path: Path) -> HeadKind | None:
-    """Return the kind of head in a folder, or None if the folder contains a plain model.
+    """Return the kind of head in a checkpoint folder, or None if the folder contains a plain model.
 
     Raises:
-        CheckpointError: The folder contains neither a head nor a plain model. `field` names the key or file.
+        CheckpointError: The folder contains neither a head nor a plain model. The `field` of the error names
+            the key or file.
     """
     raw = read_head_config(path)
     source = config_file(path)
@@ -95,16 +96,17 @@ def head_kind(path: Path) -> HeadKind | None:
 def load_head(
     path: Path, device: torch.device, dtype: torch.dtype, token_map: torch.Tensor | None = None
 ) -> RecurrentHead:
-    """Load the head in a folder.
+    """Load the draft head in a checkpoint folder.
 
     Args:
         path: Folder of the head.
         device, dtype: Device and dtype to compute with.
-        token_map: The only target ids that a head with a full vocabulary drafts (`token_map.read_token_map`).
+        token_map: The target ids that a head with a full vocabulary may draft (`token_map.read_token_map`).
             With None, the head drafts all ids.
 
     Raises:
-        CheckpointError: The folder contains no supported head. `field` names the key, file or tensor.
+        CheckpointError: The folder contains no supported head. The `field` of the error names the key, file
+            or tensor.
     """
     kind = head_kind(path)
     if kind is None:

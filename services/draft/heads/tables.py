@@ -18,7 +18,7 @@ LM_HEAD = "lm_head.weight"
 
 
 class TokenTables:
-    """Maps tokens to embeddings and states to logits.
+    """A head's embedding and lm_head: maps tokens to embeddings, and states to logits.
 
     Args:
         config: Configuration of the head's layers.

@@ -1,8 +1,8 @@
-"""The interface through which rounds for remote targets receive states and send trees.
+"""The interface through which the draft receives states from remote targets and sends trees to them.
 
 A state contains the tokens and features that the target's last pass chose. `stream_exchange` implements the
-interface with messages. For targets on the same host, `serving.ipc` implements it with a shared-memory
-mailbox.
+interface with messages. For targets on the same host, `serving.ipc` implements it with a mailbox in shared
+memory.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ class Exchange(Protocol):
         ...
 
     def goes_ahead(self, message: draft_pb2.RoundsNext, tried: bool) -> bool:
-        """Return True to enqueue a round before its state arrives, False to enqueue it on arrival.
+        """Decide whether to enqueue a round before its state arrives (True) or when it arrives (False).
 
         Args:
-            message: The message that announces the round.
-            tried: True if a round that uses the same recorded graphs has run before, so that enqueuing this
-                round cannot block the host.
+            message: The message RoundsNext, which announces the round.
+            tried: True if a round that uses the same recorded graphs has run before. Enqueuing this round can
+                then not block the host.
         """
         ...
 
     def receive_state(
         self, message: draft_pb2.RoundsNext, state: StateBlob, expected: torch.Tensor, limit_s: float
     ) -> None:
-        """Receive a round's state into its memory, in stream order.
+        """Receive the round state of a target into the round's memory, in stream order.
 
-        This call sets ``expected [1] int32`` to the round's number.
+        This call sets `expected` to the round's number.
 
         Args:
-            message: The message that announces the round.
-            state: Memory of the state.
-            expected: Number of the round, on the device.
-            limit_s: Limit of the device's wait for the state, in seconds.
+            message: The message RoundsNext, which announces the round.
+            state: Memory of the round state.
+            expected: ``[1] int32``, the number of the round, on the device.
+            limit_s: Longest time that the device waits for the state, in seconds.
         """
         ...
 
@@ -65,7 +65,7 @@ class Exchange(Protocol):
         ...
 
     def state_arrived(self, message: draft_pb2.RoundState) -> bool:
-        """Pass a state to the round that waits for it, and send the round's trees.
+        """Pass a round state from the target to the round that waits for it, and send the round's trees.
 
         Returns:
             False if no round waits for the state.

@@ -16,17 +16,18 @@ from outrider.shared.spec.tree import DraftShape
 
 
 class GroupRound:
-    """The part of a round for one group, i.e. for the sessions whose trees have one shape.
+    """One group's part of a drafting round. The trees of all sessions in the group have the same shape.
 
     Args:
-        group: The sessions, with reserved pages.
-        buffers: Inputs and outputs of this size.
+        group: The sessions, with reserved KV pages.
+        buffers: Inputs and outputs for a group of this size.
         shape: Shape of every tree.
-        sessions: The session of each row; None for a row that does not draft. Rows beyond these are idle.
+        sessions: The session of each batch row; None for a row that does not draft. If the batch has more
+            rows than this list, the further rows are idle.
 
     Attributes:
         buffers: The inputs and outputs.
-        key: Identifies everything that a recorded graph depends on.
+        key: Identifies everything that a recorded CUDA graph of the group depends on.
     """
 
     def __init__(

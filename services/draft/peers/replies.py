@@ -1,6 +1,6 @@
 """The draft's replies on a session stream, before their conversion to protobuf, and frames of trees.
 
-`frames_of` copies finished trees to the host and groups them into one frame per target and round.
+`frames_of` copies finished trees to the host. It groups them into one frame per target and round.
 """
 
 from __future__ import annotations

@@ -37,10 +37,12 @@ class RoundBuffers:
 
 
 class JointBuffers:
-    """Memory for the blobs of rounds with several groups. These rounds use it in turn, in stream order.
+    """Memory for the messages of rounds with several groups. The rounds use it in turn, in stream order.
+
+    A blob is the packed state or the packed trees of one round.
 
     Attributes:
-        states, trees: ``[n] uint8``, the memory of the state blobs and of the tree blobs.
+        states, trees: ``[n] uint8``, the memory for the state blob and for the tree blob.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -73,14 +75,14 @@ def _state(packed: torch.Tensor, groups: Sequence[RoundBuffers]) -> StateBlob:
 
 @dataclass(frozen=True, slots=True)
 class JointParts:
-    """The blobs of one round.
+    """The packed state and the packed trees of one round, as transferred between target and draft.
 
     Attributes:
-        state: The received state.
-        trees: ``[n] uint8``, the trees to send.
+        state: The received round state.
+        trees: ``[n] uint8``, the packed trees to send.
         expected: ``[1] int32``, receives the round's number.
-        groups: The groups whose parts must be copied between these blobs and the groups' own memory. Empty if
-            there is only one group.
+        groups: The groups whose own memory differs from the memory of `state` and `trees`. Their parts must
+            be copied. Empty if there is only one group.
     """
 
     state: StateBlob

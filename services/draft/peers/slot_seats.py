@@ -15,12 +15,14 @@ RAN_KEPT = 16
 
 
 class SlotSeats:
-    """Assigns sessions to the slots of one target, for one series of rounds at a time. Engine thread only.
+    """Assigns sessions to the slots that one target has opened at the draft. Engine thread only.
+
+    The assignment lasts for one series of rounds.
 
     Args:
         num_slots: Number of slots.
         rounds: Receives the tokens that the target's passes chose.
-        follows: Returns True if the draft still follows the given session.
+        follows: Function that returns True if the draft still follows the given session.
 
     Attributes:
         series: The number of the current series; 0 before the first series.

@@ -1,9 +1,9 @@
 """Runs rounds on this device for targets in other processes: assigns slots, records and enqueues rounds.
 
-A target opens slots once (SlotsOpen). The message RoundsNext announces a round. It lists the sessions that
-join slots, and the slots that draft, in one group per tree shape. The round's state (the last chosen tokens
-and their features) arrives on the device through an `Exchange`, which also returns the trees. The target
-sends the tokens again for the draft's host, after it has read them.
+A target opens slots once, with the message SlotsOpen. The message RoundsNext announces a round. It lists the
+sessions that join slots, and the slots that draft, in one group per tree shape. The round's state (the last
+chosen tokens and their features) arrives on the device through an `Exchange`. The trees leave the same way.
+After the target's host has read the tokens, the target sends them again for the draft's host.
 
     RoundsNext n+1     | update, joins · extend by rows of commits · reserve pages · enqueue the round
     state n+1 arrives  |                      group 1: extend, grow │ group 2: extend, grow │ trees n+1
@@ -62,13 +62,13 @@ class _Prepared:
 
 
 class SlottedRounds:
-    """The slots and rounds of all targets. Engine thread only, except for `peer`.
+    """The slots and device rounds of all targets in other processes. Engine thread only, except for `peer`.
 
     A CUDA stream that waits for one target's state blocks the rounds of all other targets. If several targets
     have sessions, their rounds therefore run through the host.
 
     Args:
-        engine: The sessions and the drafting strategy.
+        engine: The draft engine, which has the sessions and the drafting strategy.
         device: Device of the rounds.
         now: Returns monotonic seconds.
     """

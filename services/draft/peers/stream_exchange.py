@@ -1,8 +1,8 @@
 """Transfers states and trees of rounds as messages, for targets that share no memory with the draft (gRPC).
 
-A round whose recorded graphs have run before is enqueued when RoundsNext arrives, and waits on the device for
-its state. Any other round is launched when its state arrives. A blob is the packed state or the packed trees
-of one round.
+A blob is the packed state or the packed trees of one round. If the CUDA graphs of a round have run before,
+the round is enqueued when the message RoundsNext arrives. It then waits on the device for its state. Any
+other round is launched when its state arrives.
 """
 
 from __future__ import annotations
@@ -44,7 +44,9 @@ class _Waiting:
 
 
 class StreamExchange(Exchange):
-    """Receives states and sends trees as messages. The host waits for the trees of each round and sends them.
+    """An `Exchange` that receives states and sends trees as messages on a session stream.
+
+    The host waits until the trees of each round are computed, and then sends them.
 
     Threads:
 
@@ -58,7 +60,8 @@ class StreamExchange(Exchange):
 
     Args:
         peer: The session stream.
-        relay: Transfers blobs between the connection and the device's stream; None if unavailable.
+        relay: Transfers blobs between the connection and the device's stream. None if no relay is
+            available. Every round is then launched when its state arrives.
         ahead: Whether rounds may be enqueued before their states arrive.
         compact: Whether the target sends compact states.
     """
@@ -93,13 +96,16 @@ class StreamExchange(Exchange):
         return self._relay is not None and self._relay.broken
 
     def finish_sealed(self, message: bytes) -> bool:
-        """Finish a round like `finish`, given a message that is still encoded.
+        """Pass a state that is still encoded to the round that waits for it, and send the round's trees.
+
+        Args:
+            message: The encoded message from the target.
 
         Returns:
             False if the message is not the awaited state.
 
         Raises:
-            ProtocolError: The state does not have the size that the round needs; see `finish`.
+            ProtocolError: The state does not have the size that the round needs.
         """
         waiting, relay = self._waiting, self._relay
         if waiting is None or relay is None:

@@ -1,4 +1,4 @@
-"""Converts protobuf messages to and from the engine's types, and checks Hello messages and feature tensors.
+"""Converts protobuf messages to and from the draft engine's types; checks Hello messages and feature tensors.
 
 Only the gRPC servicer, the unix-socket server and `protocol` handle protobuf messages; the engine does not.
 """
@@ -74,10 +74,10 @@ def hello_ack(
     limits: SessionLimits,
     version: int = MAX_VERSION,
 ) -> draft_pb2.HelloAck:
-    """Describe the draft to a target.
+    """Describe the draft to a target, in the form of a HelloAck message.
 
-    Before a Hello, there is no `spec`, so the layers and the projector are left out. There is no agreed
-    version either, so `version` is the highest supported version.
+    Before the target has sent its Hello, `spec` is None. The reply then contains neither the layers that the
+    target captures nor the projector. Its `version` is the highest version that the draft supports.
     """
     ack = draft_pb2.HelloAck(
         head_fingerprint=info.fingerprint,
@@ -140,10 +140,12 @@ def opening_from(message: draft_pb2.Open, target_id: str) -> SequenceOpen:
 def commits_from(
     frame: draft_pb2.TargetFrame, feature_size: int, received_s: float, tensors: TensorReader
 ) -> Iterator[CommitMessage]:
-    """Convert the commits of a frame. The feature rows of all commits are views of one tensor.
+    """Convert the commits of a frame to the draft engine's type.
+
+    The feature rows of all commits are views of one tensor.
 
     Args:
-        frame: The frame.
+        frame: The frame, as received from the target.
         feature_size: Width of a feature row.
         received_s: Arrival time of the frame, monotonic seconds.
         tensors: Reader of the tensors that this transport carries.

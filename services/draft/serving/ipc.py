@@ -1,7 +1,8 @@
 """The unix-socket server of the draft for targets on the same host, as an alternative to gRPC.
 
-The sockets carry the same messages as gRPC, in frames. Tensors travel through shared-memory mailboxes. The
-engine thread itself reads session streams and replies on them, so no message waits for a thread switch.
+The sockets carry the same messages as gRPC, in frames. Tensors are transferred through mailboxes in shared
+memory. The draft's engine thread reads messages from the sockets and writes the replies itself, so no message
+waits for a thread switch.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ log = get_logger("outrider.draft")
 
 
 class IpcServer:
-    """Accepts connections from targets of the same host and user. Call `start`, then `stop`.
+    """A server that accepts connections from targets of the same host and user. Call `start`, then `stop`.
 
     Args:
         path: Path of the unix socket.
@@ -178,12 +179,14 @@ class IpcServer:
 
 
 class IpcSession(Source, Outlet):
-    """The session stream of one target. After `begin`, only the engine thread reads and writes the stream.
+    """The session stream of one target on a unix socket.
+
+    After `begin`, only the draft's engine thread reads and writes the stream.
 
     Args:
         protocol: Handles the messages.
         frames: The connection to the target.
-        left: Called with this session when the session has ended.
+        left: Function that is called with this session when the session has ended.
     """
 
     def __init__(

@@ -1,12 +1,11 @@
 """The loop of the draft's engine thread: reads sockets, runs commands of other threads, then drafts.
 
-The loop also expires sessions of silent targets, runs low-priority work while no session is open, and lets a
-receiving thread run short urgent commands itself (`run_here`).
+The loop also closes the sessions of silent targets. While no session is open, it runs low-priority work.
 
-The engine thread itself reads the streams of targets on this host (`Source`). Other streams (gRPC) have
-threads of their own, which submit commands. While the engine thread is idle, a short urgent command, such as
-a round on the device, runs on the thread that received it, because a thread switch takes longer than the
-command.
+The engine thread itself reads the connections of targets on this host (`Source`). Other connections (gRPC)
+have threads of their own, which submit commands to the engine thread. A short urgent command, such as a round
+on the device, need not wait for a thread switch. While the engine thread is idle, the receiving thread runs
+such a command itself (`run_here`).
 """
 
 from __future__ import annotations
@@ -79,16 +78,17 @@ class DraftLoop(Steppable):
         self._thread.wake()
 
     def later(self, *commands: Callable[[], object]) -> None:
-        """Queue commands to run, one at a time, while there is no other work and no session is open.
+        """Queue commands of low priority.
 
-        If the draft is never idle, the commands never run. Call this method on the engine thread.
+        They run one at a time, while there is no other work and no session is open. If the draft is never
+        idle, they never run. Call this method on the engine thread.
         """
         self._later.extend(commands)
 
     def run_here(self, command: Callable[[], object]) -> None:
         """Run `command` on the caller's thread if the engine thread is idle; otherwise submit it.
 
-        Use this for short urgent commands, because waking a sleeping thread takes longer than such a command.
+        Use this method for short urgent commands. Waking a sleeping thread takes longer than such a command.
         """
         if self._turn.acquire(blocking=False):
             try:
@@ -104,10 +104,10 @@ class DraftLoop(Steppable):
         self.submit(command)
 
     def advance(self) -> None:
-        """Extend sessions by waiting rows now, instead of at the next step. Call this only within a command.
+        """Extend sessions by their waiting tokens immediately, instead of at the engine's next step.
 
-        If a tree is requested, this method only wakes the engine thread, so that the caller need not wait for
-        the tree.
+        If a session has requested a tree, this method only wakes the engine thread, so that the caller does
+        not wait for the tree. Call this method only within a command.
         """
         if self.engine.sessions.ready():
             self._thread.wake()
@@ -117,7 +117,7 @@ class DraftLoop(Steppable):
     def stay_awake(self, seconds: float) -> None:
         """Make the engine thread busy-poll for this many seconds instead of sleeping.
 
-        Call this only within a command. The call has no effect if the engine thread reads no sockets, or if
+        Call this method only within a command. It has no effect if the engine thread reads no sockets, or if
         the machine has few cores.
         """
         self._wake_up.stay_awake(seconds)
@@ -127,7 +127,7 @@ class DraftLoop(Steppable):
         self._ticks.append(function)
 
     def call(self, function: Callable[[], T], timeout_s: float = 30.0) -> T:
-        """Run `function` on the engine thread; return its result, or raise its exception.
+        """Run `function` on the draft's engine thread. Return its result, or raise its exception.
 
         Raises:
             UnavailableError: The loop was stopped.

@@ -1,7 +1,7 @@
-"""The draft protocol: dispatches each message of a target to the engine or to rounds, and sends replies.
+"""The draft's side of the protocol between target and draft: handles each message of a target, and replies.
 
-The module also checks the tokenizer in Hello messages, chooses the target that lends tensors, and chooses the
-thread that runs a command. Transports (gRPC, unix sockets) only deliver messages.
+The module also compares tokenizers when a target sends Hello, chooses the target that lends tensors, and
+chooses the thread that runs each command. Transports (gRPC, unix sockets) only deliver messages.
 """
 
 from __future__ import annotations
@@ -55,18 +55,18 @@ PASS_ROWS = 512
 
 
 class DraftProtocol:
-    """Turns messages into commands for the engine.
+    """Converts the messages of targets to commands for the draft engine.
 
     Unless noted otherwise, methods may be called on any thread except the engine thread.
 
     Args:
-        loop: Runs the engine.
+        loop: The loop of the engine thread.
         device: Device of the engine.
         tokenizer: `tokenizer_fingerprint` of the draft, which every target must match; empty if unknown.
         only_enqueues: True if the host only enqueues the work for a prompt or a round, as on a GPU. The
             thread that receives the message may then run this work itself, so that it does not contend with
             the engine thread for the GIL. With None, the value is True on CUDA and False elsewhere.
-        tiles: The argument `tiles` for `warm_up`.
+        tiles: The argument `tiles` of `warm_up`.
     """
 
     def __init__(
@@ -124,16 +124,18 @@ class DraftProtocol:
         tensors: TensorReader,
         exchange: Exchange | None = None,
     ) -> None:
-        """Handle a message of a session stream. Any thread may call this, including the engine thread.
+        """Handle one message of a target's session stream.
+
+        Any thread may call this method, including the engine thread.
 
         Args:
-            peer: The stream.
+            peer: The session stream.
             request: The message.
-            tensors: Reads the tensors of this transport.
+            tensors: Reader of the tensors that this transport carries.
             exchange: Transfers states and trees of rounds on the device; None if such rounds are impossible.
 
         Raises:
-            ProtocolError: The message is malformed, or its kind is not expected at this point.
+            ProtocolError: The message is malformed, or a message of this kind is not expected at this point.
         """
         loop = self.loop
         match request.WhichOneof("message"):
@@ -192,7 +194,10 @@ class DraftProtocol:
                 )
 
     def take_bulk(self, request: draft_pb2.BulkRequest, tensors: TensorReader) -> draft_pb2.BulkReply:
-        """Store rows of a prompt or a resync. Do not call this on the engine thread.
+        """Store the feature rows that a target's BulkRequest contains.
+
+        The rows belong to a prompt, or to a session that is opened again after a resync. Do not call this
+        method on the engine thread.
 
         Returns:
             The reply, with the number of rows stored so far.
@@ -206,9 +211,9 @@ class DraftProtocol:
         )
 
     def lend(self, name: str, tensor: torch.Tensor) -> None:
-        """Receive a tensor that the draft borrows. Call this on the engine thread.
+        """Receive a tensor that the draft borrows from the target. Call this on the engine thread.
 
-        The warm-up starts when the last tensor has arrived. The work that the warm-up leaves for later runs
+        When the last such tensor has arrived, the warm-up runs. The warm-up returns further work, which runs
         while no session is open.
 
         Raises:

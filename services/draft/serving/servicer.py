@@ -1,8 +1,8 @@
-"""The gRPC servicer of the draft: Session, Bulk, GetInfo, GetTensor and PutTensor.
+"""The gRPC servicer of the draft. Its calls are Session, Bulk, GetInfo, GetTensor and PutTensor.
 
-Session streams are `ServerStream`s. The server's polling thread converts messages directly to engine
-commands, and the engine thread itself sends the replies. The gRPC handler threads only wait for their streams
-to end.
+Each session stream is a `ServerStream`. The thread that polls the gRPC server converts messages directly to
+commands of the draft engine. The engine thread itself sends the replies. The gRPC handler threads only wait
+until their streams end.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Puts the draft's engine thread to sleep, and wakes it for other threads' commands and for socket data.
 
-Before sleeping, the thread may busy-poll for a short time, so that an expected message is handled
+Before sleeping, the engine thread may busy-poll for a short time. An expected message is then handled
 immediately.
 """
 
@@ -34,7 +34,7 @@ class Source(Protocol):
 
 
 class SourceWakeUp(WakeUp):
-    """A `WakeUp` whose wait also ends when a `Source` is ready to be read.
+    """A `WakeUp` of the draft's engine thread that also wakes the thread when socket data can be read.
 
     Any thread may call `set`. The other methods are for the engine thread only.
     """
@@ -74,7 +74,7 @@ class SourceWakeUp(WakeUp):
                 source.ready()
 
     def stay_awake(self, seconds: float) -> None:
-        """Busy-poll for this many seconds from now instead of sleeping, because a message is due.
+        """Make the engine thread busy-poll for this many seconds from now, because a message is due.
 
         The call has no effect on a machine with few cores, where the sender of the message needs the core.
         """

@@ -51,7 +51,7 @@ def leases_of(chunks: Sequence[RowChunk]) -> list[PageLease]:
 
 
 def finish_chunks(chunks: Sequence[RowChunk], states: Sequence[torch.Tensor | None]) -> None:
-    """Record in the sessions that the rows of the chunks are cached.
+    """Mark the KV rows of prompt chunks as cached, in the sessions of the chunks.
 
     Args:
         chunks: The chunks of one pass.
@@ -63,7 +63,7 @@ def finish_chunks(chunks: Sequence[RowChunk], states: Sequence[torch.Tensor | No
 
 
 def last_states(chunks: Sequence[RowChunk], states: torch.Tensor) -> list[torch.Tensor]:
-    """Return the states of the chunks' last rows, from ``states [rows, hidden]``.
+    """Return the state of each prompt chunk's last row, from ``states [rows, hidden]`` of one pass.
 
     The states are copied, because a view would keep the states of a whole prompt in memory.
     """

@@ -15,11 +15,11 @@ EarlyKey = tuple[int, int, int]
 
 
 class FeatureQueue:
-    """Feature rows of one sequence that have arrived but are not consumed yet.
+    """Feature rows of one sequence that the draft has received but not consumed yet.
 
     ``0 <= consumed <= contiguous`` always holds. Rows ``[consumed, contiguous)`` are stored in order. A gap
-    occurs if the rows of a commit overtake the bulk stream. A limited number of rows beyond a gap is stored
-    separately until the gap closes.
+    occurs if the rows of a commit overtake the prompt's rows, which the target sends on another stream. A
+    limited number of rows beyond a gap is stored separately until the gap closes.
     """
 
     __slots__ = ("_ahead", "_segments", "consumed", "contiguous")
@@ -41,7 +41,7 @@ class FeatureQueue:
         return sum(rows.shape[0] for rows in self._ahead.values())
 
     def add(self, base: int, rows: torch.Tensor) -> bool:
-        """Add the rows of positions ``[base, base + n)``. Rows that were added before are ignored.
+        """Add the feature rows of positions ``[base, base + n)``. Rows that were added before are ignored.
 
         Returns:
             False if too many rows now wait behind a gap. The caller must then drop the sequence.
@@ -83,9 +83,10 @@ class FeatureQueue:
 
 
 class EarlyRows:
-    """Feature rows of sessions that are not open yet, because the bulk stream overtook the Open.
+    """Feature rows of sessions that are not open yet.
 
-    The number and the age of such rows are bounded.
+    The target sends the rows of a prompt on one stream, and opens the session on another stream. The rows may
+    therefore arrive first. Their number and their age are bounded.
     """
 
     __slots__ = ("_kept", "_num_rows")

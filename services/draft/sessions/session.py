@@ -66,7 +66,7 @@ class Reason(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The verdict on one message.
+    """The draft's verdict on one message of a target.
 
     Attributes:
         verdict: The outcome of the message.
@@ -90,8 +90,8 @@ class Ask:
     """A target's request for a tree that continues a session's current tokens.
 
     Attributes:
-        round: The number of the target's round, which the reply repeats.
-        shape: Requested size of the tree.
+        round: The number of the target's round. The reply contains the same number.
+        shape: Requested shape of the tree.
         asked_s: Time of the request, monotonic seconds.
         deadline_s: Time after which the target ignores the tree, monotonic seconds. None if the time is
             unknown.
@@ -105,7 +105,7 @@ class Ask:
 
 @dataclass(slots=True)
 class Session:
-    """One followed sequence.
+    """The draft's record of one sequence of a target.
 
     `features` contains the feature rows that have arrived but are not in the strategy's KV yet. `cached_rows`
     is the number of rows in that KV.
@@ -179,10 +179,10 @@ def inherit(session: Session, known: Session | None, kept: int, stored_len: int)
 
 
 def common_rows(session: Session, known: Session, rewind: int) -> int:
-    """Return the number of cached rows of `known` that its successor can keep.
+    """Return the number of cached KV rows that a session can keep from the session that it replaces.
 
-    These are the rows of the common prefix, except the last row and the `rewind` rows before it. They are
-    computed again, because growing a tree needs their states.
+    These are the rows of the common prefix, except the last row and the `rewind` rows before it. The excepted
+    rows are computed again, because growing a tree needs their states.
     """
     shared = 0
     for mine, theirs in zip(session.tokens, known.tokens, strict=False):

@@ -7,7 +7,7 @@ from outrider.shared.obs.tracing import OWN, Span, Tracer, Value, checked_tracep
 
 
 class SessionSpans:
-    """The spans of the open sessions. Engine thread only.
+    """The tracing spans of the draft's open sessions. Engine thread only.
 
     Requests without a ``traceparent`` have no span, because the target decides which requests are traced.
 

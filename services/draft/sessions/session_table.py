@@ -10,9 +10,9 @@ Ledger of one session (which event ends each resource):
     Session in the table        `open`          `close`, `drop_peer`, `expire`, eviction by `open`, any RESYNC
     KV pages (session.lease)    the strategy    `SessionTable._forget` → `release`, in each of these cases
 
-Invariant: ``0 <= cached_rows <= num_rows``. If rows are computed from features, ``cached_rows <=
-features.contiguous`` and ``num_rows = committed_len - 1`` also hold, because the row at position t needs the
-feature of t and the token t + 1 (`RowSource`).
+Invariant: ``0 <= cached_rows <= num_rows``. If KV rows are computed from features (`RowSource`), the row at
+position t needs the feature of t and the token at t + 1. In this case, ``cached_rows <= features.contiguous``
+and ``num_rows = committed_len - 1`` also hold.
 """
 
 from __future__ import annotations
@@ -49,20 +49,20 @@ USUAL_SHAPE = DraftShape(5, 4, 16)
 
 @dataclass(frozen=True, slots=True)
 class SessionLimits:
-    """Limits of a session table.
+    """Limits of the draft's session table.
 
     Attributes:
-        max_sessions: Largest number of sessions, over all peers.
+        max_sessions: Largest number of sessions, over all targets.
         max_len: Largest number of tokens of one session.
         vocab_size: Every token id must be smaller than this number.
         feature_size: Width of a feature row; 0 if the strategy needs no features.
         max_shape: Largest tree that can be requested.
-        lease_s: A peer that is silent for this many seconds loses its sessions.
+        lease_s: A target that is silent for this many seconds loses its sessions.
         evict_idle_s: If the table is full, the least recently used session may be evicted if it has been idle
             for this many seconds.
-        row_source: The input from which the strategy's rows are computed.
-        rewind: Number of rows before the last row of the common prefix that are computed again when a session
-            is reopened, in addition to this last row.
+        row_source: The input from which the strategy's KV rows are computed.
+        rewind: A session that is opened again keeps the KV rows of the common prefix except the last
+            `rewind` + 1 rows. The excepted rows are computed again.
         usual_shape: The shape of most trees, which the warm-up prepares.
     """
 
@@ -79,13 +79,13 @@ class SessionLimits:
 
 
 class SessionTable:
-    """All sessions of all peers. Owned by one engine thread; `now` is in monotonic seconds.
+    """All sessions of all targets. Engine thread only. The argument `now` of methods is in monotonic seconds.
 
     Args:
         limits: Limits of the table.
         release: Called once for every session that ends, to free the strategy's resources for that session.
-        begin: Finds the rows with which a session begins (`DraftStrategy.begin`). By default, a session
-            begins with the rows of the session that it replaces.
+        begin: Finds the cached KV rows with which a session begins (`DraftStrategy.begin`). By default, a
+            session begins with the rows of the session that it replaces.
     """
 
     def __init__(
@@ -113,10 +113,10 @@ class SessionTable:
         self._last_heard_s[peer] = now
 
     def open(self, peer: PeerId, opening: SequenceOpen, now: float) -> Answer:
-        """Start following a sequence, or restart it at a higher epoch.
+        """Start following a sequence of a target, or restart it at a higher epoch.
 
-        A restarted sequence keeps the cached rows of the prefix that its old and its new tokens have in
-        common. A new sequence begins with stored rows of earlier sequences if the strategy has any.
+        A restarted sequence keeps the cached KV rows of the prefix that its old and its new tokens have in
+        common. A new sequence begins with stored KV rows of earlier sequences if the strategy has any.
         """
         # 1. Check the opening itself, then compare it with the session that it would replace.
         fence, tokens = opening.fence, opening.token_ids
@@ -171,10 +171,10 @@ class SessionTable:
     def add_features(
         self, peer: PeerId, session_id: int, epoch: int, base: int, rows: torch.Tensor, now: float
     ) -> Answer:
-        """Add feature rows of positions ``[base, base + n)`` from the bulk stream (ordered per session).
+        """Add feature rows of positions ``[base, base + n)`` from the target's bulk stream.
 
-        Rows may arrive before the Open of their session, because the Open travels on another stream. Such
-        early rows are kept for a limited time.
+        The bulk stream is ordered for each session. Its rows may arrive before the message that opens the
+        session, because that message travels on another stream. Such early rows are kept for a limited time.
         """
         session = self.get(peer, session_id)
         if session is None or epoch > session.epoch:
@@ -194,10 +194,10 @@ class SessionTable:
         return Answer(Verdict.ACCEPTED, have_len=session.features.contiguous)
 
     def commit(self, peer: PeerId, commit: Commit, ask: Ask | None, now: float) -> Answer:
-        """Append the tokens chosen in a round, and store the request for the next tree. `ask` may be None.
+        """Append the tokens that a round chose, and store the request for the next tree.
 
-        A commit that repeats the session's current state only renews the request. A commit that belongs to an
-        earlier state is dropped.
+        With `ask` None, there is no such request. A commit that repeats the session's current state only
+        renews the request. A commit that belongs to an earlier state is dropped.
         """
         fence = commit.fence
         session = self.get(peer, fence.session_id)
@@ -285,10 +285,13 @@ class SessionTable:
         self._forget(session)
 
     def evict_idle(self, now: float, keep: Collection[int] = ()) -> bool:
-        """Forget the least recently used session if it was idle for `evict_idle_s`. Return True if it was.
+        """Forget the least recently used session that was idle for at least `evict_idle_s` seconds.
 
-        Three kinds of sessions are never evicted: sessions with a request, sessions whose rounds stay on the
-        device, and sessions in `keep` (ids of `Session` objects).
+        Three kinds of sessions are never evicted: sessions with a request for a tree, sessions whose rounds
+        stay on the device, and sessions in `keep` (ids of `Session` objects).
+
+        Returns:
+            True if a session was evicted.
         """
         candidates = [s for s in self if id(s) not in keep and s.ask is None and not s.engaged]
         idle = [s for s in candidates if now - s.last_used_s >= self.limits.evict_idle_s]

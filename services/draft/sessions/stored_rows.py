@@ -1,9 +1,9 @@
-"""The draft's prefix cache: rows of ended and running sessions, with which other sessions can begin.
+"""The draft's prefix cache: KV rows of ended and running sessions, with which other sessions can begin.
 
-The cache is a tree of full pages (`shared.kv.prefix_cache`). A page is found by the tokens that its rows were
-computed from, and by the session's salt, which includes the target. A session uses stored rows only for
-tokens that its target has stored too, because the target removes its own rows if they are wrong. Stored rows
-beyond these tokens are removed.
+The cache is a tree of full pages (`shared.kv.prefix_cache`). A page is found by two keys: the tokens that its
+KV rows were computed from, and the session's salt. The salt includes the target. A target removes its own
+stored rows if they turn out to be wrong. A session therefore uses the draft's stored rows only for tokens
+that its target has stored too. The draft removes stored rows beyond these tokens.
 
 A session leases all pages that it reads. If pages are needed, the least recently used pages without a lease
 are evicted.
@@ -20,7 +20,7 @@ from outrider.shared.kv.prefix_cache import PrefixCache, PrefixMatch
 
 
 class StoredRows:
-    """The stored rows of one strategy, and the leases of its sessions. Engine thread only.
+    """The stored KV rows of one drafting strategy, and the leases of its sessions. Engine thread only.
 
     Args:
         pool: The strategy's KV pool.
@@ -37,7 +37,7 @@ class StoredRows:
         return self._cache.enabled and session.cache_salt is not None and session.row_source in _AHEAD
 
     def begin(self, session: Session, stored_len: int) -> int:
-        """Lease the stored rows with which a session can begin, and return their number.
+        """Lease the stored KV rows with which a session can begin, and return their number.
 
         Args:
             session: A new session that shares rows and has no lease.

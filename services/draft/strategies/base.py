@@ -1,7 +1,7 @@
 """Defines `DraftStrategy`, the interface between the draft engine and the different ways of drafting.
 
-A strategy may be a recurrent head (EAGLE), layers of the target's checkpoint (MTP), a standalone model, a
-table of n-grams, or a block drafter. Every strategy extends sessions by their new rows and returns trees.
+A strategy may be a recurrent head (EAGLE), layers of the target's checkpoint (MTP), a standalone model, or
+n-grams. Every strategy processes the new tokens of sessions, and returns trees.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ EXTEND_ROWS = 512
 
 @dataclass(frozen=True, slots=True)
 class StrategyInfo:
-    """Description of a strategy, for the handshake and the logs.
+    """Description of a drafting strategy, for the handshake with the target and for the logs.
 
     Attributes:
         algorithm: Name of the algorithm, for example ``EAGLE3``.
-        model_id: Name of the checkpoint folder.
-        fingerprint: Fingerprint of the weights.
+        model_id: Name of the draft's checkpoint folder.
+        fingerprint: Fingerprint of the draft's weights.
         vocab_size: Size of the target vocabulary that the strategy was made for.
         feature_size: Width of the feature rows that the strategy reads; 0 if it reads no features.
         max_len: Largest number of tokens of a session.
-        row_source: The input from which the rows of the strategy's KV are computed.
+        row_source: The input from which the strategy's KV rows are computed.
         hidden_size: Hidden size of the strategy's model; 0 if the strategy has no model.
-        rewind: Number of rows before the last row of the common prefix that are computed again when a session
-            is reopened, in addition to this last row.
+        rewind: A session that is opened again keeps the KV rows of the common prefix except the last
+            `rewind` + 1 rows. The excepted rows are computed again.
         extend_rows: Largest number of rows in one pass over prompts.
     """
 
@@ -54,9 +54,9 @@ class StrategyInfo:
 
 @dataclass(frozen=True, slots=True)
 class Pages:
-    """Page counts of the strategy's own KV pool; all zero without a pool.
+    """Page counts of a drafting strategy's own KV pool; all zero without a pool.
 
-    Stored pages of ended sessions count as free, because they make room when pages are needed.
+    Stored pages of ended sessions count as free, because they are evicted when pages are needed.
     """
 
     total: int
@@ -65,22 +65,22 @@ class Pages:
 
 
 class DraftStrategy(Protocol):
-    """One way of drafting.
+    """One way of drafting: processes the new tokens of sessions, and returns trees.
 
-    Only the engine thread may use a strategy, except for `info` and `feature_spec`: these never change, so
-    any thread may use them.
+    Only the engine thread may use a strategy. The exceptions are `info` and `feature_spec`: these never
+    change, so any thread may use them.
 
     Attributes:
         info: Description of the strategy.
-        rounds: The strategy's recorded rounds, each of which extends sessions and grows trees in one launch.
-            None if the strategy has no recorded rounds.
+        rounds: The strategy's work that runs in a single launch, for example in a CUDA graph. None if the
+            strategy has no such work.
     """
 
     info: StrategyInfo
     rounds: DeviceGrowth | None
 
     def feature_spec(self, target: TargetInfo | None) -> FeatureSpec:
-        """Return which hidden states the target must capture as features.
+        """Return the hidden states of the target that the strategy reads as features.
 
         If `target` is None, the result contains only the properties that do not depend on a target.
 
@@ -105,13 +105,13 @@ class DraftStrategy(Protocol):
         ...
 
     def begin(self, session: Session, known: Session | None, kept: int, stored_len: int) -> int:
-        """Find the rows of a new session that need not be computed.
+        """Find the KV rows of a new session that need not be computed.
 
         Args:
             session: The new session, without memory.
-            known: The session that it replaces. None for a sequence that the draft does not follow yet. Its
-                memory passes to the new session or is freed.
-            kept: Number of rows of `known` that are valid for the new session.
+            known: The session that the new session replaces. The memory of `known` passes to the new session
+                or is freed. None for a sequence that the draft does not follow yet.
+            kept: Number of KV rows of `known` that are valid for the new session.
             stored_len: Number of leading rows that the session may share with earlier sessions.
 
         Returns:
@@ -129,7 +129,7 @@ class DraftStrategy(Protocol):
         ...
 
     def extend(self, sessions: Sequence[Session], max_rows: int, keep: int = 0) -> None:
-        """Add new rows of reserved sessions to the KV, except the last `keep` rows of each session.
+        """Compute new KV rows of sessions with reserved memory, except the last `keep` rows of each session.
 
         One call adds at most `max_rows` rows over all sessions, so a long prompt needs several calls.
         """

@@ -25,13 +25,13 @@ from outrider.shared.spec.tree import DraftShape
 
 
 class HeadStrategy(PagedStrategy, HasProducts):
-    """Drafts with a recurrent head.
+    """Drafting with a recurrent head, such as an EAGLE head.
 
     Args:
         head: The head.
         pool: KV pool with ``head.num_layers`` layers.
         attention: Attention backend for this pool.
-        model_id: Name of the checkpoint.
+        model_id: Name of the head's checkpoint.
         max_shape: Largest tree that can be requested.
     """
 

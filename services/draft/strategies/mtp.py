@@ -1,15 +1,15 @@
 """Drafting with the multi-token prediction (MTP) layers of the target's own checkpoint.
 
-At position t, layer m (counted from 0) pairs the token t + 1 + m with the state of layer m - 1 at t, and
-predicts the token t + 2 + m. In place of a previous layer's state, layer 0 uses the target's last hidden
+At position t, layer m (counted from 0) reads the token at t + 1 + m and the state of layer m - 1 at t. It
+predicts the token at t + 2 + m. In place of a previous layer's state, layer 0 uses the target's last hidden
 state after the final norm. Each layer has its own K/V, in a plane of the KV pool. With C committed tokens,
 layer m has C - 1 - m rows.
 
 Layer i runs level i of a tree, so each layer is one stage of the tree's growth (`growth.stages`). The last
 layer runs all further levels on its own previous state, as is usual for models with one MTP layer.
 
-The next layer pairs the state of a layer's last row with a token that is not known yet. `StageStates` keeps
-these states for the next extension.
+The state of a layer's last row is an input of the next layer. The other input, a token, is not known yet.
+`StageStates` keeps such states for the next extension.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ layers."""
 
 
 class MtpStrategy(PagedStrategy):
-    """Drafts with MTP layers.
+    """Drafting with MTP layers.
 
     Args:
-        model: The layers.
+        model: The MTP layers.
         pool: KV pool made by `MtpModel.make_pool`.
         attention: Attention backend for this pool.
-        model_id: Name of the checkpoint.
+        model_id: Name of the checkpoint of the layers.
         max_shape: Largest tree that can be requested.
     """
 
@@ -211,13 +211,15 @@ class _WaitingRows:
         return chunk.start - layer >= chunk.session.inherited_rows
 
     def join(self, index: int, layer: int, outputs: torch.Tensor) -> torch.Tensor:
-        """Return the input states of a layer's rows: all states of the previous layer except the newest.
+        """Return the input states of an MTP layer for the new rows of one prompt chunk.
+
+        These are all states of the previous layer except the newest. The token that belongs to the newest
+        state is not known yet.
 
         Args:
             index: Index of the chunk.
             layer: Index of the layer, at least 1.
-            outputs: ``[rows, hidden]``, states of the layer before. The last row must wait, because the token
-                that this layer pairs with it is not known yet.
+            outputs: ``[rows, hidden]``, states of the previous layer.
         """
         if not self._waited(index, layer):
             return outputs[:-1]
@@ -225,12 +227,12 @@ class _WaitingRows:
         return after_last(outputs[None], last, self._new[index : index + 1])[0]
 
     def new_slots(self, layer: int, slots: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
-        """Return `slots`, with -1 for each row that a round on the device has already computed.
+        """Return the KV slots to write, with -1 for each row that a round on the device has already computed.
 
         Args:
             layer: Index of the layer, at least 1.
             slots: ``[sum(counts)] int64``, the KV slots of the layer's rows, chunk by chunk.
-            counts: The number of rows of each chunk.
+            counts: The number of rows of each prompt chunk.
         """
         parts = slots.split_with_sizes(list(counts))
         return torch.cat(

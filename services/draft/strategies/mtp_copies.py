@@ -2,7 +2,7 @@
 
 Drafting uses the target's tensors. The folder of the MTP layers contains copies of the tensors with which the
 layers were trained. If these copies differ from the target's tensors, the layers were trained for another
-model or another fine-tuning.
+model or another fine-tuning of the model.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def compare_copies(mtp: MtpWeights, folder: Path, target: Path) -> list[Compared
     """Compare the tensors that MTP layers share with the target.
 
     Args:
-        mtp: The layers.
+        mtp: The MTP layers.
         folder: The folder of the layers. If it contains a complete model other than the target, the embedding
             of that model is compared too.
         target: The target's folder.

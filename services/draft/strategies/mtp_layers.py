@@ -5,8 +5,8 @@
 
 Sources: the DeepSeek-V3 report (arXiv 2412.19437, section 2.2), and the published code of DeepSeek-V3 and
 MiMo in the form in which SGLang runs it. As in SGLang, the first layer reads the target's last hidden state
-*after* the target's final norm. Each layer applies its own final norm to the state that it passes to the next
-layer, or to its own next step.
+*after* the target's final norm. Each layer applies its own final norm to its output state. This state is the
+input of the next layer, or of the layer's own next step.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ EXPORTED = "NextN"
 
 @dataclass(frozen=True, slots=True)
 class MtpDialect:
-    """How a model family names the tensors of its MTP layers, and how these layers join token and state.
+    """How a model family names the tensors of its MTP layers, and how these layers combine token and state.
 
     Attributes:
         layers: Prefix of the names of a layer's tensors. The layer's number follows the prefix.
@@ -81,10 +81,10 @@ DIALECTS = (MIMO, DEEPSEEK)
 
 
 class MtpLayer:
-    """One MTP layer: joins token and state, then applies a decoder layer and a norm.
+    """One MTP layer: combines token and state, then applies a decoder layer and a norm.
 
     Args:
-        dialect: How token and state are joined.
+        dialect: How token and state are combined.
         hidden_norm, token_norm: Norms of the state and of the token's embedding.
         projection: ``[hidden, 2 * hidden]``, applied to the concatenated state and embedding, in the
             dialect's order.
@@ -136,10 +136,10 @@ class MtpWeights:
 
     Attributes:
         config: Configuration of the target that the layers belong to.
-        dialect: How the layers join token and state.
+        dialect: How the layers combine token and state.
         layers: The layers, in order.
-        prefixes: Prefix of the names of each layer's tensors, in the same order.
-        fingerprint: Fingerprint of configuration and weights.
+        prefixes: For each layer, the prefix of the names of its tensors.
+        fingerprint: Fingerprint of the layers' configuration and weights.
     """
 
     config: ModelConfig
@@ -181,8 +181,9 @@ def read_mtp_config(path: Path) -> ModelConfig:
     """Return the configuration of the model that the MTP layers in a folder belong to.
 
     SGLang's exporter (``export_deepseek_nextn.py``) stores one MTP layer as layer 0 of a model that has only
-    this layer. By the family's rule, layer 0 would be dense, but the MTP layer is sparse. The returned
-    configuration therefore has the original model's leading dense layers, followed by one sparse layer.
+    this layer. In the DeepSeek family, the first layers of a model are dense, but the MTP layer is sparse.
+    The returned configuration therefore has the original model's leading dense layers, followed by one sparse
+    layer.
 
     Raises:
         CheckpointError: The configuration cannot be read. The message names the key.

@@ -21,12 +21,12 @@ from outrider.shared.nn.layers.rope import RotaryEmbedding, Rotation
 
 
 class MtpModel(DraftModel):
-    """A chain of MTP layers, each of which is one stage of the tree's growth.
+    """A draft model that is a chain of MTP layers. Each layer is one stage of the tree's growth.
 
     Args:
         weights: The layers.
-        device, dtype: Device and type to compute with.
-        token_map: The only target ids to draft. With None, all ids may be drafted.
+        device, dtype: Device and dtype to compute with.
+        token_map: The target ids that the model may draft. With None, it may draft all ids.
     """
 
     lead = 0

@@ -1,8 +1,9 @@
 """Base class of strategies with a model and a paged KV pool: reserves pages, grows trees, frees pages.
 
-The lease of a session covers KV slots. The table shows the contents of these slots, and what frees them:
+The lease of a session covers KV slots. The table shows the contents of these slots, and the event that frees
+them:
 
-    token index                      content                         freed by
+    KV slots                         content                         freed by
     [0, cached_rows)                 rows of committed tokens        release, or eviction of stored pages
     [cached_rows, + scratch_rows)    rows of the tree being grown    release; overwritten by the next extend
 """
@@ -35,16 +36,16 @@ pass over few rows, the host needs more time than the device."""
 
 
 class PagedStrategy(DraftStrategy, ABC):
-    """The common part of strategies with a model: KV pool, page leases and growth of trees.
+    """The common part of drafting strategies with a model: KV pool, page leases and growth of trees.
 
-    A subclass implements `extend`, and defines the features and tensors that it needs from the target.
+    A subclass implements `extend`. It also defines the features and tensors that it needs from the target.
 
     Args:
         info: Description of the strategy.
         model: The draft model.
-        pool: The model's KV pool.
-        attention: The model's attention backend.
-        shares: True if sessions may begin with stored rows of earlier sessions (`StoredRows`).
+        pool: The draft model's KV pool.
+        attention: The draft model's attention backend.
+        shares: True if sessions may begin with stored KV rows of earlier sessions (`StoredRows`).
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """Drafting with a standalone model: any decoder that `shared.nn` loads and that has the target's token ids.
 
-The model needs no features. Its rows are the committed tokens themselves, including the root. The row at
-position t is the token t, and the tree grows from the row of the root.
+The model needs no features. Its input rows are the committed tokens themselves, including the root. The row
+at position t is the token at t. The tree grows from the row of the root.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from outrider.shared.spec.tree import DraftShape
 
 @dataclass(frozen=True, slots=True)
 class StandaloneVocabulary:
-    """The target's token ids, as far as they are known.
+    """The target's token ids, as far as the draft knows them.
 
     Attributes:
         target_size: Size of the target's vocabulary. None if the size is not known yet.
-        same_tokenizer: True if the tokenizers were compared and are equal. The vocabulary sizes of the two
-            models may then differ by padding rows.
-        token_map: The only target ids that the draft may propose. With None, it may propose all ids.
+        same_tokenizer: True if the tokenizers of draft and target were compared and are equal. The vocabulary
+            sizes of the two models may then differ by padding rows.
+        token_map: The target ids that the draft may propose. With None, it may propose all ids.
     """
 
     target_size: int | None = None
@@ -46,7 +46,8 @@ class StandaloneVocabulary:
         """Check that a draft model with this vocabulary can draft for the target.
 
         Raises:
-            CheckpointError: The sizes differ, and the tokenizers are not known to be equal.
+            CheckpointError: The vocabulary sizes differ, and the tokenizers of the two models are not known
+                to be equal.
         """
         if target_size != draft_size and not self.same_tokenizer:
             raise CheckpointError(
@@ -63,13 +64,13 @@ class StandaloneVocabulary:
 
 
 class StandaloneStrategy(PagedStrategy, HasProducts):
-    """Drafts with a standalone model.
+    """Drafting with a standalone model.
 
     Args:
         decoder: The draft model.
         pool: The draft model's KV pool.
         attention: Attention backend for this pool.
-        model_id: Name of the checkpoint.
+        model_id: Name of the draft model's checkpoint.
         max_shape: Largest tree that can be requested.
         vocabulary: The target's token ids, as far as they are known.
 

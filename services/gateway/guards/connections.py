@@ -28,7 +28,9 @@ _log = get_logger("outrider.gateway.connections")
 
 
 def raise_file_limit() -> int:
-    """Raise the soft limit of open files to `WANTED_FILES`, or to the hard limit if the hard limit is lower.
+    """Raise this process's soft limit of open files to `WANTED_FILES`.
+
+    If the hard limit is lower, raise the soft limit to the hard limit.
 
     Returns:
         The soft limit that is now in force, or `WANTED_FILES` if it is unlimited.
@@ -45,7 +47,7 @@ def raise_file_limit() -> int:
 
 
 def connection_cap(asked: int, open_files: int) -> int:
-    """Return the largest number of REST connections.
+    """Return the largest number of connections that the REST port accepts.
 
     Args:
         asked: Limit that the operator set. With 0, use the largest number that the limit of open files
@@ -57,7 +59,7 @@ def connection_cap(asked: int, open_files: int) -> int:
 
 
 class ConnectionGuard:
-    """Counts connections, and closes those that wait too long for a request head.
+    """Counts the connections of the REST port, and closes those that wait too long for a request head.
 
     At the connection limit, the guard closes the connection that has waited longest for its head, and accepts
     the new connection. If every open connection has a running request, the guard closes the new connection.

@@ -10,14 +10,15 @@ from outrider.shared.base.errors import InvalidRequestError
 
 
 class TextLimit:
-    """Refuses texts that cannot fit in the model's context.
+    """A check that refuses texts that cannot fit in the model's context.
 
     The limit, in characters, is the context's length in tokens times the length of the vocabulary's longest
     token. Longer texts are refused before tokenization, because tokenizing 1 MiB occupies a core for seconds.
 
     Attributes:
         longest_token: Length of the longest token of the vocabulary, in characters.
-        context: Returns the length of the model's context, in tokens. If it returns None, there is no limit.
+        context: Function that returns the length of the model's context, in tokens. If it returns None, there
+            is no limit.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -25,7 +26,7 @@ class TextLimit:
         self.context: Callable[[], int] | None = None
 
     def check(self, num_chars: int, field: str | None = None) -> None:
-        """Check the length of a text.
+        """Check that a text can fit in the model's context.
 
         Args:
             num_chars: Length of the text in characters.
@@ -46,10 +47,10 @@ class TextLimit:
             )
 
     def check_ids(self, num_ids: int, field: str) -> None:
-        """Check the number of token ids in a request that converts them to text.
+        """Check the number of token ids in a request that converts token ids to text.
 
         Raises:
-            InvalidRequestError: If there are more ids than the model's context has tokens.
+            InvalidRequestError: If the request has more token ids than fit in the model's context.
         """
         if self.context is not None and num_ids > (context := self.context()):
             raise InvalidRequestError(

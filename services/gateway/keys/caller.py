@@ -1,4 +1,4 @@
-"""The caller of a request: its API key's limits, its recent use, and the checks of its requests.
+"""The caller of a request: the limits of the caller's API key, its recent use, and the checks of requests.
 
 Use callers on the event loop only.
 """
@@ -32,14 +32,14 @@ def allowed_model(model: str) -> str:
 
 
 class Caller:
-    """An API key in use.
+    """An API key in use: its limits, and the amounts that it has used recently.
 
-    A caller outlives changes of its entry in the keys file. A reload of the file therefore does not reset the
-    amounts that the key has used.
+    A `Caller` object stays the same when the keys file is read again. A reload of the file therefore does not
+    reset the used amounts.
 
     Attributes:
         entry: The key's current limits and permissions.
-        active: Number of sequences that wait or run.
+        active: Number of sequences of this key that wait or run.
     """
 
     def __init__(self, entry: KeyEntry, clock: Callable[[], float], metrics: KeyMetrics) -> None:
@@ -86,7 +86,7 @@ class Caller:
 
     @contextmanager
     def admit(self, sequences: int) -> Iterator[None]:
-        """Return a context that reserves room for the sequences of a request.
+        """Return a context that reserves room for the sequences of a request within the API key's limits.
 
         Enter the context before any other work on the request.
 
@@ -126,7 +126,9 @@ class Caller:
             )
 
     def charge_prompt(self, tokens: int) -> None:
-        """Charge the prompt tokens of a request. Each prompt counts once, however many answers it gets.
+        """Charge the API key for the prompt tokens of a request.
+
+        Each prompt counts once, even if the request asks for several answers to it.
 
         Raises:
             OverloadedError: If the key has too few tokens left. No tokens are charged in this case.
@@ -144,10 +146,10 @@ class Caller:
         self._metrics.tokens.labels(self.name, kind).inc(tokens)
 
     def priority(self, asked: int) -> int:
-        """Return the priority of a request. For 0, return the allowed priority that is nearest to 0.
+        """Return the priority of a request, or refuse it. For 0, return the key's priority nearest to 0.
 
         Raises:
-            OutriderError: PERMISSION_DENIED, if the key may not set this priority.
+            OutriderError: PERMISSION_DENIED, if the API key may not set this priority.
         """
         lowest, highest = self.entry.priority
         if asked and not lowest <= asked <= highest:
@@ -156,12 +158,13 @@ class Caller:
         return min(max(asked, lowest), highest)
 
     def mode(self, asked: SpeculationMode) -> SpeculationMode:
-        """Return the mode of speculation of a request.
+        """Return the speculation mode of a request.
 
-        If a key may not use AUTO, which lets the server decide, AUTO is replaced by the key's first mode.
+        In mode AUTO, the server decides. For an API key that may not use AUTO, the key's first allowed mode
+        is used instead of AUTO.
 
         Raises:
-            OutriderError: PERMISSION_DENIED, if the key may not use this mode.
+            OutriderError: PERMISSION_DENIED, if the key may not use the requested mode.
         """
         modes = self.entry.modes
         if asked in modes:

@@ -13,16 +13,16 @@ ANY_PRIORITY = (-(1 << 31), (1 << 31) - 1)
 
 @dataclass(frozen=True, slots=True)
 class KeyEntry:
-    """An API key, with its limits and permissions. The entry stores a digest and not the key itself.
+    """An API key's limits and permissions, with a digest instead of the key itself.
 
     Attributes:
-        name: Name in logs, metrics and messages.
+        name: Name of the key in logs, metrics and messages.
         digest: SHA-256 of the key.
         requests_per_minute: Maximum number of requests per minute. None sets no limit.
         tokens_per_minute: Maximum number of prompt and generated tokens per minute. None sets no limit.
         max_concurrent: Maximum number of sequences that wait or run at the same time. None sets no limit.
         priority: Lowest and highest priority that requests may set.
-        modes: Modes of speculation that requests may use. If AUTO is not among them, the first mode replaces
+        modes: Speculation modes that requests may use. If AUTO is not among them, the first mode replaces
             AUTO.
         models: Names of the models that requests may use. None allows all models.
         admin: Whether the key may call the admin routes.
@@ -43,9 +43,9 @@ class KeyEntry:
 
     @classmethod
     def unlimited(cls, name: str, key: str, *, admin: bool) -> KeyEntry:
-        """Return the entry of a key that comes from a flag or from a file with one key per line.
+        """Return the entry of an API key without limits.
 
-        Such a key has no limits.
+        Keys that come from a flag, or from a file with one key per line, have no limits.
         """
         return cls(name, digest_of(key), priority=ANY_PRIORITY, admin=admin)
 

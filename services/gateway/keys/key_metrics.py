@@ -6,7 +6,7 @@ from outrider.shared.obs.metrics import Metrics
 
 
 class KeyMetrics:
-    """Counters and gauges with one series per key.
+    """Prometheus counters and gauges with one series per API key.
 
     Attributes:
         requests: Number of requests that the limit of requests per minute has admitted.

@@ -57,10 +57,11 @@ class KeyRing:
         return bool(self._callers)
 
     def identify(self, authorization: str | None) -> Caller | None:
-        """Return the caller that owns the key of an Authorization header. None if the gateway has no keys.
+        """Return the caller that owns the API key in an Authorization header.
 
-        The digest of the header's key is compared with the digest of every known key, in constant time. The
-        response time therefore reveals nothing about the known keys.
+        The result is None if the gateway has no keys. The digest of the header's key is compared with the
+        digest of every known key, in constant time. The response time therefore reveals nothing about the
+        known keys.
 
         Raises:
             OutriderError: UNAUTHENTICATED, unless the header contains one of the keys.
@@ -78,7 +79,7 @@ class KeyRing:
         return matches[0]
 
     def reload_if_changed(self) -> bool:
-        """Read the keys file again if it has changed. If the file is invalid, keep the old keys.
+        """Read the file of API keys again if it has changed. If the file is invalid, keep the old keys.
 
         Returns:
             True if the keys were replaced.

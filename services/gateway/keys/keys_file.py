@@ -1,6 +1,7 @@
-"""Reads the file of API keys: TOML or JSON with one table per key. Errors name the line or the field.
+"""Reads the file of API keys: TOML or JSON with one table per key.
 
-No error contains a value from the file, because the value could be a key.
+Errors name the line or the field of the file. No error contains a value from the file, because the value
+could be a key.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ class _File(BaseModel):
 
 
 def read_keys_file(path: Path) -> tuple[KeyEntry, ...]:
-    """Return the entries of a keys file.
+    """Return the entries of a file of API keys.
 
     A file whose name ends with ``.json`` contains JSON. Any other file contains TOML.
 

@@ -9,10 +9,11 @@ ROUNDING = 1e-6
 
 
 class MinuteBucket:
-    """The amount that may still be used. It grows by `limit` per minute, and never above `limit`.
+    """A token bucket: the amount that an API key may still use under a limit per minute.
 
-    The amount may fall below zero, because the number of generated tokens is known only after their
-    generation. Such a debt delays later requests, so the limit holds on average.
+    The amount grows by `limit` per minute, and never above `limit`. It may fall below zero, because the
+    number of generated tokens is known only after their generation. Such a debt delays later requests, so the
+    limit holds on average.
     """
 
     def __init__(self, limit: int, clock: Callable[[], float]) -> None:
@@ -40,9 +41,10 @@ class MinuteBucket:
         self._level = self.level - amount
 
     def wait_s(self, amount: float) -> float:
-        """Return the seconds until `amount` is available, or 0.
+        """Return the seconds until `amount` is available; 0 if it is available now.
 
-        If `amount` exceeds the limit, a full bucket suffices. Otherwise a long prompt could never run.
+        If `amount` exceeds the limit, the wait ends when the bucket is full. Otherwise a long prompt could
+        never run.
         """
         missing = min(amount, float(self.limit)) - self.level
         # A rounding error must not refuse a request that arrives exactly when the amount is available.

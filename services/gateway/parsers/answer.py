@@ -28,7 +28,7 @@ class CalledTool:
 
 @dataclass(slots=True)
 class Answer:
-    """The parts of an answer that have been read so far.
+    """The parts of a model's answer that have been read so far: text, reasoning and tool calls.
 
     Attributes:
         texts: Pieces of the text, in order.
@@ -66,7 +66,9 @@ class Answer:
 
 
 class AnswerReader:
-    """Parses one answer piece by piece. Without a parser, the whole answer is text.
+    """Splits one answer into text, reasoning and tool calls while the model generates it.
+
+    For a model without an output parser, the reader returns the whole answer as text.
 
     Attributes:
         answer: The parts of the answer that have been read so far.
@@ -95,15 +97,16 @@ class AnswerReader:
         tokens: Sequence[tuple[int, TokenLogprob]],
         bytes_of: Callable[[int], bytes],
     ) -> list[Piece]:
-        """Add a chunk like `push`. The pieces of the text contain their tokens.
+        """Add a chunk of the answer whose tokens have logprobs, and return the pieces that are now final.
 
-        The tokens of reasoning, of tool calls and of their markers are left out, and so are tokens without
-        text, such as the end of the sequence.
+        Each piece of text contains its tokens with their logprobs. The tokens of reasoning, of tool calls and
+        of their markers are left out. Tokens without text, such as the end of the sequence, are also left
+        out.
 
         Args:
             text: Text of the chunk.
             tokens: The tokens of the chunk with their logprobs.
-            bytes_of: Returns the bytes of a token.
+            bytes_of: Function that returns the bytes of a token.
         """
         started = self._in_reasoning
         pieces: list[Piece] = []

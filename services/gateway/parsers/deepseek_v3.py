@@ -13,7 +13,7 @@ FENCE = "```json\n"
 
 
 class DeepSeekV3Parser:
-    """Parses both formats of tool calls.
+    """Parses the tool calls of DeepSeek models, in both of their formats.
 
     DeepSeek V3 and R1 write the word ``function``, a separator, the name of the tool, and the arguments in a
     fenced block. V3.1 writes the name, a separator and the arguments.

@@ -30,10 +30,10 @@ Tool = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class CallFormat:
-    """How a model writes tool calls.
+    """The format in which a model writes tool calls.
 
     Attributes:
-        parser: Name of the parser that reads the calls, which is a key of `TOOL_PARSERS`.
+        parser: Name of the parser that reads the calls. It is a key of `TOOL_PARSERS`.
         special: Maps each special token of the model's tokenizer to its id.
         template: The text of the model's chat template.
         parallel: Whether an answer may contain several calls.

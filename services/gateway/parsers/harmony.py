@@ -17,9 +17,9 @@ MAX_HEADER_CHARS = 1024
 
 
 class HarmonyParser:
-    """Parses the messages of one answer.
+    """Parses one answer in the harmony format of gpt-oss models, which consists of messages.
 
-    The prompt ends with the role of the first message, so the text begins with the rest of a message's
+    The prompt ends with the role of the first message, so the answer begins with the rest of this message's
     header. Messages in the channel ``analysis`` are reasoning. A message to ``functions.NAME`` is a tool
     call. All other messages are text.
     """

@@ -1,7 +1,6 @@
-"""Reads a JSON object such as ``{"name": "f", "arguments": {…}}`` character by character.
+"""Reads a tool call that is a JSON object, such as ``{"name": "f", "arguments": {…}}``, while it arrives.
 
-The reader passes on the arguments exactly as the model wrote them, and without waiting for the end of the
-object.
+The reader returns the arguments exactly as the model wrote them. It does not wait for the end of the object.
 """
 
 from __future__ import annotations
@@ -50,7 +49,9 @@ class JsonValue:
 
 
 class JsonCall:
-    """Reads one call. In the object, the name and the arguments may be in any order.
+    """Reads one tool call that the model writes as a JSON object.
+
+    In the object, the name and the arguments may be in any order.
 
     Attributes:
         name: The function's name, or None until the name has been read.
@@ -77,11 +78,11 @@ class JsonCall:
         return "".join(self._raw)
 
     def push(self, text: str) -> tuple[str, str]:
-        """Add text until the name becomes known, the object ends, or reading fails.
+        """Read text of a tool call until the name becomes known, the object ends, or reading fails.
 
         Returns:
-            Two texts: the new part of the arguments, which is empty until the name is known, and the part of
-            `text` that was not read.
+            Two texts. The first is the new part of the arguments, which is empty until the name is known. The
+            second is the part of `text` that was not read.
         """
         new: list[str] = []
         for at, char in enumerate(text):

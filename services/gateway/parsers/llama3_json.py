@@ -11,7 +11,9 @@ SEPARATORS = ";, \n\t\r"
 
 
 class Llama3JsonParser:
-    """Parses objects at the start of the answer, or after the python tag.
+    """Parses the tool calls of Llama 3 models, which are JSON objects.
+
+    The objects stand at the start of the answer, or after the special token ``<|python_tag|>``.
 
     An object whose name is not a tool of the request is treated as text, because an answer may consist of
     JSON.

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Result of a search for markers.
+    """Result of a search for markers, such as the tags around reasoning, in a model's text.
 
     Attributes:
         before: Text that is certainly not a part of a marker.

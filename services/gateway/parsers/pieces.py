@@ -19,7 +19,7 @@ class Text:
 
     Attributes:
         text: The text.
-        tokens: The tokens of the text, each with its logprob, if the reader was asked for them.
+        tokens: The tokens of the text, each with its logprob. Empty if the client wants no logprobs.
     """
 
     text: str
@@ -35,12 +35,12 @@ class Reasoning:
 
 @dataclass(frozen=True, slots=True)
 class ToolCallStart:
-    """The start of a tool call.
+    """The piece of an answer that starts a tool call.
 
     Attributes:
         index: Number of the call within its answer, counted from 0.
         id: Id of the call. The client sends this id back together with the call's result.
-        name: Name of the function.
+        name: Name of the function that is called.
     """
 
     index: int
@@ -78,7 +78,7 @@ class OutputParser(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ToolOptions:
-    """The tools that the answer to a request may call, and how calls are reported.
+    """The tools that the answer to a request may call, and the form in which the reply contains the calls.
 
     Attributes:
         names: Names of the request's tools.

@@ -21,9 +21,10 @@ MAX_CALL_CHARS = 64 * 1024
 
 
 class PythonicParser:
-    """Parses a list of calls at the start of the answer. An answer without such a list is text.
+    """Parses tool calls that a model writes as a Python list of calls at the start of the answer.
 
-    Once a call is complete, its arguments are passed on as one piece of JSON.
+    An answer without such a list is text. The arguments of a call become one piece of JSON as soon as the
+    call is complete.
     """
 
     in_reasoning = False

@@ -52,7 +52,7 @@ _REASONING_OF_TEMPLATE = (("<|channel|>", HARMONY), ("</think>", "think"), ("[/T
 
 @dataclass(frozen=True, slots=True)
 class ParserNames:
-    """The names of a model's parsers.
+    """The names of the output parsers for one model.
 
     Attributes:
         tools: Parser of tool calls: a key of `TOOL_PARSERS`, or ``none``.
@@ -64,8 +64,7 @@ class ParserNames:
 
     @classmethod
     def choose(cls, tools: str, reasoning: str, template: str) -> ParserNames:
-        """Return the parsers that the settings name. For ``auto``, choose a parser by the chat template's
-        text."""
+        """Return the parsers that the settings name; for ``auto``, choose a parser by the chat template."""
         if tools == AUTO:
             tools = next((name for text, name in _TOOLS_OF_TEMPLATE if text in template), NONE)
         if reasoning == AUTO:
@@ -79,11 +78,11 @@ class ParserNames:
         return with_tools and self.tools in _WITH_SPECIAL_TOKENS
 
     def markers(self, split_reasoning: bool, *, calls: bool) -> tuple[str, str]:
-        """Return where the constrained part of an answer begins.
+        """Return where a constraint begins to apply within an answer.
 
         Args:
             split_reasoning: Whether the reply contains the reasoning apart from the text. The reasoning is
-                not constrained.
+                then not constrained.
             calls: Whether the constraint covers tool calls. In the harmony format, such a constraint covers
                 the reasoning too.
 
@@ -100,7 +99,7 @@ class ParserNames:
     def create(
         self, options: ToolOptions | None, split_reasoning: bool, prompt_end: str
     ) -> OutputParser | None:
-        """Return the parser of one answer, or None if the whole answer is text.
+        """Return the output parser of one answer, or None if the whole answer is text.
 
         Args:
             options: The tools that the answer may call. None if the request has no tools.

@@ -10,9 +10,9 @@ BRACKETS = ("[THINK]", "[/THINK]")
 
 
 class ThinkParser:
-    """Splits off the reasoning at the start of the text. Another parser reads the text after the reasoning.
+    """Splits off the reasoning at the start of an answer. Another parser reads the text after the reasoning.
 
-    The white space around the reasoning, and the line breaks before the answer, are dropped.
+    The white space around the reasoning, and the line breaks before the text, are dropped.
     """
 
     def __init__(self, tags: tuple[str, str], inside: bool, answer: OutputParser) -> None:

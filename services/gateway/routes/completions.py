@@ -97,8 +97,8 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
 def best_choices(completions: Sequence[Completion], generated: int, wanted: int) -> list[int]:
     """Return the indices of the best answers to each prompt, best first.
 
-    The best answers have the highest mean logprob per token. If the client wants all answers, the answers
-    keep their order.
+    The best answers have the highest mean logprob per token. If the client wants all answers, they keep their
+    order.
 
     Args:
         completions: The answers, grouped by prompt.

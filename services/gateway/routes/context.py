@@ -40,7 +40,7 @@ def core_of(request: Request) -> GatewayCore:
 
 
 def timeout_of(request: Request) -> float | None:
-    """Return the client's time limit in seconds, or None if the request has no deadline header.
+    """Return the client's time limit for a request in seconds. None if there is no deadline header.
 
     Raises:
         InvalidRequestError: If the header is not a positive number of milliseconds.
@@ -56,13 +56,14 @@ def timeout_of(request: Request) -> float | None:
 
 
 def ignored_header(body: OpenModel) -> dict[str, str]:
-    """Return a header that lists the request fields without effect. Also log a warning with this list.
+    """Return a reply header that lists the request fields without effect. Also log a warning with this list.
 
     Returns:
-        The header, by name. Empty if every field has an effect.
+        The header, as a mapping from its name to its value. Empty if every field has an effect.
 
     Raises:
-        InvalidRequestError: If ignoring a field would change the text or leave out data of the reply.
+        InvalidRequestError: If a field cannot be ignored, because the generated text would be different or
+            the reply would lack data that the client requested.
     """
     names = body.ignored_fields()
     if not names:
@@ -86,10 +87,11 @@ class ReplyHead:
     def new(
         cls, prefix: str, kind: str, model: str, rid: str | None, info: ServedTarget | None = None
     ) -> ReplyHead:
-        """Create the head of a reply that begins now.
+        """Create the fields that all chunks of a reply share, for a reply that begins now.
 
-        If the client sent an id, `rid` is this id, and the head uses it. With `info`, the head contains
-        OpenAI's `system_fingerprint`, whose value is the version of the weights.
+        If the client sent an id, `rid` is this id, and the reply uses it. With `rid` None, the reply gets a
+        new id. With `info`, the reply contains OpenAI's `system_fingerprint`. Its value is the version of the
+        weights.
         """
         fingerprint = None if info is None else info.weight_version
         return cls(rid or f"{prefix}-{uuid.uuid4().hex}", kind, int(time.time()), model, fingerprint)

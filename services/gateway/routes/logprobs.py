@@ -70,7 +70,7 @@ def completion_reply_logprobs(core: GatewayCore, job: Job, one: Completion) -> d
 def completion_chunk_logprobs(
     core: GatewayCore, job: Job
 ) -> Callable[[int, Chunk], dict[str, Any] | None] | None:
-    """Return a function that builds the `logprobs` of a completion chunk.
+    """Return a function that builds the `logprobs` object of a completion chunk.
 
     The logprobs of an echoed prompt are sent in separate chunks. For each sequence, the function keeps track
     of the text offset and of the position in the prompt.

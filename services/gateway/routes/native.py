@@ -34,7 +34,7 @@ router = APIRouter(route_class=ParsedBodyRoute)
 
 @router.post("/generate", responses=ERROR_RESPONSES)
 async def generate(body: NativeRequest, request: Request) -> Response:
-    """Continue text or token ids.
+    """Serve SGLang's route `/generate`: continue text or token ids.
 
     The reply to a batch, or to a request with `n` above 1, is a list. As in SGLang, every event of a stream
     repeats all text that has been generated so far.

@@ -25,19 +25,20 @@ LogprobsOf = Callable[[int, Chunk], dict[str, Any] | None]
 
 @dataclass(frozen=True, slots=True)
 class StreamShape:
-    """The format of a stream.
+    """The format of a streamed reply in one of OpenAI's APIs.
 
     Attributes:
-        choice: Returns the choice of a chunk.
-        opening: Takes the index of a sequence, and returns the choice of its opening chunk. Returns None if
-            the sequence has no opening chunk.
+        choice: Function that returns the choice object for a chunk.
+        opening: Function that takes the index of a sequence, and returns the choice object of the sequence's
+            opening chunk. It returns None if the sequence has no opening chunk.
         include_usage: Whether the stream ends with a usage chunk. All other chunks then contain
             ``usage: null``.
         with_ids: Whether chunks include token ids.
         continuous_usage: Whether every chunk contains the usage so far. Requires `include_usage`.
-        reader: Returns a new reader for one answer. Called once per sequence, when the sequence has started.
-        logprobs: Takes the index of a sequence and a chunk, and returns the chunk's `logprobs` object. The
-            attribute is None if the client wants no logprobs.
+        reader: Function that returns a new reader for one answer. It is called once per sequence, when the
+            sequence has started.
+        logprobs: Function that takes the index of a sequence and a chunk, and returns the chunk's `logprobs`
+            object. The attribute is None if the client wants no logprobs.
     """
 
     choice: ChoiceOf

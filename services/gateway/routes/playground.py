@@ -11,9 +11,9 @@ from outrider.services.gateway.playground.pages import HEADERS, StaticFile
 
 
 def playground_router(files: Mapping[str, StaticFile]) -> APIRouter:
-    """Return the routes of all static files.
+    """Return the routes of all static files of the playground.
 
-    The paths of the files are fixed, so a path that a client sends is never used to read a file.
+    The paths of the files are fixed. A path that a client sends is never used to read a file.
     """
     router = APIRouter(include_in_schema=False)
     for path, file in files.items():

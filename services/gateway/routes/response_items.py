@@ -19,10 +19,12 @@ LogprobsOf = Callable[[Sequence[tuple[int, TokenLogprob]]], Logprobs]
 
 @dataclass(slots=True)
 class ItemWriter:
-    """Converts pieces to output items. When the type of the pieces changes, a new item begins.
+    """Converts the pieces of an answer to output items of OpenAI's Responses API.
+
+    When the type of the pieces changes, a new item begins.
 
     Attributes:
-        logprobs_of: Formats the logprobs of a text's tokens.
+        logprobs_of: Function that formats the logprobs of a text's tokens.
         items: Items in order. The last item stays open until the next item begins or `finish` is called.
     """
 
@@ -47,7 +49,7 @@ class ItemWriter:
                 return [self._event("response.function_call_arguments.delta", delta=text)]
 
     def finish(self, status: str = "completed") -> list[Event]:
-        """Close the open item and return its events.
+        """Close the open output item and return its events.
 
         Args:
             status: Status of the item: ``completed``, or ``incomplete`` if the answer was cut off in the

@@ -22,20 +22,22 @@ NUMBERS_AT_ONCE = 1 << 14
 
 
 class StateTexts:
-    """Writes the hidden states of a reply.
+    """Writes the hidden states of tokens into a reply.
 
-    A reply can have millions of numbers. Writing all of them at once would stop all other requests for
-    seconds. A reply therefore contains placeholders first, and `reply` replaces them, part by part.
+    A reply can contain millions of numbers. Writing all of them at once would stop all other requests for
+    seconds. The body of a reply is therefore built with placeholders. `reply` replaces them part by part, and
+    lets other requests run in between.
     """
 
     def __init__(self) -> None:
         self._states: dict[str, tuple[TokenStates, int]] = {}
 
     def native(self, one: Completion, wanted: RequestedStates) -> dict[str, Any]:
-        """Return the fields of `meta_info`, or no fields if the client wants no states.
+        """Return the state fields of SGLang's `meta_info`. Empty if the client wants no states.
 
-        `hidden_states` has one entry for the prompt, which contains one list of numbers for each of its
-        tokens. One list of numbers follows for each token of the answer but the last.
+        The field `hidden_states` is a list. Its first entry is for the prompt and contains one list of
+        numbers per prompt token. Each further entry is the list of numbers of one token of the answer. The
+        last token of the answer has no entry.
         """
         fields = _experts(one, wanted)
         if wanted.wanted.hidden_states:
@@ -58,10 +60,10 @@ class StateTexts:
 
 
 def choice_states(one: Completion, wanted: RequestedStates) -> dict[str, Any]:
-    """Return the fields of a choice in OpenAI's APIs, or no fields if the client wants no states.
+    """Return the state fields of a choice in OpenAI's APIs. Empty if the client wants no states.
 
-    As in SGLang, `hidden_states` is a single list of numbers. They belong to the token before the last token
-    of the answer.
+    As in SGLang, the field `hidden_states` is a single list of numbers. They are the hidden state of the
+    second-to-last token of the answer.
     """
     experts = _experts(one, wanted)
     fields: dict[str, Any] = {"sgl_ext": experts} if experts else {}

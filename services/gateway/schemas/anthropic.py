@@ -50,10 +50,10 @@ class AnthropicMessage(OpenModel):
     content: str | list[Block]
 
     def messages(self, field: str) -> list[Message]:
-        """Return the message as chat messages: first the tool results, then the text.
+        """Return the message in the form of chat messages: first the tool results, then the text.
 
         Raises:
-            InvalidRequestError: If a block is not supported, or a field of a block is missing.
+            InvalidRequestError: If a content block of the message is not supported, or lacks a field.
         """
         if isinstance(self.content, str):
             return [Message(role=self.role, content=self.content)]
@@ -148,7 +148,7 @@ class CountTokensRequest(NeutralOnly):
         """Check the messages and return them in the form that chat templates expect.
 
         Raises:
-            InvalidRequestError: If there are too many messages, or a block is not supported.
+            InvalidRequestError: If there are too many messages, or a content block is not supported.
         """
         if len(self.messages) > max_messages:
             raise InvalidRequestError(
@@ -248,7 +248,7 @@ class MessagesRequest(CountTokensRequest):
 
 
 def tool_input(arguments: str) -> dict[str, Any]:
-    """Return the arguments of a call as an object.
+    """Return the arguments of a tool call as an object.
 
     If the text is not a JSON object, return an object with the text under the key ``INVALID_JSON``.
     """

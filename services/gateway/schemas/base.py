@@ -30,9 +30,9 @@ class OpenModel(StrictModel):
     model_config = ConfigDict(extra="allow")
 
     def ignored_fields(self, prefix: str = "") -> list[str]:
-        """Return the names of the fields that have no effect, including the fields of nested objects.
+        """Return the names of the request fields that have no effect, including the fields of nested objects.
 
-        Fields whose values ask for nothing, such as null or false, are left out.
+        Fields with neutral values, such as null or false, are left out.
 
         Args:
             prefix: Text to put before the names, such as ``messages.0.``.
@@ -41,8 +41,8 @@ class OpenModel(StrictModel):
             Names in printable ASCII characters, shortened to `MAX_NAME_CHARS` characters.
 
         Raises:
-            InvalidRequestError: If ignoring a field would change the generated text, or if the reply would
-                lack data that the client requested.
+            InvalidRequestError: If a field cannot be ignored, because the generated text would change or the
+                reply would lack data that the client requested.
         """
         names: list[str] = []
         for name, value in (self.model_extra or {}).items():
@@ -67,7 +67,9 @@ class NeutralOnly(OpenModel):
     NEUTRAL: ClassVar[dict[str, tuple[Any, ...]]] = {}
 
     def refuse_unsupported(self, prefix: str = "") -> None:
-        """Raise InvalidRequestError for the first unsupported field whose value would change the answer.
+        """Refuse a request with an unsupported field whose value would change the answer.
+
+        The error, InvalidRequestError, names the first such field.
 
         Args:
             prefix: Text to put before the field's name in the error.

@@ -29,7 +29,7 @@ def _bound_lists(schema: Any) -> None:
 
 
 class BoundedModel(BaseModel):
-    """A model that any body can be validated against at low cost.
+    """A pydantic model against which any request body can be validated at low cost.
 
     By default, pydantic reports one error for each invalid item. A body of 1 MiB could cause hundreds of
     thousands of errors, which would take seconds of the event loop's time and gigabytes of memory.

@@ -130,7 +130,7 @@ class ChatRequest(StateFields, OpenAIRequest):
         return [message.for_template(f"messages.{number}") for number, message in enumerate(self.messages)]
 
     def template_options(self) -> dict[str, Any]:
-        """Return the variables of the chat template that the client set.
+        """Return the variables of the chat template that the client set in the request.
 
         Raises:
             InvalidRequestError: If a key is not allowed, or a value is not a scalar.

@@ -34,7 +34,7 @@ class Arguments(dict[str, Any]):
 
 
 class TextPart(OpenModel):
-    """A part of a message's content. Only text parts are supported.
+    """A part of a chat message's content. Only text parts are supported.
 
     Parts of other types are parsed too, so that the error can name their type.
     """

@@ -36,9 +36,9 @@ class CompletionRequest(StateFields, OpenAIRequest):
     suffix: Neutral = None
 
     def parameters(self) -> Parameters:
-        """Return the sampling, stopping and speculation parameters.
+        """Return the sampling, stopping and speculation parameters of the request.
 
-        If `best_of` is set, `n` is the number of answers from which the best ones are chosen.
+        If `best_of` is set, the result's `n` is the number of answers from which the best ones are chosen.
 
         Raises:
             InvalidRequestError: If `best_of` is invalid, or for the reasons of `OpenAIRequest.parameters`.

@@ -78,7 +78,7 @@ class SglangForms(BaseModel):
     ebnf: str | None = Field(default=None, description="A grammar in EBNF that the answer has to follow.")
 
     def constraint(self, prefix: str = "") -> Constraint | None:
-        """Return the constraint that the fields demand, or None if no field is set.
+        """Return the constraint on the output that the request's fields demand, or None if no field is set.
 
         Args:
             prefix: Text to put before field names in errors.
@@ -130,7 +130,7 @@ def only_one(*found: Constraint | None) -> Constraint | None:
     """Return the only constraint among the arguments, or None if all arguments are None.
 
     Raises:
-        InvalidRequestError: If there are several constraints. The error names the field of the second one.
+        InvalidRequestError: If several arguments are not None. The error names the field of the second one.
     """
     given = [one for one in found if one is not None]
     if len(given) > 1:

@@ -1,4 +1,4 @@
-"""Rules for request fields that the models do not declare: refused fields, and values that ask for nothing.
+"""Rules for request fields that the request models do not declare: refused fields, and neutral values.
 
 A field that is neither declared nor listed here is ignored with a warning.
 """

@@ -124,7 +124,7 @@ class NativeRequest(NeutralOnly):
         return isinstance(source, list) and not (source and isinstance(source[0], int))
 
     def per_prompt(self, num_prompts: int) -> tuple[Parameters, ...]:
-        """Return the parameters of each prompt. Empty if all prompts have the same parameters.
+        """Return the generation parameters of each prompt. Empty if all prompts have the same parameters.
 
         Raises:
             InvalidRequestError: If the length of a list differs from the number of prompts, or for the
@@ -148,7 +148,7 @@ class NativeRequest(NeutralOnly):
         return tuple(self.parameters(number) for number in range(num_prompts))
 
     def parameters(self, number: int = 0) -> Parameters:
-        """Return the sampling, stopping and speculation parameters.
+        """Return the sampling, stopping and speculation parameters of one prompt.
 
         Args:
             number: Index of the prompt. It selects the entry of each field that is a list.

@@ -68,7 +68,7 @@ class InputItem(OpenModel):
     encrypted_content: Any = None
 
     def message(self, field: str) -> Message:
-        """Return the item as a message. Tool calls and reasoning become messages without text.
+        """Return the input item as a message. Tool calls and reasoning become messages without text.
 
         Raises:
             InvalidRequestError: If the item's type is not supported, or a field is missing.
@@ -148,7 +148,7 @@ class ResponsesRequest(OpenAIRequest):
         """Return the logprobs that the client wants.
 
         Raises:
-            InvalidRequestError: If top_logprobs is out of range, or is set although `include` does not ask
+            InvalidRequestError: If `top_logprobs` is out of range, or is set although `include` does not ask
                 for logprobs.
         """
         top = check_top(self.top_logprobs, "top_logprobs") or 0
@@ -163,7 +163,7 @@ class ResponsesRequest(OpenAIRequest):
         return self.max_tokens if self.max_output_tokens is None else self.max_output_tokens
 
     def template_messages(self, max_messages: int) -> list[dict[str, Any]]:
-        """Check the input and return it in the form that chat templates expect.
+        """Check the input items and return them as messages in the form that chat templates expect.
 
         Consecutive items of one answer (reasoning, text, tool calls) become one message.
 

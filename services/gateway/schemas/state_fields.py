@@ -42,12 +42,12 @@ class StateFields(OpenModel):
 
 
 def requested_states(hidden: bool, experts: bool, experts_start: int, *, stream: bool) -> RequestedStates:
-    """Return the states that a client wants.
+    """Return the hidden states and routed experts that a client wants.
 
     Args:
-        hidden: Whether it wants hidden states.
-        experts: Whether it wants routed experts.
-        experts_start: Index of the first token whose experts it wants.
+        hidden: Whether the client wants hidden states.
+        experts: Whether the client wants routed experts.
+        experts_start: Index of the first token whose routed experts the client wants.
         stream: Whether the reply is a stream.
 
     Raises:

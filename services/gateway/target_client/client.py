@@ -61,13 +61,13 @@ class Readiness:
 
 
 class TargetClient:
-    """Maintains a session with one target, and reconnects if the session is lost.
+    """The gateway's client of one target. It keeps a session open, and reconnects if the session is lost.
 
     Use the object on one event loop only.
 
     Args:
         address: The target's address.
-        limits: Limits on unread events.
+        limits: Limits on the unread events of a sequence.
         probe_timeout_s: Seconds after which the reply to a health check is overdue.
         on_change: Called after every change of `ready` or `known_info`.
         abandons: Called when the reply to a health check is overdue. Returns True to end the session, so that

@@ -9,7 +9,7 @@ from outrider.services.gateway.target_client.client import TargetClient
 
 @dataclass(eq=False, slots=True)
 class Member:
-    """A target of the pool, with the gateway's own data about it.
+    """A target in the gateway's pool of targets, with the gateway's own data about it.
 
     Attributes:
         client: The connection to the target.

@@ -1,7 +1,8 @@
-"""One sequence on the pool of targets. If its target is lost, the sequence moves to another target.
+"""One sequence on the gateway's pool of targets. If its target is lost, the sequence moves to another target.
 
 The new target receives the prompt and the tokens emitted so far (`resume_ids`). It prefills both and
-continues from there. Seeds and noise depend only on token positions, so the move does not change the tokens.
+continues from there. The seed and the noise depend only on token positions, so the move does not change the
+tokens.
 """
 
 from __future__ import annotations
@@ -62,10 +63,12 @@ class Placement(Protocol):
 
 
 class MovableStream:
-    """The events of one sequence. Read with `next` until a `TargetFinish`, and always call `close`.
+    """The events of one sequence on the pool of targets.
+
+    Read them with `next` until a `TargetFinish`, and always call `close`.
 
     Args:
-        request: The sequence.
+        request: The request for the sequence.
         placement: Chooses the targets.
         member: The first target.
 
@@ -96,11 +99,11 @@ class MovableStream:
         self._enter(member, request)
 
     async def next(self) -> TargetDelta | TargetFinish:
-        """Wait for the next event. If the target is lost, first move to another target.
+        """Wait for the next event of the sequence. If the target is lost, first move to another target.
 
         Raises:
-            OutriderError: If a target rejected the sequence, or if it was lost and no other target could
-                continue the sequence.
+            OutriderError: If a target rejected the sequence, or if the target was lost and no other target
+                could continue the sequence.
         """
         while True:
             if self._stream is None:

@@ -41,12 +41,12 @@ class Picker:
         self._last: OrderedDict[int, str] = OrderedDict()
 
     def pick(self, candidates: Sequence[Choice], prompt_ids: Sequence[int], group: str = "") -> Choice:
-        """Choose the target for a prompt, and remember the choice.
+        """Choose the target for a prompt, and remember which target received the prompt.
 
         Args:
             candidates: The targets to choose from, at least one.
             prompt_ids: The tokens that the target will prefill.
-            group: Name of the prompt's group. Prompts of different groups share no cache.
+            group: Name of the prompt's group. Prompts of different groups share no cached prefixes.
         """
         if len(candidates) == 1:
             return candidates[0]

@@ -30,12 +30,13 @@ _log = get_logger("outrider.gateway.target")
 
 @dataclass(frozen=True, slots=True)
 class PoolLimits:
-    """Limits and times of a pool.
+    """Limits and times of a gateway's pool of targets.
 
     Attributes:
         reader: Limits on the unread events of a sequence.
         probe_timeout_s: Seconds after which the reply to a health check is overdue.
-        refresh_s: Interval, in seconds, at which files and DNS names are read again.
+        refresh_s: Interval, in seconds, at which the files and DNS names with the targets' addresses are read
+            again.
         wait_s: Seconds that a sequence waits for another target after its target was lost. In a pool that can
             have only one target, the sequence does not wait.
     """
@@ -130,7 +131,7 @@ class TargetPool:
         return group is not None and any(one.client.ready for one in group.members)
 
     def info(self, model_id: str | None) -> ServedTarget:
-        """Return the information that holds for all targets of a model.
+        """Return the information that holds for all targets that serve a model.
 
         The information dates from the last connection or refresh of each target.
 

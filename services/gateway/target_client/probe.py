@@ -18,13 +18,12 @@ _log = get_logger("outrider.gateway.target")
 async def probe_target(
     channel: grpc.aio.Channel, service: str, answers: Callable[[bool], None], timeout_s: float
 ) -> None:
-    """Send health checks until cancelled.
+    """Send health checks to one target until this task is cancelled.
 
-    An overdue reply does not abort running sequences, because a target that was only suspended continues them
-    later.
+    An overdue reply does not abort running sequences. A target that was only suspended continues them later.
 
     Args:
-        channel: Channel to the target.
+        channel: gRPC channel to the target.
         service: Full name of the target's gRPC service.
         answers: Called with False when a reply is overdue, and with True when replies arrive again.
         timeout_s: Seconds after which a reply is overdue.

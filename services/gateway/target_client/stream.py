@@ -14,11 +14,11 @@ from outrider.target.v1 import target_pb2
 
 @dataclass(frozen=True, slots=True)
 class ReaderLimits:
-    """Limits on the unread events of a stream.
+    """Limits on a sequence's unread events: those that the target has sent and the reply has not used yet.
 
     Attributes:
-        max_unread_bytes: Size of the unread events above which the sequence is paused. When the size falls
-            below a quarter of this limit, the sequence is resumed.
+        max_unread_bytes: Size of the unread events, in bytes, above which the sequence is paused. When the
+            size falls below a quarter of this limit, the sequence is resumed.
         timeout_s: Seconds without a read after which a paused sequence is aborted.
     """
 
@@ -95,7 +95,7 @@ class TargetStream:
             self._abort_timer = None
 
     def deliver(self, event: TargetDelta | TargetFinish | OutriderError, cost: int) -> None:
-        """Add an event that the session has received for this sequence.
+        """Add an event that the session with the target has received for this sequence.
 
         Args:
             event: The event. Any event other than a `TargetDelta` ends the stream.

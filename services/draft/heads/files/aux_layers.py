@@ -1,7 +1,7 @@
 """Selects the target layers that feed an EAGLE-3 head; refuses a layer count without layer ids.
 
-A configuration may contain the number of feature layers (``num_aux_hidden_states``) without a list of their
-ids. There are default layers for three layers only, so `AuxLayers.outputs` refuses every other number.
+A head's configuration may contain the number of feature layers (``num_aux_hidden_states``) without a list of
+their ids. Default layers exist only for the number three, so `AuxLayers.outputs` refuses every other number.
 `eagle3_config` parses all other keys, and `eagle3_sizes` compares the number of layers with the tensors.
 
 The module also decides whether an id i stands for the output or for the input of layer i. The wrong choice
@@ -41,13 +41,14 @@ class AuxConvention(Enum):
 
 @dataclass(frozen=True, slots=True)
 class AuxLayers:
-    """The aux layers of a head: the target's layers whose hidden states feed the head.
+    """The aux layers of an EAGLE-3 head: the target's layers whose hidden states feed the head.
 
     Attributes:
         count: Number of aux layers.
-        ids: The ids of the layers as in the file, in ascending order. None for the three default layers.
-        contradicted: The list in the file if its length differs from ``num_aux_hidden_states``; otherwise
-            None.
+        ids: The ids of the layers as in the head's configuration, in ascending order. None for the three
+            default layers.
+        contradicted: The list of ids in the configuration if its length differs from
+            ``num_aux_hidden_states``; otherwise None.
     """
 
     count: int
@@ -58,12 +59,12 @@ class AuxLayers:
     def parse(cls, reader: ConfigReader) -> AuxLayers:
         """Read the number of aux layers and the list of their ids from a head's configuration.
 
-        If the number is smaller than the length of the list, only the first ids are used. If the number is
-        larger than the length, it must be three, and the three default layers are used.
+        If the list is longer than the number, only the first ids are used. If the list is shorter, the number
+        must be three. The three default layers are then used.
 
         Raises:
-            CheckpointError: The list is malformed, or it is shorter than a number for which no default layers
-                exist.
+            CheckpointError: The list is malformed, or it is shorter than the number and the number is not
+                three.
         """
         ids = _listed(reader)
         count = reader.positive(NUM_AUX_KEY, len(ids) if ids else DEFAULT_NUM_AUX)
@@ -90,10 +91,13 @@ class AuxLayers:
         )
 
     def convention(self, target: TargetInfo, *, latent: bool) -> AuxConvention:
-        """Return whether the ids stand for outputs or inputs of this target's layers.
+        """Return whether the configured layer ids stand for outputs or for inputs of this target's layers.
 
-        If an older target does not report its model type, `latent` decides. It is True for a head with latent
-        attention, which belongs to the DeepSeek or Kimi family.
+        Args:
+            target: The target.
+            latent: True if the head has latent attention. Such a head belongs to the DeepSeek or Kimi family.
+                This argument matters only for a target of an older version, which does not report its model
+                type.
         """
         if self.ids is None:
             return AuxConvention.DEFAULT
@@ -103,11 +107,11 @@ class AuxLayers:
         return AuxConvention.INPUTS_BY_FAMILY if of_family and self.ids[0] != 1 else AuxConvention.OUTPUTS
 
     def outputs(self, target: TargetInfo, convention: AuxConvention) -> tuple[int, ...]:
-        """Return the layers whose outputs are captured, in ascending order.
+        """Return the target's layers whose outputs the target captures for the head, in ascending order.
 
         Raises:
-            CheckpointError: The target lacks one of the layers, or the file does not name the layers and
-                there are no default layers for their number or for this target.
+            CheckpointError: The target lacks one of the layers. Or the head's configuration does not name the
+                layers, and no default layers exist for their number or for this target.
         """
         if self.ids is None:
             return self._default(target.num_layers)
@@ -123,10 +127,11 @@ class AuxLayers:
         return outputs
 
     def naming(self, outputs: tuple[int, ...], target: TargetInfo, *, latent: bool) -> tuple[int, ...] | None:
-        """Return the ids that a file must contain to name the outputs of these layers; None if no ids can.
+        """Return the layer ids with which a head's configuration names the outputs of the given layers.
 
-        For DeepSeek and Kimi targets, ids that begin with 1 stand for outputs. No ids can therefore name the
-        output of layer 0 (the input of layer 1), unless the last layer is named too.
+        The result is None if no ids can name these outputs. For DeepSeek and Kimi targets, ids that begin
+        with 1 stand for outputs of layers. No ids can therefore name the output of layer 0 (the input of
+        layer 1), unless the last layer is named too.
         """
         for ids in (outputs, tuple(layer + 1 for layer in outputs)):
             layers = AuxLayers(len(ids), ids)

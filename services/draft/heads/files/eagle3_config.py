@@ -1,7 +1,8 @@
 """Parses an EAGLE-3 head's configuration, in every published dialect, and checks that it fits the target.
 
-`aux_layers` parses the keys of the feature layers, and refuses a file that gives only the number of these
-layers and not their ids. `eagle3_sizes` compares the configuration with the shapes of the tensors.
+The module `aux_layers` parses the keys of the feature layers. It refuses a file that gives the number of
+these layers without their ids. The module `eagle3_sizes` compares the configuration with the shapes of the
+head's tensors.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ __all__ = ["AUX_KEY", "Eagle3Config"]
 
 @dataclass(frozen=True, slots=True)
 class Eagle3Config:
-    """The configuration of an EAGLE-3 head.
+    """The configuration of an EAGLE-3 head, parsed from the head's config.json.
 
     Attributes:
         layer: The head's decoder layers. ``layer.vocab_size`` is the size of the target's vocabulary.
@@ -32,15 +33,15 @@ class Eagle3Config:
         hot_vocab_size: Number of frequent tokens that the head drafts (FR-Spec). The tensor ``hot_token_id``
             or a token map lists these tokens. With None, the head drafts all tokens.
         borrows_lm_head: True if ``draft_vocab_size`` is null in the file. The head then uses the target's
-            lm_head, even if the checkpoint contains an lm_head.
+            lm_head, even if the head's checkpoint contains an lm_head.
         target_hidden_size: Width of the feature of one aux layer, and of a borrowed embedding.
         final_hidden: True if the feature is the target's last hidden state and not the states of aux layers
             (``use_aux_hidden_state: false``).
-        aux: The target's layers that feed the head (aux layers).
-        fc_norm, input_norm, fc_bias: Whether the projector has these parts. With None, the tensors in the
-            file decide.
+        aux: The aux layers: the target's layers that feed the head.
+        fc_norm, input_norm, fc_bias: Whether the projector of features has these parts. With None, the
+            tensors in the checkpoint decide.
         attention_bias: True if the projections of q, k and v must have biases. With False, the tensors in the
-            file decide.
+            checkpoint decide.
         norm_before_residual: True if the residual of the first layer is the normed feature instead of the raw
             feature.
         norm_output: True if the next step's feature is the normed state.
@@ -115,10 +116,10 @@ class Eagle3Config:
         return self.aux.naming(outputs, target, latent=self.layer.latent is not None)
 
     def check_target(self, target: TargetInfo) -> tuple[int, ...]:
-        """Check that the head fits a target, and return the layers whose outputs to capture.
+        """Check that the head fits a target, and return the target's layers whose outputs feed the head.
 
         Returns:
-            The aux layers. The result is empty if the head reads the last hidden state.
+            The aux layers. The result is empty if the head reads the target's last hidden state.
 
         Raises:
             CheckpointError: The head was made for another target. The message names the key and both values.

@@ -1,9 +1,9 @@
 """Matches the tensors of an EAGLE-3 checkpoint by canonical names; no tensor may be missing or left over.
 
 Canonical names are ``layers.N.*``, ``fc.*``, ``fc_norm.N.weight``, ``input_norm.weight``, ``norm.weight``,
-``lm_head.weight``, ``embed_tokens.weight``, ``d2t`` and ``t2d``. Some published heads name the first three
-fc_norms ``aux_norm_low``, ``aux_norm_mid`` and ``aux_norm_high``. The module `keys` contains the parts common
-to all heads.
+``lm_head.weight``, ``embed_tokens.weight``, ``d2t`` and ``t2d``. In some published heads, the norms
+``fc_norm.0``, ``fc_norm.1`` and ``fc_norm.2`` are called ``aux_norm_low``, ``aux_norm_mid`` and
+``aux_norm_high``. The module `keys` contains the parts common to all kinds of heads.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ INTEGERS = ("d2t", "t2d", HOT_IDS)
 
 
 def resolve(reader: CheckpointReader, config: Eagle3Config) -> HeadKeys:
-    """Match the names and shapes of a checkpoint's tensors against its configuration.
+    """Match the names and shapes of an EAGLE-3 checkpoint's tensors against the head's configuration.
 
     Raises:
         CheckpointError: A tensor is missing, unexpected or misshaped. The message lists all such tensors in
@@ -44,10 +44,11 @@ def resolve(reader: CheckpointReader, config: Eagle3Config) -> HeadKeys:
 def take_vocabulary(
     reader: CheckpointReader, keys: HeadKeys, config: Eagle3Config, token_map: torch.Tensor | None
 ) -> DraftVocabulary:
-    """Return the tokens that a head can draft.
+    """Return the tokens that an EAGLE-3 head can draft.
 
-    The first source that exists is used: ``d2t``, which is checked against ``t2d``; then ``hot_token_id`` or
-    a token map; then the full vocabulary.
+    The tensor ``d2t`` has precedence, and is checked against the tensor ``t2d``. Without ``d2t``, the tensor
+    ``hot_token_id`` or a token map lists the tokens. Without any of these, the head can draft the target's
+    full vocabulary.
 
     Raises:
         CheckpointError: The tensors contradict each other, or a token map was given although the head has a
@@ -84,9 +85,10 @@ def take_projector(reader: CheckpointReader, keys: HeadKeys) -> dict[str, torch.
 
 
 def layer_norm_name(keys: HeadKeys, layer: int) -> str:
-    """Return the name of the norm that a layer after the first one applies to its input state.
+    """Return the name of the norm that is applied to the input state of an EAGLE-3 head's later layers.
 
-    Most exports name this norm ``hidden_norm``; some name it ``input_layernorm``.
+    A later layer is any layer but the first. Most exports name this norm ``hidden_norm``; some name it
+    ``input_layernorm``.
     """
     name = f"layers.{layer}.hidden_norm.weight"
     return name if name in keys else f"layers.{layer}.input_layernorm.weight"

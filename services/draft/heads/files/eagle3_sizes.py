@@ -1,7 +1,7 @@
 """Compares an EAGLE-3 head's config.json with its tensors: hidden_size, vocab_size, number of aux layers.
 
-Each difference is reported in a single sentence, instead of as a long list of misshaped tensors. The module
-reads no layer ids (see `aux_layers`).
+Each difference is reported in a single sentence, instead of as a long list of misshaped tensors. The ids of
+the aux layers are checked elsewhere (`aux_layers`).
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from outrider.shared.nn.checkpoint.checkpoint_reader import CheckpointReader
 
 
 def check_sizes(reader: CheckpointReader, config: Eagle3Config, actual: Mapping[str, str]) -> None:
-    """Compare the sizes in the configuration with the shapes of the tensors that have these sizes.
+    """Compare the sizes in an EAGLE-3 head's configuration with the shapes of the head's tensors.
 
     Args:
-        reader: Reader of the checkpoint.
+        reader: Reader of the head's checkpoint.
         config: The parsed config.json.
         actual: Maps the canonical name of each tensor to the tensor's name in the file.
 

@@ -21,7 +21,8 @@ class EagleConfig:
 
     Attributes:
         layer: The head's decoder layers.
-        fc_bias: True if ``fc`` has a bias. The default is False for Mistral's heads, and True for all others.
+        fc_bias: True if the projection ``fc`` has a bias. The default is False for heads in Mistral's format,
+            and True for all others.
         qkv_bias: True if the projections of q, k and v have biases, as they do in heads for Qwen2.
         first_norm: True if layer 0 has its input norm, as in ModelOpt's and Mistral's heads.
         is_mistral: True for a head in Mistral's own format, whose last layer is followed by a norm.
@@ -49,12 +50,12 @@ class EagleConfig:
     def parse(
         cls, raw: Mapping[str, Any], source: Path | str = CONFIG_FILE, *, native: bool = False
     ) -> EagleConfig:
-        """Parse the JSON object of a head's configuration.
+        """Parse the configuration of an EAGLE-1/2 head.
 
         Args:
-            raw: The JSON object.
+            raw: The configuration as a JSON object.
             source: The file that the object was read from, for error messages.
-            native: True if the checkpoint's tensors have Mistral's names.
+            native: True if the head's tensors have Mistral's names.
         """
         reader = ConfigReader(flatten(raw, source), source)
         layer = HeadConfig.parse(reader)

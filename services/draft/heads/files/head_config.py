@@ -1,6 +1,6 @@
 """Parses the decoder layers in a head's configuration: sizes, rotary embedding, activation, sliding window.
 
-Before parsing, `flatten` converts every dialect of config.json to one flat object.
+Before parsing, `flatten` converts every published dialect of config.json to one flat object.
 """
 
 from __future__ import annotations
@@ -59,10 +59,10 @@ SERVE_ANOTHER = "serve the target that this head was trained for, or another --d
 
 @dataclass(frozen=True, slots=True)
 class HeadConfig:
-    """The decoder layers of a head.
+    """The configuration of a draft head's decoder layers.
 
     Attributes:
-        vocab_size: The target's vocabulary.
+        vocab_size: Size of the target's vocabulary.
         hidden_size, intermediate_size, num_layers, num_heads: Sizes of the layers.
         num_kv_heads, head_dim: Shape of a token's entry in the KV pool. With latent attention, the entry is
             one head. The width of this head is the width of the latent plus the width of the rotated part.
@@ -70,7 +70,7 @@ class HeadConfig:
         latent: Widths of multi-head latent attention. None for other attention.
         rms_norm_eps: Epsilon of every norm.
         rope: Rotary embedding. Its base defaults to 10000, not to the target's base.
-        tie_word_embeddings: True if the head's lm_head is its embedding.
+        tie_word_embeddings: True if the draft head's lm_head is its embedding.
         activation: Activation of the MLP.
         sliding_window: Number of positions that a row attends to, including its own position. With None,
             there is no limit.
@@ -161,7 +161,7 @@ class HeadConfig:
         )
 
     def check_vocabulary(self, target: TargetInfo) -> None:
-        """Check that the head was made for the target's vocabulary.
+        """Check that the head was made for a vocabulary of the target's size.
 
         Raises:
             CheckpointError: The head was made for another vocabulary. The message names the key and both
@@ -176,7 +176,7 @@ class HeadConfig:
 
 
 def flatten(raw: Mapping[str, Any], source: Path | str) -> dict[str, Any]:
-    """Merge the sections of a configuration into one flat object with Hugging Face's keys.
+    """Merge the sections of a head's configuration into one flat object with Hugging Face's keys.
 
     If sections repeat a key, ``eagle_config`` overrides the top level, which overrides
     ``transformer_layer_config``. A key whose value is null or [] counts as absent.

@@ -22,7 +22,7 @@ def take_hot_ids(
     hot_size: int | None,
     vocab_size: int,
 ) -> torch.Tensor | None:
-    """Return the only target ids to draft, ``[size] int64`` in the order of the head's rows, or None.
+    """Return the target ids that a head may draft, ``[size] int64`` in the order of the head's rows, or None.
 
     None means that the head drafts all target ids.
 
@@ -34,8 +34,8 @@ def take_hot_ids(
         vocab_size: Size of the target's vocabulary.
 
     Raises:
-        CheckpointError: `hot_token_id`, `token_map` and `hot_size` contradict each other, or ids are repeated
-            or out of range.
+        CheckpointError: The tensor `hot_token_id`, `token_map` and `hot_size` contradict each other, or ids
+            are repeated or out of range.
     """
     ids = keys.take_stored(reader, HOT_IDS).to(torch.int64) if HOT_IDS in keys else token_map
     if ids is None:

@@ -1,8 +1,8 @@
-"""Strictly matches a head's tensors against its configuration, and reads them by canonical name.
+"""Strictly matches a draft head's tensors against its configuration, and reads them by canonical name.
 
 Canonical names are ``layers.N.*``, ``fc.*``, ``norm.weight``, ``lm_head.weight`` and ``embed_tokens.weight``.
 Published files also use ``midlayer.*`` for ``layers.0.*``, Mistral's own names, and a ``model.`` prefix
-before any name. The module also dequantises FP8 matrices and reorders Mistral's q and k.
+before any name. The module also dequantises FP8 matrices. It reorders q and k if they are in Mistral's order.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ ROTARY_BUFFER = "rotary_emb.inv_freq"
 
 @dataclass(frozen=True, slots=True)
 class HeadKeys:
-    """The tensors to read from a head's checkpoint, by canonical name.
+    """The tensors to read from a draft head's checkpoint, by canonical name.
 
     Attributes:
         actual: Maps the canonical name of each tensor to read to the tensor's name in the file.
@@ -43,8 +43,8 @@ class HeadKeys:
         dialect: Prefix of the first layer's tensors in this file, for the log: ``midlayer.``, ``layers.0.``
             or ``model.layers.0.``.
         ignored: Maps the name (in the file) of each tensor that is not read to the reason for not reading it.
-        pairs: The width of a head if q and k rotate adjacent pairs of dimensions (Mistral's format); 0 if
-            they rotate halves.
+        pairs: Width of an attention head in Mistral's format, whose rotary embedding rotates adjacent pairs
+            of dimensions. 0 in other formats, whose rotary embedding rotates halves.
         scales: For each matrix that is stored in FP8, maps its canonical name to the name (in the file) of
             its only scale.
     """
@@ -66,7 +66,7 @@ class HeadKeys:
         integers: Sequence[str] = (),
         head_dim: int = 0,
     ) -> HeadKeys:
-        """Match the tensors in a file with the expected tensors, and return the tensors to read.
+        """Match the tensors in a draft head's checkpoint with the expected tensors; return those to read.
 
         Args:
             reader: Reader of the checkpoint.
@@ -75,7 +75,8 @@ class HeadKeys:
             shapes: For each tensor that must exist, maps its canonical name to its shape.
             ignored: For each tensor that may exist but is not read, maps its canonical name to the reason.
             integers: Canonical names of index and mask tensors.
-            head_dim: Width of an attention head, for files whose q and k rotate pairs.
+            head_dim: Width of an attention head, for files whose rotary embedding rotates pairs of
+                dimensions.
 
         Raises:
             CheckpointError: A tensor is missing, unexpected or misshaped. The message lists all such
@@ -123,10 +124,11 @@ class HeadKeys:
         )
 
     def adapt(self, name: str, tensor: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
-        """Convert a stored tensor to the form that the head computes with.
+        """Convert a tensor of a head's checkpoint to the form that the head computes with.
 
-        An FP8 matrix is multiplied by its scale and becomes fp32. If q and k of the file rotate adjacent
-        pairs of dimensions, their rows are reordered so that they rotate halves.
+        An FP8 matrix is multiplied by its scale and becomes fp32. If the file's rotary embedding rotates
+        adjacent pairs of dimensions (Mistral's format), the rows of q and k are reordered. The head then
+        rotates halves.
         """
         if scale is not None:
             tensor = tensor.to(torch.float32) * scale.reshape(())
@@ -218,7 +220,7 @@ def read_scale(reader: CheckpointReader, name: str) -> torch.Tensor:
 def canonical_names(
     reader: CheckpointReader, rename: Callable[[str], str] = lambda name: name
 ) -> dict[str, str]:
-    """Return a mapping from canonical names to the names in the file, for all tensors of a checkpoint.
+    """Return a mapping from canonical names to the names in the file, for all tensors of a head's checkpoint.
 
     Args:
         reader: Reader of the checkpoint.
@@ -248,7 +250,7 @@ def canonical_names(
 def layer_shapes(
     config: HeadConfig, layer: int, input_size: int, stored: Mapping[str, str], *, qkv_bias: bool = False
 ) -> dict[str, Shape]:
-    """Return the names and shapes of a layer's projections and of the layer's post_attention_layernorm.
+    """Return the names and shapes of one layer's projections and of its norm post_attention_layernorm.
 
     Args:
         config: Sizes of the head's layers.

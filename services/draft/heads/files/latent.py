@@ -17,7 +17,7 @@ from outrider.shared.nn.layers.modules import Linear, RMSNorm
 
 
 def latent_shapes(config: HeadConfig, latent: LatentConfig, prefix: str, input_size: int) -> dict[str, Shape]:
-    """Return the name and shape of each tensor of a layer's latent attention.
+    """Return the name and shape of each tensor of one layer's multi-head latent attention.
 
     Args:
         config: The head's configuration.
@@ -48,7 +48,7 @@ def take_latent_attention(
     latent: LatentConfig,
     layer: int,
 ) -> LatentAttention:
-    """Read the latent attention of a layer.
+    """Read the tensors of one layer's multi-head latent attention from a head's checkpoint.
 
     Args:
         take: Function that returns a tensor of the head, given the tensor's canonical name.

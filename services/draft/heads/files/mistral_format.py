@@ -9,7 +9,7 @@ Mistral's heads are EAGLE-1/2 heads that consist of complete Mistral layers:
 - ``eagle_linear`` (our ``fc``) has no bias.
 - A ``norm`` follows the last layer. The output of this norm is both the input of the lm_head and the next
   feature. vLLM applies the norm in this way; SGLang loads the norm but does not apply it.
-- q and k rotate adjacent pairs of dimensions.
+- The rotary embedding rotates adjacent pairs of dimensions of q and k.
 - Each FP8 matrix has one scale.
 """
 
@@ -81,7 +81,7 @@ def read_head_config(folder: Path) -> dict[str, Any]:
 
 
 def from_params(raw: Mapping[str, Any], source: Path | str) -> dict[str, Any]:
-    """Return a configuration with Hugging Face's keys.
+    """Translate a head's configuration from Mistral's keys (``params.json``) to Hugging Face's keys.
 
     A configuration that already has Hugging Face's keys is returned unchanged.
 

@@ -1,8 +1,8 @@
 """Rejects heads whose ModelOpt options in ``eagle_config`` would change the network in unsupported ways.
 
-Source: the Eagle modules of NVIDIA's ModelOpt, and its export to Hugging Face names. The export renames the
-first layer's input norm: to ``hidden_norm`` in an EAGLE-3 head, and to ``layers.0.input_layernorm`` in an
-EAGLE-1 head.
+Source: the Eagle modules of NVIDIA's ModelOpt, and ModelOpt's export to Hugging Face names. The export
+renames the first layer's input norm: to ``hidden_norm`` in an EAGLE-3 head, and to
+``layers.0.input_layernorm`` in an EAGLE-1 head.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ REGULAR = "next_layer_regular"
 
 
 def check_eagle3(reader: ConfigReader, num_layers: int, *, final_hidden: bool) -> None:
-    """Reject options that need another EAGLE-3 network than the one that is implemented here.
+    """Reject ModelOpt options that need another EAGLE-3 network than the one that this service implements.
 
     Args:
         reader: The head's configuration, with its sections merged.
         num_layers: Number of the head's layers.
-        final_hidden: True if the head reads the last hidden state. If the head reads aux layers instead,
-            ModelOpt ignores ``use_mtp_layernorm``.
+        final_hidden: True if the head reads the target's last hidden state. False if it reads aux layers;
+            ModelOpt then ignores ``use_mtp_layernorm``.
 
     Raises:
-        CheckpointError: An option is not supported; `field` names the key.
+        CheckpointError: An option is not supported. The `field` of the error names the key.
     """
     if not reader.flag(FIRST_NORM, True):
         raise reader.error(
@@ -50,14 +50,14 @@ def check_eagle3(reader: ConfigReader, num_layers: int, *, final_hidden: bool) -
 
 
 def check_eagle(reader: ConfigReader, *, ends_with_norm: bool) -> None:
-    """Reject options that need another EAGLE-1/2 network than the one that is implemented here.
+    """Reject ModelOpt options that need another EAGLE-1/2 network than the one that this service implements.
 
     Args:
         reader: The head's configuration, with its sections merged.
         ends_with_norm: True if a norm follows the head's last layer.
 
     Raises:
-        CheckpointError: An option is not supported; `field` names the key.
+        CheckpointError: An option is not supported. The `field` of the error names the key.
     """
     if reader.flag(LAST_NORM, ends_with_norm) and not ends_with_norm:
         raise reader.error(

@@ -1,7 +1,7 @@
 """Reads an FR-Spec token map: the frequent tokens that a head with a full vocabulary may draft.
 
-Source: FR-Spec (arXiv 2502.14856). Published maps are files such as ``freq_32768.pt``. Each contains a tensor
-or a list of target ids, with the most frequent id first.
+Source: FR-Spec (arXiv 2502.14856). Published maps are files such as ``freq_32768.pt``. Each file contains a
+tensor or a list of target ids, with the most frequent id first.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ FIELD = "speculative_token_map"
 
 
 def read_token_map(path: Path) -> torch.Tensor:
-    """Read a token map from ``.pt``/``.bin`` (with weights_only), ``.safetensors`` or ``.json``.
+    """Read an FR-Spec token map from ``.pt``/``.bin`` (with weights_only), ``.safetensors`` or ``.json``.
 
     Returns:
         ``[size] int64``, distinct target ids in the file's order.

@@ -51,14 +51,14 @@ class Corpus:
 
     @classmethod
     def read(cls, path: Path, tokenizer_dir: Path | None) -> Corpus:
-        """Read a corpus file.
+        """Read a corpus file for n-gram drafting.
 
         Args:
             path: ``.json`` (one list of documents) or ``.jsonl`` (one document per line). A document is a
                 list of token ids, a string, or an object with the key ``text``. In a file with any other
                 suffix, each line is one text.
-            tokenizer_dir: Folder with the target's ``tokenizer.json``, which is needed if documents are
-                texts.
+            tokenizer_dir: Folder with the target's ``tokenizer.json``. The tokenizer is needed if documents
+                are texts. None if there is no such folder.
 
         Raises:
             ConfigurationError: The file cannot be read, has another format, or contains texts although there

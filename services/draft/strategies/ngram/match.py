@@ -58,13 +58,13 @@ class History:
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """An earlier occurrence of the current suffix.
+    """An earlier occurrence of the current sequence's last tokens (its suffix).
 
     Attributes:
-        text: The text that contains the occurrence.
-        end: Index of the occurrence's last token.
+        text: The text, as token ids, that contains the occurrence.
+        end: Index of the occurrence's last token in the text.
         length: Number of tokens that the occurrence shares with the current suffix.
-        weight: Weight of the continuation.
+        weight: Weight of the tokens that follow the occurrence (its continuation).
         repeats: True if `text` is the current sequence itself. A continuation that reaches the end of the
             text then continues with its own first tokens.
     """
@@ -106,10 +106,10 @@ def find_matches(text: Tokens, min_match: int, max_match: int) -> list[Match]:
 def rank_matches(
     text: Tokens, ends: NDArray[np.int64], suffix: Tokens, min_match: int, max_match: int, *, repeats: bool
 ) -> list[Match]:
-    """Measure the lengths of the matches that end at `ends`, and return the best `MAX_MATCHES` matches.
+    """Measure the lengths of the matches that end at given tokens, and return the best `MAX_MATCHES` matches.
 
     Args:
-        text: The text that contains the occurrences.
+        text: The text, as token ids, that contains the occurrences.
         ends: Ascending indices of the tokens in `text` that equal the last token of `suffix`.
         suffix: The current sequence, whose last tokens are compared.
         min_match: Matches shorter than this number of tokens are dropped.
@@ -143,9 +143,10 @@ class _Node:
 
 
 class ContinuationTrie:
-    """A trie in which the continuations of all matches share their common prefixes.
+    """A trie of the tokens that followed earlier occurrences of the current sequence's last tokens.
 
-    The weight of a node is the sum of the weights of the matches whose continuations pass through it.
+    Continuations with a common prefix share nodes. The weight of a node is the sum of the weights of the
+    matches whose continuations pass through it.
     """
 
     def __init__(self, matches: Sequence[Match], depth: int) -> None:
@@ -158,7 +159,7 @@ class ContinuationTrie:
                 node.weight += match.weight
 
     def tree(self, root_token: int, shape: DraftShape) -> HostTree:
-        """Return the heaviest nodes as a tree of this shape.
+        """Return the heaviest nodes of the trie as a draft tree of this shape.
 
         In each level, at most `topk` nodes have children, and each of these nodes has at most `topk`
         children. The log-probability of a node is the logarithm of its share of its parent's weight. A child

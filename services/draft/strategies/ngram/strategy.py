@@ -46,12 +46,12 @@ class NgramOptions:
 
 
 class NgramStrategy(DraftStrategy):
-    """Drafts with n-grams, without a model.
+    """Drafting with n-grams, without a model.
 
     Args:
         options: Limits of matching.
         vocab_size: Size of the target's vocabulary. None if the size is not known yet.
-        corpus: Additional texts to search, or None.
+        corpus: Texts to search in addition to the sequence itself. None if there are none.
         device: Device of the returned trees.
     """
 
