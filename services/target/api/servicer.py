@@ -1,5 +1,4 @@
-"""The target's gRPC service: accepts requests on asyncio and streams the events that the engine thread
-produces.
+"""The target's gRPC service: accepts requests on asyncio, and streams the events of the engine thread.
 
 If a client calls `Generate` directly, the engine pauses its request while the client has left more than 64
 KiB of the request's tokens unread.

@@ -53,8 +53,7 @@ class StreamSink(EventSink):
         self._queue.put_nowait(())
 
     async def batches(self) -> AsyncIterator[Seq[Event]]:
-        """Yield the call's events in order, in lists. Each list has the events that arrived since the list
-        before.
+        """Yield lists of the call's events, in order. A list has the events since the previous list.
 
         A list has at most `MAX_BATCH_BYTES` bytes. An event that is larger is a list of its own.
         """

@@ -9,8 +9,7 @@ from outrider.shared.spec.drafter import FeatureSpec
 
 
 class Connection:
-    """A connection to a draft service: the transport that carries its messages, and the results of the
-    handshake.
+    """A connection to a draft service: its transport, and the results of its handshake.
 
     Attributes:
         hello: The draft's answer to the Hello message. None before the handshake.

@@ -90,8 +90,7 @@ class AnswerDeadlines:
     def round_until(
         self, session: DraftSession, started: float, *, has_others: bool, others_wait: bool
     ) -> float:
-        """Return the time until which one round waits for the tree of a sequence without a deadline (mode
-        `on`).
+        """Return the time until which one round waits for a sequence without a deadline (mode `on`).
 
         Args:
             session: The draft's session of the sequence.

@@ -1,5 +1,4 @@
-"""Decides when the target's start-up stops waiting for a draft service: sooner if nothing listens at its
-address.
+"""Decides when start-up stops waiting for a draft service: sooner if nothing listens at its address.
 
 A draft service listens on its socket as soon as its weights are loaded. It answers as soon as it is warmed
 up. Start-up therefore waits longer for a draft that already listens. A draft that does not listen may never
@@ -24,8 +23,7 @@ CONNECT_S = 0.25
 
 
 class Reachability:
-    """Decides when the target's start-up stops waiting for a draft service that does not listen at its
-    address.
+    """Decides when start-up stops waiting for a draft service that does not listen at its address.
 
     Args:
         address: The draft service's address. None if there is no address to connect to.
@@ -40,8 +38,7 @@ class Reachability:
         self._listens = False
 
     def is_long(self) -> bool:
-        """Return True if nothing listens at the draft's address, `ABSENT_S` seconds or more after the first
-        call.
+        """Return True if nothing listens at the draft's address, `ABSENT_S` seconds after the first call.
 
         To find out, this method tries to connect at most once per `LOOK_S` seconds.
         """

@@ -1,5 +1,4 @@
-"""The drafter in another process: opens its sessions, sends commits, requests trees and processes its
-replies.
+"""The drafter in another process: opens sessions, sends commits, requests trees and processes replies.
 
 This module is the engine's side of the draft protocol. Only the engine thread runs it.
 

@@ -1,5 +1,4 @@
-"""Rounds on the device with a remote draft: sessions join and leave the draft's slots, and messages report
-this.
+"""Rounds on the device with a remote draft: assigns slots at the draft to sessions, and sends the messages.
 
 The draft receives these messages, in order, on one stream:
 
@@ -69,8 +68,7 @@ class _Seat:
 
 
 class SlottedRounds(ExchangedSlots):
-    """The slots at one draft service, for rounds whose states and trees stay on the devices. Engine thread
-    only.
+    """The slots at one draft service, for rounds that stay on the devices. Engine thread only.
 
     Args:
         device: The target's device.
