@@ -47,9 +47,9 @@ class DraftSessions:
     def refresh(self) -> bool:
         """Adopt the drafter's feature spec when it becomes known or changes.
 
-        The spec names the hidden states that the drafter needs.
-        Running sequences that want drafts are prefilled again, because their features were not captured under
-        the new spec. Their tokens do not change. From then on, these sequences get drafts.
+        The spec names the hidden states that the drafter needs.  Running sequences that want drafts are
+        prefilled again, because their features were not captured under the new spec. Their tokens do not
+        change. From then on, these sequences get drafts.
 
         Returns:
             True if the spec has changed.
@@ -147,8 +147,7 @@ class DraftSessions:
             self._drafter.close([sequence.session_id])
 
     def catch_up(self, sequence: Sequence, base_len: int) -> Commit | None:
-        """Return a commit of all tokens of a sequence from index `base_len` on, with their stored feature
-        rows.
+        """Return a commit of a sequence's tokens from index `base_len` on, with their stored feature rows.
 
         Return None if there is nothing to send, or if the drafter does not follow the sequence.
         """

@@ -122,8 +122,7 @@ class DraftSource(Protocol):
         ...
 
     def read(self, ended: Set[int]) -> None:
-        """Finish a round, after all its entries were passed to `committed` and before its tokens are
-        delivered.
+        """Finish a round after all its entries were passed to `committed`. Its tokens are delivered later.
 
         Args:
             ended: Ids of the drafter's sessions that end with this round and were not closed yet.

@@ -51,8 +51,7 @@ After this wait, the engine checks for new requests and cancellations, and then 
 
 
 class ExchangeSource(DraftSource):
-    """Draft source that exchanges round states and trees with a drafter in another process. Engine thread
-    only.
+    """Draft source that exchanges states and trees with a drafter in another process. Engine thread only.
 
     Args:
         slots: The slots of the drafter.

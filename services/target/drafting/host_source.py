@@ -204,8 +204,7 @@ class HostSource(DraftSource):
         self.learn(ended, announces=True)
 
     def learn(self, ended: Set[int], *, announces: bool) -> None:
-        """Process the tokens of a round that were passed to `committed`, and announce the next round if asked
-        to.
+        """Process the tokens of a round that were passed to `committed`. Announce the next round if asked to.
 
         Args:
             ended: Ids of the drafter's sessions that end with this round and were not closed yet.

@@ -4,7 +4,7 @@ A step of the engine enqueues prompt chunks and one round of all decoding sequen
 that were enqueued earlier, and delivers their tokens. A sequence without draft nodes takes part in the round
 with one packed row.
 
-All state belongs to the engine thread. Other threads only append to a queue of commands (`Inbox`).
+All state belongs to the engine thread. Other threads only append commands to the engine's inbox.
 """
 
 from __future__ import annotations

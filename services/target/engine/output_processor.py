@@ -21,8 +21,7 @@ from outrider.shared.base.token_states import TokenStates
 
 
 class OutputProcessor:
-    """Collects the events of an engine step and delivers them together. Ends every sequence and frees its
-    pages.
+    """Collects the events of an engine step and delivers them together. Ends sequences and frees their pages.
 
     Attributes:
         generated_tokens: Number of tokens emitted since the last call of `start_counting`, or since the

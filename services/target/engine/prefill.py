@@ -75,8 +75,7 @@ class Prefill:
         self._budget = budget
 
     def limit(self, scheduler: Scheduler) -> int | None:
-        """Return the largest number of prompt tokens that the next engine step may compute while sequences
-        decode.
+        """Return how many prompt tokens the next engine step may compute at most while sequences decode.
 
         If a recorded CUDA graph fits into the time budget, the number is the size of the largest such graph,
         because chunks of this size need no padding. Return None if no prompt is left to compute.

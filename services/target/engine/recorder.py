@@ -128,7 +128,7 @@ class Recorder:
         return asked
 
     def hear(self) -> None:
-        """Note the calls of `ask` since the last call of this method. Call it before checking for a changed
+        """Note the calls of `ask` since the last call of `hear`. Call this before checking for a changed
         draft.
 
         The event that `ask` has returned is then set after this check at the earliest. The reason is that the
@@ -138,8 +138,7 @@ class Recorder:
             self._heard.append(self._asked.popleft())
 
     def prepare(self, work: Iterable[object]) -> None:
-        """Add a preparation, i.e. work that the engine does while no request is live, before the further
-        graphs.
+        """Add a preparation: work that is done before the further graphs, while no request is live.
 
         Args:
             work: Iterable that does one part of the work each time it yields an item. All CUDA graphs that
@@ -183,7 +182,7 @@ class Recorder:
         self._live_until = self._clock()
 
     def record_next(self) -> str:
-        """Record one CUDA graph, check whether the kernels of one graph are compiled, or do one part of a
+        """Record one CUDA graph, check that one graph's kernels are compiled, or do one part of a
         preparation.
 
         Returns:

@@ -25,8 +25,7 @@ class ConnectionLost(Exception):
 
 
 class Carrier(Protocol):
-    """The transport of one connection to a draft service: sends and receives the messages of the draft
-    protocol.
+    """Transport of one connection to a draft service: sends and receives the draft protocol's messages.
 
     The connection's own thread opens the connection and waits for its end. The engine thread sends and
     receives.

@@ -31,8 +31,7 @@ class Exchange(Protocol):
         limit_s: float,
         ahead: bool,
     ) -> None:
-        """Send a round's message and state to the draft, and receive its trees. Device work runs in stream
-        order.
+        """Send a round's message and state to the draft, and receive its trees, in stream order.
 
         Args:
             message: The message RoundsNext of the round.

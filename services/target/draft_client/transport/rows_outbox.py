@@ -58,8 +58,7 @@ class _Waiting:
 
 
 class RowsOutbox:
-    """A queue that sends feature rows in order, in parts. A part is sent as soon as a slot of the mailbox is
-    free.
+    """Queue that sends feature rows in order and in parts, each as soon as a mailbox slot is free.
 
     Not thread-safe. Call `pump` regularly while `waiting` is True.
 
