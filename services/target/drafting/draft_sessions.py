@@ -47,7 +47,7 @@ class DraftSessions:
     def refresh(self) -> bool:
         """Adopt the drafter's feature spec when it becomes known or changes.
 
-        The spec names the hidden states that the drafter needs.  Running sequences that want drafts are
+        The spec names the hidden states that the drafter needs. Running sequences that want drafts are
         prefilled again, because their features were not captured under the new spec. Their tokens do not
         change. From then on, these sequences get drafts.
 

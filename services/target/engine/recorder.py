@@ -128,8 +128,7 @@ class Recorder:
         return asked
 
     def hear(self) -> None:
-        """Note the calls of `ask` since the last call of `hear`. Call this before checking for a changed
-        draft.
+        """Note the calls of `ask` since the last call of `hear`. Call this before checking for a new draft.
 
         The event that `ask` has returned is then set after this check at the earliest. The reason is that the
         draft may have changed before `ask` was called.
@@ -182,8 +181,7 @@ class Recorder:
         self._live_until = self._clock()
 
     def record_next(self) -> str:
-        """Record one CUDA graph, check that one graph's kernels are compiled, or do one part of a
-        preparation.
+        """Record one CUDA graph, check that a graph's kernels are compiled, or do one part of a preparation.
 
         Returns:
             The description of the recorded graph. Empty if none was recorded.
