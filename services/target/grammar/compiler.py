@@ -1,5 +1,4 @@
-"""Compiles constraints on outputs: first in a separate process, with caps on time and memory, then in the
-target.
+"""Compiles constraints on outputs: first in a process with caps on time and memory, then in the target.
 
 A constraint that the separate process could compile is harmless. The target then compiles it again, because a
 compiled grammar cannot be sent from one process to another.
@@ -38,8 +37,7 @@ MODULE = "outrider.services.target.grammar.compile_process"
 
 
 class GrammarCompiler:
-    """Compiles constraints on outputs, and keeps the most recent compiled grammars. Call on one event loop
-    only.
+    """Compiles constraints on outputs, and keeps the most recent grammars. Call on one event loop only.
 
     Args:
         tokenizer: Path of the model's ``tokenizer.json``.
@@ -77,8 +75,7 @@ class GrammarCompiler:
         return cls(model / TOKENIZER_FILE, config.vocab_size, ends, backend)
 
     async def compile(self, constraint: Constraint) -> Grammar:
-        """Return the compiled grammar of a constraint. A grammar that was compiled recently is not compiled
-        again.
+        """Return the compiled grammar of a constraint. Recently compiled grammars are not compiled again.
 
         Raises:
             InvalidRequestError: The constraint is malformed or too expensive, or this target cannot enforce

@@ -35,8 +35,7 @@ class Matcher(Protocol):
         ...
 
     def forced(self) -> list[int]:
-        """Return the tokens of the text that the grammar forces next, split as a tokenizer would split the
-        text.
+        """Return the tokens of the text that the grammar forces next, split as by the tokenizer.
 
         The grammar may also allow other tokens that spell the same text.
         """

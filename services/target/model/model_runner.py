@@ -320,8 +320,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def scrub(self, sequence: Sequence) -> None:
-        """Zero the pages of a sequence with NaN or infinite values, so that no other sequence reads these
-        values.
+        """Zero the pages of a sequence that has NaN or infinite values, so that no other sequence reads them.
 
         Pages that other sequences may read are left alone.
         """

@@ -105,8 +105,7 @@ class PrefillGraph:
         return None
 
     def run(self, chunks: Seq[PrefillChunk], captures: bool) -> torch.Tensor:
-        """Enqueue prompt chunks that `takes` accepts. Store their K/V, and feature rows where they are
-        wanted.
+        """Enqueue prompt chunks that `takes` accepts. Store their K/V, and feature rows if wanted.
 
         Args:
             chunks: The prompt chunks of one pass. Each chunk belongs to a different sequence, which has a

@@ -44,8 +44,7 @@ class SyntheticAcceptance:
         self.set_rates(rates)
 
     def set_rates(self, rates: Sequence[float]) -> None:
-        """Change the acceptance rates. Their tensor keeps its address, so that recorded CUDA graphs use the
-        new rates.
+        """Change the acceptance rates. Their tensor keeps its address, so CUDA graphs use the new rates.
 
         Raises:
             ConfigurationError: A rate is outside 0…1, or the number of rates is not allowed.

@@ -1,5 +1,4 @@
-"""Copies data about tokens from forward passes to the host: hidden states, routed experts, named tokens'
-logprobs.
+"""Copies states of tokens from forward passes: hidden states, routed experts, and logprobs of named tokens.
 
 This work happens only in passes that have a sequence whose client requests such data. These passes are not
 recorded into CUDA graphs.
@@ -39,8 +38,7 @@ def stacked(decoder: Decoder, routes: Seq[torch.Tensor]) -> torch.Tensor | None:
 
 @dataclass(frozen=True, slots=True)
 class StateRows:
-    """States of the tokens of some rows, in host memory once the pass has ended. None marks data that is not
-    wanted.
+    """States of some rows' tokens, in host memory once the pass has ended. None marks unwanted data.
 
     Attributes:
         hidden: Hidden states, ``[n, hidden_size]``, in the data type of the model.
@@ -66,8 +64,7 @@ class StateRows:
         )
 
     def of_tokens(self, first: int, start: int, stop: int) -> TokenStates:
-        """Return the states of the tokens of the rows ``[start, stop)``. The copy to the host must have
-        ended.
+        """Return the states of the tokens of rows ``[start, stop)``. The copy to the host must have ended.
 
         Args:
             first: Index in the sequence of the token of row `start`.
@@ -138,8 +135,7 @@ def take_prompts(
 
 
 class RoundTap:
-    """Copies token states and the logprobs of named tokens from one round to the host, along the accepted
-    paths.
+    """Copies one round's token states and logprobs of named tokens to the host, along accepted paths.
 
     Args:
         entries: The entries of the round.

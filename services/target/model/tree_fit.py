@@ -16,8 +16,7 @@ MOST_CHOICES = 16
 
 
 def fitted(form: OutputForm, tree: HostTree, rows: int, depth: int) -> HostTree:
-    """Return a tree without the nodes that an output's form forbids, and with nodes that the form makes
-    likely.
+    """Return a drafted tree without the nodes that an output's form forbids, and with likely nodes added.
 
     Two kinds of nodes are removed: nodes that the form forbids, and nodes whose tokens end the output,
     because nothing can follow them. The rows that become free are filled with two kinds of nodes:

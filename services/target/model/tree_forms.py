@@ -85,8 +85,7 @@ class TreeForms:
         self._fetched.fetch()
 
     def fit(self, entries: Seq[Entry], starts: Seq[int]) -> list[FormedEntry]:
-        """Fit the drafted trees of a round to the forms of their outputs, i.e. to the constraints on their
-        tokens.
+        """Fit the drafted trees of a round to the forms, i.e. constraints, of their outputs.
 
         If trees were drafted, call `fetch` first. The host must have read all earlier rounds.
 
@@ -117,8 +116,7 @@ class TreeForms:
         return formed
 
     def fill(self, formed: Seq[FormedEntry]) -> None:
-        """Find the allowed tokens after each node of the round's trees, and enqueue the copy of these masks
-        to the device.
+        """Find the allowed tokens after each tree node of the round, and enqueue their copy to the device.
 
         Call this method once the forward pass has been enqueued, so that the device is busy meanwhile.
         """

@@ -37,8 +37,7 @@ class StepModel:
 
 @dataclass(frozen=True, slots=True)
 class PassSize:
-    """The properties of a verify pass that the host chooses. Passes with equal properties replay the same
-    CUDA graph.
+    """The properties of a verify pass that the host chooses. Equal passes replay the same CUDA graph.
 
     Attributes:
         rows: M, the number of packed rows, including padding.
@@ -148,8 +147,7 @@ def choose_pass(
     forward: ForwardResult,
     allowed: torch.Tensor | None = None,
 ) -> PassResult:
-    """Run the second half of `verify_pass`, from the logits on: choose tokens, accept nodes and update the
-    slots.
+    """Run the second half of `verify_pass`, from the logits on: choose tokens and update the slots.
 
     Args:
         model, table, batch, size: As in `verify_pass`.
