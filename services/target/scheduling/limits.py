@@ -11,7 +11,7 @@ from outrider.shared.nn.config.model_config import ModelConfig
 
 
 def longest_text(config: ModelConfig, max_model_len: int | None) -> int:
-    """Return the maximum number of tokens of a prompt and its answer.
+    """Return the maximum number of tokens of a prompt and its answer together.
 
     Args:
         config: The model's configuration.

@@ -64,13 +64,13 @@ _log = get_logger("outrider.target")
 
 @dataclass(frozen=True, slots=True)
 class Parity:
-    """Result of the check.
+    """Result of the parity check between the verification of a tree and plain decoding.
 
     Attributes:
-        error: Among all errors, the error with the largest ratio to its bound.
+        error: The error with the largest ratio to its bound, among all errors of the check.
         bound: The bound of `error`.
         stage: Stage of `error`: the index of a layer, or the number of layers if the stage is the logits.
-        depth: Depth of the node with this error.
+        depth: Depth of the tree node with this error.
         limits: The limits for the model's data types.
     """
 
@@ -91,8 +91,8 @@ def check_parity(runner: ModelRunner) -> Parity | None:
     """Check that verifying a tree yields the logits of plain decoding, and log the margin.
 
     Returns:
-        The error that is largest in relation to its bound. With deterministic kernels, the check requires
-        equal bits and returns None.
+        The error with the largest ratio to its bound. With deterministic kernels, the check requires equal
+        bits and returns None.
 
     Raises:
         UnavailableError: The logits or a layer's output differ by more than rounding can explain, or logits
