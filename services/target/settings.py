@@ -265,9 +265,7 @@ class TargetSettings(ListenerSettings):
         return SpeculationLimits(shape, self.max_steps, self.max_topk, self.max_nodes, min(deepest, most - 1))
 
     def ranks(self) -> Ranks | None:
-        """Return this process's position among the ranks, from environment variables that `torchrun` sets.
-
-        Return None if this process must start the other ranks itself.
+        """Return the ranks from `torchrun`'s environment variables. None if this process must start them.
 
         Raises:
             ConfigurationError: The environment variable WORLD_SIZE differs from `tp`, or a variable is not a

@@ -4,11 +4,10 @@ Rank 0 serves requests. The other ranks are processes that rank 0 or `torchrun` 
 
 1. All ranks connect to a common store. The ranks other than 0 open control connections to rank 0.
 2. The ranks form a process group (NCCL or Gloo), and each rank loads its share of the weights.
-3. In each engine step, rank 0 sends a command on the control connections. Then all ranks run the same
-   collectives.
+3. In each step, rank 0 sends a command on the control connections. Then all ranks run the same collectives.
 
-A partial model cannot answer requests. If a rank dies or stops, rank 0 therefore ends, and all other ranks
-end with rank 0. The supervisor then restarts the whole target.
+If a rank dies or stops, all ranks end, because a partial model cannot answer requests. The supervisor then
+restarts the whole target.
 """
 
 from __future__ import annotations
@@ -177,8 +176,7 @@ def start_group(
         settings: The target's settings, with `tp` above 1.
         on_failure: Called from another thread if a rank fails later. The function must end this process.
         progress: Receives the loading progress of rank 0.
-        random: The content of config.json for a model with random weights. None loads the checkpoint
-            `settings.model`.
+        random: The content of config.json for a model with random weights. None loads `settings.model`.
 
     Raises:
         ConfigurationError: The model cannot be split or does not fit, or an environment variable is wrong.

@@ -132,8 +132,7 @@ class DrafterAcceptance:
         return trials >= ROUNDS_TO_KNOW or accepted > ACCEPTED_TO_KNOW - 0.5
 
     def rates(self, kind: SamplingKind, chain: bool) -> list[float]:
-        """Return the `MAX_DEPTH` estimates p_1, p_2, …: the probability that the draft at each depth is
-        accepted.
+        """Return the `MAX_DEPTH` estimates p_1, p_2, …, i.e. the acceptance probability at each depth.
 
         The prior of an estimate comes from the other kinds of sampling and the other form (tree or chain). If
         none of their rounds reached this depth, the prior is the estimate of the previous depth.
@@ -162,8 +161,7 @@ class DrafterAcceptance:
         return rates
 
     def expected_tokens(self, kind: SamplingKind, chain: bool, level: int = 0) -> list[float]:
-        """Return the expected numbers of tokens of rounds in which one request drafts to depth 0, 1, …,
-        `MAX_DEPTH`.
+        """Return the expected tokens of a request per round, if it drafts to depth 0, 1, …, `MAX_DEPTH`.
 
         Args:
             kind: Kind of sampling.
@@ -208,8 +206,7 @@ class RowAcceptance:
 
     @property
     def level(self) -> int:
-        """The request's level: the shift of its drafts' log-odds of acceptance, in steps of 1 /
-        `STEPS_PER_UNIT`.
+        """The level of a request: shifts the log-odds of acceptance, in steps of 1 / `STEPS_PER_UNIT`.
 
         A positive level means that drafts are accepted more often than for other requests with the same kind
         of sampling.

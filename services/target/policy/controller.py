@@ -236,8 +236,7 @@ class SpeculationController:
     # ---- learn
 
     def observe(self, step: ExecutedStep) -> float:
-        """Learn from an executed round: its costs, its speedup over plain rounds, and each request's
-        acceptance.
+        """Learn costs, the speedup over plain rounds and each request's acceptance from an executed round.
 
         Returns:
             The seconds that the round has saved: how much longer plain rounds would have taken for the same
@@ -317,8 +316,7 @@ class SpeculationController:
 
     @property
     def speedup_estimate(self) -> float | None:
-        """Tokens per second of recent drafting rounds, divided by that of plain rounds of the same batch
-        size.
+        """Tokens per second of recent rounds with drafts, divided by that of plain rounds of equal size.
 
         None until both a drafting round and a plain round have been measured.
         """

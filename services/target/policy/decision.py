@@ -44,8 +44,7 @@ class Decision:
     tokens: int = 0
 
     def loss_of(self, usual_s: float, catch_up_s: float, tokens: int) -> float:
-        """Record a round of the decision's look. Return the seconds that the look has lost since the previous
-        call.
+        """Record a round of the decision's look. Return the seconds lost since the previous call.
 
         A look consists of rounds that only measure another tree shape.
 

@@ -21,8 +21,7 @@ many tokens weigh as much as one look."""
 
 
 class LookOptions:
-    """Computes the possible looks, i.e. rounds that measure tree shapes which the best partition does not
-    use.
+    """Computes the possible looks: rounds that measure tree shapes that the best partition does not use.
 
     Args:
         rows: The `auto` requests, with the shapes of the best partition.

@@ -141,8 +141,7 @@ class Partitions:
         self.offered = [shape for shape, _ in allowed.most_common(MOST_OFFERED)]
 
     def best(self, kept: tuple[DraftShape, ...], advantage: float) -> Partition:
-        """Return the best partition, i.e. division of the round's requests among tree shapes and plain
-        decoding.
+        """Return the best partition of the round's requests among tree shapes and plain decoding.
 
         Args:
             kept: The tree shapes in use.

@@ -72,8 +72,7 @@ class SpeculationStats:
         return 1.0 + self.accepted_tokens / self.draft_rounds if self.draft_rounds else 1.0
 
     def report(self, speedup_estimate: float | None = None, plain_by: str = "") -> SpeculationReport:
-        """Return a snapshot of the counters, with the most frequent reason for rounds without drafts
-        (fallbacks).
+        """Return a snapshot of the counters, with the most frequent reason for fallbacks to plain decoding.
 
         Args:
             speedup_estimate: The speculation controller's estimate of the speedup. None if there is no

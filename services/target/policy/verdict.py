@@ -71,8 +71,7 @@ def shape_name(shape: DraftShape) -> str:
 
 
 class DecisionLog:
-    """Logs a line when the speculation controller's decision changes, at most once per `LOG_INTERVAL_S`
-    seconds.
+    """Logs changes of the speculation controller's decision, at most once per `LOG_INTERVAL_S` seconds.
 
     Looks, i.e. rounds that only measure, are not logged, because they are short and regular. A change that
     only affects numbers of requests is not logged either.

@@ -145,8 +145,7 @@ class Scheduler:
         return StepPlan(admitted, retracted, self._chunks(budget), decodes)
 
     def reserve_ahead(self, sequence: Sequence, committed_upper: int) -> bool:
-        """Grow a sequence's page lease for a round that starts with at most `committed_upper` committed
-        tokens.
+        """Grow a sequence's lease for a round that starts with at most `committed_upper` committed tokens.
 
         If enough pages are free, the lease grows by `SPARE_TOKENS` more tokens than needed. The lease then
         grows less often, which saves writes to the page table on the device.

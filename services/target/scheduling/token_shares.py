@@ -59,8 +59,7 @@ class TokenShares:
             del self._live[tenant], self._served[tenant]
 
     def admitted(self, sequence: Sequence) -> None:
-        """Charge a sequence's tenant for the prompt tokens that were not cached, at the sequence's first
-        admission.
+        """Charge a tenant for a sequence's prompt tokens that were not cached, at the first admission.
 
         Later admissions of the same sequence are not charged.
         """

@@ -81,8 +81,7 @@ def load_target_model(settings: TargetSettings, progress: Progress | None = None
 def layer_rounding(
     settings: TargetSettings, config: ModelConfig, device: torch.device, dtype: torch.dtype
 ) -> OnLayer | None:
-    """Return a function that rounds a layer's weights to FP8 after the layer is loaded. Without FP8, return
-    None.
+    """Return a function that rounds the weights of a loaded layer to FP8. Without FP8, return None.
 
     Raises:
         ConfigurationError: The model or the device does not support FP8; see `fp8_rounding`.
