@@ -25,9 +25,9 @@ class OverlapSchedule(Enum):
 
 
 class RoundPlacement(Enum):
-    """Setting: where states and trees travel in rounds with a draft in another process.
+    """Setting: the path of states and trees in rounds with a draft in another process.
 
-    HOST passes trees and results through the host. DEVICE keeps the rounds on the devices of target and draft
+    HOST sends them through the host. DEVICE exchanges them between the devices of target and draft
     (`shared.spec.resident`). AUTO selects DEVICE if the target uses a single GPU.
     """
 

@@ -1,7 +1,7 @@
 """The target's gRPC service: accepts requests on asyncio, and streams the events of the engine thread.
 
-If a client calls `Generate` directly, the engine pauses its request while the client has left more than 64
-KiB of the request's tokens unread.
+A client may also call `Generate` without a gateway. The engine then pauses the request while more than 64 KiB
+of its tokens are unread.
 """
 
 from __future__ import annotations

@@ -6,10 +6,10 @@ The rules depend on the speculation mode (`on` or `auto`) of each sequence of th
   draft has not yet answered for the sequence's session, and "late" otherwise.
 - In mode `on`, a sequence may wait longer than the round. The round then runs without the sequence, and the
   sequence keeps waiting during the next rounds. The fallback reason is `AWAITED`.
-- The draft is faulty if a sequence in mode `on` has waited to its limit. It is also faulty if it has sent
-  nothing for too long.
-- Any other late answer is a miss for the circuit breaker (`breaker`). Exception: the draft has not yet
-  answered for the sequence's session.
+- The draft is faulty if a sequence in mode `on` has waited to its limit. The draft is also faulty if it has
+  sent no message for too long.
+- Any other late answer is a miss for the circuit breaker (`breaker`). The first answer for a session is never
+  a miss.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Awaited = tuple[ProposalRow, DraftSession]
 
 
 class AnswerWait:
-    """Waits for the trees that one draft service has been asked for. Engine thread only.
+    """Waits for the trees that the target has requested from one draft service. Engine thread only.
 
     Args:
         deadlines: Determines how long to wait for the tree of each sequence.
@@ -63,7 +63,7 @@ class AnswerWait:
         """Process the draft's messages until every awaited tree has arrived, or until the round must start.
 
         Returns:
-            False if a late answer counts as a miss for the circuit breaker.
+            False if a late answer was a miss for the circuit breaker, or a fault of the draft.
         """
         started, deadline_s = time.monotonic(), request.deadline_s
         if self._breaker.opening_budget.empty_s(started):

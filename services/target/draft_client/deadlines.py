@@ -31,8 +31,8 @@ class AnswerDeadlines:
     Attributes:
         fault_deadline_s: Seconds after which an outstanding answer makes the draft faulty.
         heard_s: Arrival time of the draft's last message that was not a pong.
-        owed_s: Time of the first request after `heard_s` for a session that the draft has never answered. The
-            session may have ended since then. None if there is no such request.
+        owed_s: Time of the first request after `heard_s` among sessions that have had no answer. The session
+            of this request may have ended since then. None if there is no such request.
         times: Measured times of answers and of rounds on the device. First answers of sessions are left out.
     """
 

@@ -1,8 +1,7 @@
 """Keeps the target connected to a remote draft service: connects, performs the handshake, pings, reconnects.
 
-All this happens on a thread of its own, so the engine thread never waits for a connection. Each step of the
-engine uses the `Connection` that is current at that time. Only the engine and this thread refer to a
-connection, so the memory of an ended connection is freed even while the engine is idle.
+All this happens on a separate thread, so the engine thread never waits for a connection. Each step of the
+engine uses the `Connection` that is current at that time.
 """
 
 from __future__ import annotations

@@ -38,9 +38,9 @@ class Reachability:
         self._listens = False
 
     def is_long(self) -> bool:
-        """Return True if nothing listens at the draft's address, `ABSENT_S` seconds after the first call.
+        """Return True if nothing listens now and the first call was at least `ABSENT_S` seconds ago.
 
-        To find out, this method tries to connect at most once per `LOOK_S` seconds.
+        The method tries to connect to the draft service's address at most once per `LOOK_S` seconds.
         """
         now = self._now()
         if self._since is None:

@@ -2,10 +2,10 @@
 
 This module is the engine's side of the draft protocol. Only the engine thread runs it.
 
-A session is *live* once its Open message was sent over the current connection. The pending commits of a live
-session are merged. The next frame, which is one message for several sessions, then contains them. If a
-session falls too far behind, or if the draft has lost it, the engine opens the session again and sends its
-stored feature rows again.
+A session is *live* once its Open message was sent over the current connection. Commits of live sessions are
+collected and sent in the next frame. A frame is one message for several sessions. If a session falls too far
+behind, or if the draft has lost it, the engine opens the session again and sends its stored feature rows
+again.
 
 A fault of the draft raises no exception. The affected sequences decode without drafts and report a fallback
 reason.

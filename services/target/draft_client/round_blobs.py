@@ -80,15 +80,15 @@ class RoundBlobs:
         least_s: float,
         refused: Collection[int],
     ) -> BoundedRound:
-        """Return a round whose states and trees are in this memory.
+        """Return a round whose states and trees use the memory of this object.
 
         Args:
             message: The message that announces the round to the draft.
-            sizes: The size of each group, i.e. of the sequences that draft with the same tree shape.
+            sizes: The size of each group. The sequences that draft with the same tree shape form a group.
             channel: Carries the states to the draft, and the trees to the target.
             feature_size, dtype: Number of elements and data type of a feature row.
             longest_s: Longest wait for the trees, in seconds.
-            least_s: Shortest limit, in seconds, to which `BoundedRound.exchange` may shorten this wait.
+            least_s: `BoundedRound.exchange` may shorten the wait, but not below this number of seconds.
             refused: Ids of the sessions that cannot draft in this round.
         """
         layout = self._layout(tuple(sizes), feature_size, dtype)

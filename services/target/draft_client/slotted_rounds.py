@@ -5,11 +5,11 @@ The draft receives these messages, in order, on one stream:
 - SlotsOpen, when a connection begins.
 - RoundsNext, once per round, as soon as the target has enqueued the round. It lists the sessions that join a
   slot, the slots that draft, the tokens that the target has read since its last message, and the free slots.
-- SlotsUpdate, if no round follows soon. It lists only the tokens and the free slots.
+- SlotsUpdate, if no round follows soon. It lists only the newly read tokens and the free slots.
 
-The consecutive rounds until a round fails are a *series*. After the failure, all sessions in slots are opened
-again, because the draft may lack some of their feature rows. This is cheap, because the draft keeps the
-feature rows of all reported tokens.
+A *series* of rounds lasts until a round fails. All sessions in slots are then opened again, because the draft
+may lack some of their feature rows. This is cheap, because the draft keeps the feature rows of all reported
+tokens.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class SlottedRounds(ExchangedSlots):
         vocab_size: The target's vocabulary size.
         dtype: Data type of the feature rows.
         sessions: The drafter's sessions.
-        deadlines: Limits the waits, from the measured times of answers. This class adds the times of rounds.
+        deadlines: Limits the waits for trees, based on measured times. This class adds the times of rounds.
         breaker: Circuit breaker that stops rounds while the draft is faulty or slow.
         take_reply: Function that waits for a message of the draft and processes it. Its argument is the
             longest wait in seconds.

@@ -5,9 +5,9 @@ all groups together, receives the trees, checks them and packs them. Sequences m
 two rounds. A sequence that does not draft costs the drafter nothing, because its tokens are sent later, in
 larger commits.
 
-A sequence joins once the drafter has the feature rows of its prompt. Until then, a sequence in mode `on` is
-left out of rounds, and a sequence in mode `auto` decodes without drafts. Rounds that cannot be exchanged are
-drafted through the host (`host_source`).
+A sequence joins the exchange once the drafter has the feature rows of its prompt. Until then, a sequence in
+mode `on` is left out of rounds, and a sequence in mode `auto` decodes without drafts. If a round cannot be
+exchanged, its trees are requested through the host (`host_source`).
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ A round with such trees can start only after the host has read the previous roun
     remote draft                           | extend by n, draft n + 1  |
 
 The host announces the next round as soon as it has read a round, because a draft in another process idles
-until then. Rounds in which no sequence drafts are enqueued ahead, as if there were no drafter. The drafter
-receives the tokens of such rounds later, in larger commits.
+until then. If no sequence drafts in a round, the host enqueues the round ahead, as if there were no drafter.
+The drafter receives the tokens of such a round later, in larger commits.
 
 A sequence in mode `on` whose tree is late waits alone: the round runs without it. The next rounds run without
 it too, until the tree arrives or the wait ends. A stopped draft therefore delays only sequences in mode `on`.

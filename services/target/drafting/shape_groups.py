@@ -22,8 +22,8 @@ class ShapeGroup:
 
     Attributes:
         shape: Shape of every tree of the group.
-        sequences: The sequence of each row of the group's tensors. Any rows after these are idle.
-        size: The sizes of the group.
+        sequences: The sequence of each row of the group's tensors. Any further rows are idle.
+        size: Sizes of the group's tensors.
     """
 
     shape: DraftShape
@@ -42,14 +42,14 @@ class ShapeGroup:
 
 
 def shape_groups(drafting: Seq[Entry], batch_sizes: Seq[int]) -> list[ShapeGroup]:
-    """Group the entries that draft by their tree shapes.
+    """Divide the drafting entries of a round into groups with equal tree shapes.
 
-    The groups are sorted by their shapes alone, so that fewer combinations of groups occur. The first round
-    with a new combination is slower.
+    The order of the groups depends only on their shapes, so that fewer combinations of groups occur. The
+    first round with a new combination is slower.
 
     Args:
         drafting: The entries that draft.
-        batch_sizes: Ascending numbers of rows that the tensors of a group may have.
+        batch_sizes: Numbers of rows that the tensors of a group may have, ascending.
     """
     by_shape: dict[DraftShape, list[Sequence]] = {}
     for entry in drafting:

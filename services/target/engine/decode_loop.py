@@ -8,8 +8,8 @@ On a GPU, a round is enqueued before the host has read the previous round (a loo
 On a CPU, or if the trees of a round come from the host, the loop reads a round before it launches the next
 one (a lookahead of 0).
 
-An output may have a form, such as a JSON schema, that restricts its tokens. The host must then know all
-earlier tokens before the next tokens can be chosen. Such a round is *open* when it is launched: the device
+An output may have a form, i.e. a constraint such as a JSON schema. The host must then know all earlier tokens
+before the next tokens can be chosen. A round with such an output is *open* when it is launched: the device
 starts with its forward pass. The host completes the round as soon as it has read all earlier passes:
 
     device    | choose n | forward n + 1                                | choose n + 1 | …

@@ -32,7 +32,7 @@ STATE_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class PrefillPass:
-    """A forward pass over prompt chunks that is in flight.
+    """A forward pass over prompt chunks that the host has enqueued and not read yet.
 
     Attributes:
         completed: The sequences whose prompts end with this pass, each with its `residence` (see `Sequence`).
@@ -75,7 +75,7 @@ class Prefill:
         self._budget = budget
 
     def limit(self, scheduler: Scheduler) -> int | None:
-        """Return how many prompt tokens the next engine step may compute at most while sequences decode.
+        """Return the largest number of prompt tokens for the next engine step while sequences decode.
 
         If a recorded CUDA graph fits into the time budget, the number is the size of the largest such graph,
         because chunks of this size need no padding. Return None if no prompt is left to compute.

@@ -128,10 +128,10 @@ class Recorder:
         return asked
 
     def hear(self) -> None:
-        """Note the calls of `ask` since the last call of `hear`. Call this before checking for a new draft.
+        """Note the calls of `ask` since the last call of `hear`. Call this before each check for a new draft.
 
-        The event that `ask` has returned is then set after this check at the earliest. The reason is that the
-        draft may have changed before `ask` was called.
+        The draft may have changed just before `ask` was called. The event that `ask` returned is therefore
+        not set before the next check has ended.
         """
         while self._asked:
             self._heard.append(self._asked.popleft())
@@ -150,7 +150,8 @@ class Recorder:
         listed: Callable[[], RecordingList],
         is_compiled: Callable[[Callable[[], None]], bool] = always,
     ) -> None:
-        """Set the list of CUDA graphs. Plan to record them now, and again after each change of the draft.
+        """Set the CUDA graphs to record in advance. Plan to record them now, and after each change of the
+        draft.
 
         Args:
             listed: Function that lists the graphs.

@@ -12,12 +12,13 @@ PROMPT_END_TOKENS = 8
 
 
 class OutputForm:
-    """The form of one output: determines which tokens may come next, from a constraint. Engine thread only.
+    """The form of one output, i.e. a constraint that determines which tokens may come next. Engine thread
+    only.
 
     An output has up to three parts, in this order: an opening text, a free part that ends with a marker, and
     a part that follows the grammar. The first two parts are optional.
 
-    `settle` follows each token of the output once, in order. `accept` and `rollback` visit the nodes of a
+    `settle` processes each token of the output once, in order. `accept` and `rollback` visit the nodes of a
     tree. Each `accept` must be rolled back before the next call of `settle`.
 
     Args:

@@ -44,7 +44,7 @@ them.
 
 @dataclass(frozen=True, slots=True)
 class ChosenTokens:
-    """Tokens that a forward pass has chosen, and logprobs, that are being copied to the host.
+    """The chosen tokens and the logprobs of a forward pass, while they are copied to the host.
 
     `wait` waits for these copies only. It does not wait for work that was enqueued after them.
 
@@ -52,7 +52,7 @@ class ChosenTokens:
         on_device: ``[n] int64``, the tokens on the device. Valid until the next recorded pass.
         logprobs: ``[n, WORDS] int32`` in host memory, the logprobs of the tokens, from `token_logprobs`. None
             if no client wants them. Valid after `wait`.
-        prompts: Logprobs of prompt tokens in host memory, in order. Only for prompt chunks that have any.
+        prompts: Logprobs of prompt tokens in host memory, in order, for the prompt chunks that have any.
             Valid after `wait`.
         states: States of prompt tokens, for the prompt chunks whose clients want them. Valid after `wait`.
         requested: One item for each chosen token: the logprobs of the tokens that its client has named, ``[1,

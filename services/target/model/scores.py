@@ -44,7 +44,7 @@ class ScoredPrompt:
 
 
 def score_prompts(decoder: Decoder, hidden: torch.Tensor, chunks: Seq[PrefillChunk]) -> list[ScoredPrompt]:
-    """Enqueue the computation of the prompt tokens' logprobs that clients want from these prompt chunks.
+    """Enqueue the computation of the logprobs of prompt tokens, as far as clients want them.
 
     Args:
         decoder: The target model.

@@ -1,8 +1,8 @@
 """Rules of all slots on the device: penalties, biases, forbidden tokens, and wanted logprobs.
 
 The kernels in `kernels/logit_rules` read these rules before a token is chosen, and count the chosen tokens.
-The host writes the rules of a sequence once, before its first token is chosen. The copies to the device
-follow the rounds in flight in stream order. For a slot without rules, the kernels only load one flag.
+The host writes the rules of a sequence once, before its first token is chosen. The copies to the device are
+enqueued after the rounds in flight. For a slot without rules, the kernels only load one flag.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ class SlotRules:
         )
 
     def count_first(self, sequences: list[Sequence], tokens: torch.Tensor) -> None:
-        """Count the first token after each prompt for the penalties, in stream order.
+        """Add the first token after each prompt to the token counts of the penalties, in stream order.
 
         Args:
             sequences: Sequences with slots. Their tokens on the host do not include `tokens` yet.

@@ -139,7 +139,7 @@ class SlotTable:
             )
 
     def seat(self, sequences: Seq[Sequence], tokens: torch.Tensor) -> None:
-        """Write the state of sequences whose first token has just been chosen, in stream order.
+        """Write, in stream order, the slot state of sequences whose first token has just been chosen.
 
         The feature row of each prompt's last token is copied from the KV pool's feature plane. It must be
         stored there already.

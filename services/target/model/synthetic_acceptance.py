@@ -28,9 +28,8 @@ class SyntheticAcceptance:
     The rewrite can be captured into a CUDA graph.
 
     Args:
-        rates: Acceptance rates of the depths 1, 2 …: the probability that the draft at this depth is accepted
-            if all drafts before it on its path were accepted. Drafts at depths without a rate are never
-            accepted.
+        rates: For each depth 1, 2 …, the probability that a draft at this depth is accepted if its parent was
+            accepted. Drafts at depths without a rate are never accepted.
         vocab_size: The target's vocabulary size.
         device: The target's device.
 
@@ -135,8 +134,8 @@ def rates_of_mean(accept_length: float) -> list[float]:
     simulation.
 
     Args:
-        accept_length: Mean number of tokens per round, including the bonus token, at least 1. Trees that are
-            not deep enough have a lower mean.
+        accept_length: Mean number of tokens per round, including the bonus token, at least 1. If the trees
+            are too shallow, the actual mean is lower.
 
     Raises:
         ConfigurationError: The accept length is below 1 or above `MAX_LEVELS` + 1.

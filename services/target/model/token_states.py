@@ -116,7 +116,7 @@ class PromptStates:
 def take_prompts(
     hidden: torch.Tensor, experts: torch.Tensor | None, chunks: Seq[PrefillChunk]
 ) -> list[PromptStates]:
-    """Enqueue the copies to the host of these chunks' token states, as far as clients want them.
+    """Enqueue copies of the token states of these prompt chunks to the host, as far as clients want them.
 
     Args:
         hidden: ``[rows, hidden_size]``, the output rows of all chunks, one chunk after the other.

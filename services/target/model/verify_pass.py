@@ -57,15 +57,18 @@ class PassSize:
 
 @dataclass(frozen=True, slots=True)
 class PassResult:
-    """The result of a verify pass for the host. B is the number of entries that may be other than padding.
+    """The result of a verify pass over M packed rows, for the host.
+
+    B is the number of entries, without those that are always padding. R is the largest number of tokens of an
+    entry.
 
     Attributes:
         packed: ``[B, 2 + 2 R] int32``: the number of accepted nodes (-1 for an idle slot), the number of
-            nodes, the path, and the emitted tokens. R is the largest number of tokens of an entry.
+            nodes, the path, and the emitted tokens.
         logprobs: ``[M, token_logprobs.WORDS] int32``. Row ``starts[e] + c`` belongs to the token at column c
             of entry e. None unless the sampling mode is `FULL`.
-        hidden: ``[M, hidden_size]``, the model's output for the M packed rows.
-        logits: ``[M, V]``. None unless the sampling mode is `FULL`.
+        hidden: ``[M, hidden_size]``, the model's output for the packed rows.
+        logits: ``[M, V]``, V logits per packed row. None unless the sampling mode is `FULL`.
         rows: ``[M] int64``. Element ``starts[e] + c`` is the packed row from which the token at column c of
             entry e was chosen. None unless the sampling mode is `FULL`.
     """

@@ -161,7 +161,7 @@ class DrafterAcceptance:
         return rates
 
     def expected_tokens(self, kind: SamplingKind, chain: bool, level: int = 0) -> list[float]:
-        """Return the expected tokens of a request per round, if it drafts to depth 0, 1, …, `MAX_DEPTH`.
+        """Return the expected tokens per round of a request that drafts to depth 0, 1, …, `MAX_DEPTH`.
 
         Args:
             kind: Kind of sampling.
@@ -206,7 +206,7 @@ class RowAcceptance:
 
     @property
     def level(self) -> int:
-        """The level of a request: shifts the log-odds of acceptance, in steps of 1 / `STEPS_PER_UNIT`.
+        """The level of a request: a shift of the log-odds of acceptance, in steps of 1 / `STEPS_PER_UNIT`.
 
         A positive level means that drafts are accepted more often than for other requests with the same kind
         of sampling.

@@ -316,9 +316,11 @@ class SpeculationController:
 
     @property
     def speedup_estimate(self) -> float | None:
-        """Tokens per second of recent rounds with drafts, divided by that of plain rounds of equal size.
+        """Estimated speedup: tokens per second of recent rounds with drafts, divided by those of plain
+        rounds.
 
-        None until both a drafting round and a plain round have been measured.
+        Rounds of the same batch size are compared. None until both a round with drafts and a plain round have
+        been measured.
         """
         return self._draft_rate
 

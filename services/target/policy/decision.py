@@ -77,12 +77,13 @@ class Decision:
 def assign_shapes(
     rows: Sequence[RowBound], expected: Sequence[Tokens], partition: Partition, number: int
 ) -> None:
-    """Assign a tree shape to each `auto` request. At most `Partition.counts` requests get the same shape.
+    """Assign a tree shape to each `auto` request of a round. Each shape is assigned to a limited number of
+    requests.
 
     Args:
         rows: The `auto` requests of the round.
         expected: The expected tokens of each request, by shape.
-        partition: Determines the shapes, and the largest number of requests for each shape.
+        partition: Determines the shapes, and the largest number of requests for each shape (`counts`).
         number: Number of the decision.
     """
     left = dict(partition.counts)

@@ -34,7 +34,7 @@ class FixedShare:
         self._left = 0
 
     def choose(self, rows: list[int], base_s: float, round_s: Callable[[Seq[int]], float]) -> set[int]:
-        """Choose which of the requests with a fixed tree shape draft in this round.
+        """From the requests with a fixed tree shape, choose those that draft in this round.
 
         Args:
             rows: Session ids of these requests.

@@ -55,9 +55,9 @@ class LookOptions:
     def all(self) -> dict[DraftShape, LookOption]:
         """Return the cheapest look for each tree shape that is not in use.
 
-        A look consists of rounds that only measure a shape. It takes a few requests whose drafter catches up
-        fast and that took part in few looks. A look with all requests that draft is cheaper in some cases,
-        because no request then needs a draft of the old shape. It is then returned instead.
+        A look consists of rounds that only measure a shape. Two looks are compared for each shape. The first
+        has a few requests whose drafter catches up fast and that took part in few looks. The second has all
+        requests that draft, so that no request needs a draft of the old shape.
         """
         rows, best, partitions = self._rows, self._best, self._partitions
         able = [index for index, row in enumerate(rows) if row.useful_depth > 0]

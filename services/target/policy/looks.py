@@ -9,9 +9,9 @@ The next look measures the shape with the smallest sum of two numbers: the losse
 estimated loss of its next look. Cheap shapes are therefore measured more often.
 
 A possible look is *unsure* if its estimated loss may be too large. This is the case if the drafter is new, or
-if only a few rounds with the shape were measured. The budget would then take too long to reach the cost of a
-full look. An unsure look may therefore be brief: it has as many rounds as the budget can pay. It ends early
-if it loses more than the budget.
+if only a few rounds with the shape were measured. It could take too long until the budget allows a full look
+of this loss. An unsure look may therefore be brief: it has as many rounds as the budget can pay. A brief look
+ends early if it loses more than the budget.
 """
 
 from __future__ import annotations

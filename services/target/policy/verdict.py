@@ -17,7 +17,7 @@ _log = get_logger("outrider.target")
 
 
 class Reason(Enum):
-    """Why mode `auto` drafts or decodes plainly.
+    """The reason why requests in mode `auto` draft or decode plainly.
 
     - PAYS: Some requests draft, because drafting is estimated to be faster.
     - DOES_NOT_PAY: No request drafts, because plain decoding is estimated to be faster.
@@ -73,8 +73,8 @@ def shape_name(shape: DraftShape) -> str:
 class DecisionLog:
     """Logs changes of the speculation controller's decision, at most once per `LOG_INTERVAL_S` seconds.
 
-    Looks, i.e. rounds that only measure, are not logged, because they are short and regular. A change that
-    only affects numbers of requests is not logged either.
+    Looks, i.e. rounds that only measure other tree shapes, are short and regular. They are not logged. A
+    change that only affects numbers of requests is not logged either.
 
     Args:
         now: Returns monotonic seconds.

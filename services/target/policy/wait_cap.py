@@ -30,7 +30,8 @@ def wait_cap_s(rows: Sequence[RowBound], batch_size: int, costs: RoundCosts, *, 
 
     The limit is the smaller of two values:
 
-    - `P99_MULTIPLE` times the 99th percentile of the measured times until trees arrived.
+    - `P99_MULTIPLE` times the 99th percentile of the measured times from a request for trees to their
+      arrival.
     - `WAIT_SHARE` times the time that the trees can save. If the round is expected to yield n tokens, the
       trees save the time of n plain rounds minus the time of the verify pass. The assumed saving is at least
       the time of one plain round.

@@ -54,7 +54,7 @@ class EngineLimits:
         """Refuse a sequence that could never finish with this model, or in a KV pool of `capacity` tokens.
 
         Raises:
-            InvalidRequestError: The error names the field.
+            InvalidRequestError: The sequence exceeds a limit. The error names the field of the request.
         """
         request = sequence.request
         if not request.prompt_ids:

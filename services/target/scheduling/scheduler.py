@@ -1,4 +1,4 @@
-"""Continuous batching: decides which sequences prefill and decode in a step and which own KV pages.
+"""Continuous batching: decides which sequences prefill, which decode, and which own KV pages.
 
 The life of a sequence:
 
@@ -20,8 +20,9 @@ Another sequence may be computing a prefix that a waiting sequence shares. The w
 admitted after this prefix has been stored. It does not wait for a prefix that saves little work
 (`LONG_PREFIX`).
 
-At least one sequence always advances. The oldest sequence of the highest priority that is not paused is never
-retracted. Every sequence fits into the KV pool alone, which is checked when a request is submitted.
+At least one sequence always advances, for two reasons. The oldest sequence of the highest priority that is
+not paused is never retracted. Each sequence fits into the KV pool if it is alone there, which is checked when
+a request is submitted.
 """
 
 from __future__ import annotations

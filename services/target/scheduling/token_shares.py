@@ -126,8 +126,8 @@ class TokenShares:
 
         - If admitted sequences have a lower priority than the waiting sequence, the candidates are the
           sequences of the lowest priority.
-        - Otherwise, the candidates have the same priority as the waiting sequence. Their tenant was served at
-          least as many tokens as the waiting sequence's tenant, and has at least two more slots.
+        - Otherwise, a candidate has the same priority as the waiting sequence. The candidate's tenant was
+          served at least as many tokens as the waiting sequence's tenant, and has at least two more slots.
 
         The youngest candidate of the tenant with the most slots makes room. The oldest sequence of the
         highest priority is never chosen.

@@ -76,8 +76,8 @@ class Limits:
         name: Name of the data type that determines the limits, for messages.
         floor: Smallest bound on an error.
         ceiling: Largest bound on an error.
-        slack: Factor on the measured error of a causal chunk. The bound is this product, limited by `floor`
-            and `ceiling`.
+        slack: Factor by which the measured error of a causal chunk is multiplied. The bound is this product,
+            limited by `floor` and `ceiling`.
         may_route: True if the model may be a mixture of experts, where rounding may select another expert.
     """
 
@@ -131,7 +131,7 @@ def limits_of(decoder: Decoder, pool: KVPool) -> Limits:
 
 
 def errors(expected: Stages, found: Stages) -> torch.Tensor:
-    """Return the error between two passes of each row at each stage, ``[rows, layers + 1] fp32``.
+    """Return the error of each row at each stage between two forward passes, ``[rows, layers + 1] fp32``.
 
     The stages are the residual stream after each layer, and then the logits. The mean of each row's logits is
     subtracted first, because a common offset does not change any probability.

@@ -59,7 +59,7 @@ class WarmUpRequest:
     Attributes:
         speculation: Speculation mode and tree shape.
         temperature: Sampling temperature.
-        tokens: Number of tokens of the prompt. The answer has the same number of tokens.
+        tokens: Largest number of tokens of the answer.
         optional: True if the request is skipped once the warm-up has taken long.
     """
 

@@ -27,12 +27,12 @@ class ConnectionLost(Exception):
 class Carrier(Protocol):
     """Transport of one connection to a draft service: sends and receives the draft protocol's messages.
 
-    The connection's own thread opens the connection and waits for its end. The engine thread sends and
-    receives.
+    A separate thread opens the connection and waits for its end. The engine thread sends and receives.
 
     Attributes:
         ended: An event that is set when the connection has ended, before any call reports the end.
-        tensors: Writes the feature rows of a frame into the frame's message. Engine thread only.
+        tensors: Puts the feature rows of commits into the message that carries the commits. Engine thread
+            only.
         rows_follow_open: True if feature rows that `send_rows` sends cannot overtake earlier messages. They
             can then be sent before OpenAck has arrived.
         rounds: Carries the states and trees of rounds on the device. None if all rounds run through the host.

@@ -1,7 +1,7 @@
 """Carries the draft protocol on one host: unix sockets for messages, mailboxes for feature rows and rounds.
 
 There are two unix sockets. The engine thread sends and receives on the session socket. A separate thread
-receives pongs on the bulk socket. This thread also detects the end of the connection there.
+receives pongs on the bulk socket, and detects the end of the connection.
 """
 
 from __future__ import annotations

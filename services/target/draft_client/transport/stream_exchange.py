@@ -2,8 +2,8 @@
 
 To save time, as much work as possible happens early:
 
-- While the device computes the state, the host sends the message RoundsNext and encodes the message around
-  the state. Afterwards, only the bytes of the state must be copied. A compact state (`StateLayout.compact`)
+- While the device computes the round's state, the host sends the message RoundsNext. It also encodes
+  everything in the state's message except the bytes of the state. A compact state (`StateLayout.compact`)
   leaves out the feature rows of rejected nodes.
 - On a GPU, the host enqueues the next verify pass before the trees for this pass have arrived. The GPU waits
   for a word in host memory. The host writes this word when the trees have arrived (`shared.rpc.relay`).
