@@ -53,8 +53,7 @@ class StreamSink(EventSink):
         self._queue.put_nowait(())
 
     async def batches(self) -> AsyncIterator[Seq[Event]]:
-        """Yield lists of the call's events, in order. Each list has the events that arrived after the
-        previous list.
+        """Yield the call's events, in order. Each list has the events that arrived after the previous list.
 
         A list has at most `MAX_BATCH_BYTES` bytes. A larger event is yielded as a list of its own.
         """

@@ -129,6 +129,8 @@ class DraftLink:
         breaker: Breaker,
         make_carrier: Callable[[], Carrier],
     ) -> None:
+        # Only the link and the engine refer to a connection. The memory of an ended connection is therefore
+        # freed even while the engine is idle.
         self.connection: Connection | None = None
         self.ever_connected = False
         self.refusal: OutriderError | None = None

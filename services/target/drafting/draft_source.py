@@ -94,8 +94,7 @@ class DraftSource(Protocol):
         return
 
     def receive_trees(self) -> None:
-        """Do the host's part of the drafting of the round that was enqueued last. This may wait for a
-        drafter.
+        """Do the host's part of drafting the round that was enqueued last. This may wait for a drafter.
 
         The decode loop calls this method between reading the previous round and reading the last enqueued
         round.

@@ -150,8 +150,7 @@ class Recorder:
         listed: Callable[[], RecordingList],
         is_compiled: Callable[[Callable[[], None]], bool] = always,
     ) -> None:
-        """Set the CUDA graphs to record in advance. Plan to record them now, and after each change of the
-        draft.
+        """Set the CUDA graphs to record in advance: now, and again after each change of the draft.
 
         Args:
             listed: Function that lists the graphs.

@@ -12,8 +12,7 @@ PROMPT_END_TOKENS = 8
 
 
 class OutputForm:
-    """The form of one output, i.e. a constraint that determines which tokens may come next. Engine thread
-    only.
+    """The form of one output, i.e. a constraint on the tokens that may come next. Engine thread only.
 
     An output has up to three parts, in this order: an opening text, a free part that ends with a marker, and
     a part that follows the grammar. The first two parts are optional.

@@ -316,8 +316,7 @@ class SpeculationController:
 
     @property
     def speedup_estimate(self) -> float | None:
-        """Estimated speedup: tokens per second of recent rounds with drafts, divided by those of plain
-        rounds.
+        """Speedup: tokens per second of recent rounds with drafts, divided by that of plain rounds.
 
         Rounds of the same batch size are compared. None until both a round with drafts and a plain round have
         been measured.

@@ -77,8 +77,7 @@ class Decision:
 def assign_shapes(
     rows: Sequence[RowBound], expected: Sequence[Tokens], partition: Partition, number: int
 ) -> None:
-    """Assign a tree shape to each `auto` request of a round. Each shape is assigned to a limited number of
-    requests.
+    """Assign a tree shape to each `auto` request of a round. The number of requests per shape is limited.
 
     Args:
         rows: The `auto` requests of the round.
