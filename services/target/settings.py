@@ -253,9 +253,9 @@ class TargetSettings(ListenerSettings):
         )
 
     def limits(self) -> SpeculationLimits:
-        """Return the default tree shape and the caps.
+        """Return the default tree shape, and the caps on the tree shapes that requests may ask for.
 
-        If `num_steps` is not set, `auto` may also choose chains that are deeper than the default shape.
+        If `num_steps` is not set, mode `auto` may also choose chains that are deeper than the default shape.
         """
         shape = DraftShape(self.num_steps, self.topk, self.num_draft_tokens)
         deepest = (

@@ -1,4 +1,4 @@
-"""Inputs and results of rounds over packed rows, at fixed addresses, and the sizes that rounds are padded to.
+"""Buffers at fixed addresses for the inputs and results of rounds, and the sizes that rounds are padded to.
 
 One set of buffers serves rounds of all sizes. A round of M packed rows uses the first M elements. The host
 writes the entries of a round with one copy in stream order. A round in flight therefore does not see the

@@ -1,9 +1,9 @@
 """Synthetic acceptance for benchmarks: draws the number of accepted drafts from a given distribution.
 
-With random weights, the target never accepts a draft. With synthetic acceptance, a benchmark measures the
-speed at a given accept length without a trained pair of target and draft. Only `outrider bench` uses
-synthetic acceptance. No flag, setting or request of a server can enable it. Results measured with synthetic
-acceptance carry the label that `describe` returns.
+With random weights, the target never accepts a draft. Synthetic acceptance lets a benchmark measure the speed
+at a given accept length without trained weights. Only `outrider bench` uses synthetic acceptance. No flag,
+setting or request of a server can enable it. Results measured with synthetic acceptance carry the label that
+`describe` returns.
 """
 
 from __future__ import annotations

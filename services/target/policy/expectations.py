@@ -15,7 +15,7 @@ Tokens = Mapping[DraftShape, float]
 
 
 class Expectations:
-    """The expected tokens of the `auto` requests of a round, for each tree shape.
+    """The expected tokens per round of the `auto` requests of the batch, for each tree shape.
 
     Requests with equal expectations share one mapping.
 

@@ -233,8 +233,8 @@ class Sequence:
         """Largest number of leading tokens of the sequence that may come from the prefix cache.
 
         The last token is always computed. Prompt tokens are also computed if the client wants their logprobs
-        or states, and has not received them yet. The logprob of a token needs the computation of the token
-        before it.
+        or states, and has not received them yet. To get the logprob of a token, the token before it must be
+        computed.
         """
         last = len(self.tokens) - 1
         if self.request.states.wanted:

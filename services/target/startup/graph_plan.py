@@ -130,7 +130,9 @@ def plan_graphs(settings: TargetSettings, *, cuda: bool, waits: bool, offers: bo
 
 
 def await_draft(drafter: Drafter, timeout_s: float, given_up: Callable[[], bool]) -> float:
-    """Wait until a remote draft has announced the features that it needs. CUDA graphs capture these.
+    """Wait until a remote draft has announced the features that it needs.
+
+    CUDA graphs capture these features, so the target waits before it records graphs.
 
     Args:
         drafter: The engine's drafter. The engine's thread must not run yet.
@@ -193,7 +195,8 @@ def record_graphs(
 
 
 def list_graphs(recordings: Recordings, plan: GraphPlan) -> RecordingList:
-    """List the CUDA graphs to record before the server is ready, and those to record later, while it is idle.
+    """List the CUDA graphs that are recorded in advance: before the server is ready, and later while it is
+    idle.
 
     Before the server is ready, only greedy rounds are recorded: plain rounds of a few sizes, and the default
     tree of a single request. Later, these graphs follow: rounds in which all requests have the same tree

@@ -3,9 +3,9 @@
     |-- elsewhere --|-- weights --|-- draft --|---- K/V cache ----|-- reserve --|-- unused --|
     |----------- at most mem_fraction_static of the total --------|
 
-Weights, draft and reserve come first, and the K/V cache receives the rest of the usable memory. The reserve
-is for CUDA graphs, activations and logits. "Elsewhere" is the memory of other processes and of the CUDA
-context.
+The sizes of weights, draft and reserve are determined first. The K/V cache receives the rest of the usable
+memory. The reserve is for CUDA graphs, activations and logits. "Elsewhere" is the memory of other processes
+and of the CUDA context.
 
 Only `gpu_memory` reads the state of a GPU, so all other functions can be tested without a GPU.
 """
@@ -104,12 +104,12 @@ NO_DRAFT_CACHE = DraftCache(0, 0)
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """The planned sizes, in bytes, of all parts of a GPU's memory.
+    """The plan of a GPU's memory: the sizes of the K/V cache and of the other parts.
 
     Attributes:
         memory: State of the GPU's memory before the K/V cache is allocated. None on a CPU, where only the K/V
             cache is sized.
-        reserve: Memory that is kept free for the work of an engine step.
+        reserve: Bytes that are kept free for the work of an engine step.
         bytes_per_token: Bytes of the K/V cache per token, including feature rows.
         page_size: Tokens per page of the K/V cache.
         pages: Number of pages of the K/V cache.
@@ -283,10 +283,10 @@ def more_tokens(settings: TargetSettings) -> int:
 
 
 def gpu_memory(device: torch.device) -> tuple[int, int] | None:
-    """Return the free and total bytes of a GPU; None on a CPU.
+    """Return the free and total bytes of a GPU. Return None on a CPU.
 
-    The function first releases memory that torch caches but does not use, e.g. memory of weights that were
-    quantized.
+    The function first releases memory that torch caches but does not use, such as the memory of weights that
+    were quantized.
     """
     if device.type != "cuda":
         return None

@@ -16,10 +16,10 @@ three comparisons:
 3. After the first layer, it compares the tree with a causal chunk that has as many rows as the tree. Up to
    this stage, only attention may round differently in the two passes.
 
-`rounding_bounds.py` defines how large the errors may be. A correct model may exceed a bound with one prompt,
-for example if rounding selects another expert. A fault exceeds its bound with every prompt. The check
-therefore refuses a model (i.e. stops the start) only if the same row exceeds its bound at the same stage with
-each of several prompts.
+`rounding_bounds.py` defines a bound for each error. The error of a correct model may exceed its bound with
+one prompt, for example if rounding selects another expert. A fault causes an error above the bound with every
+prompt. The check therefore stops the start only if the same row exceeds its bound at the same stage with each
+of several prompts.
 
 With deterministic kernels, the tree and plain decoding must yield equal bits.
 """

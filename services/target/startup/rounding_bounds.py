@@ -100,7 +100,7 @@ _OTHER_EXPERTS = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Stages:
-    """Results of a forward pass for some rows, at all stages.
+    """Results of a forward pass for some rows, at all stages that the parity check compares.
 
     Attributes:
         layers: ``[rows, layers, hidden] fp32``, the residual stream after each layer.
@@ -144,11 +144,11 @@ def errors(expected: Stages, found: Stages) -> torch.Tensor:
 
 
 def bounds(chunk: torch.Tensor, limits: Limits) -> torch.Tensor:
-    """Return the largest allowed error of each stage, ``[stages] fp32``.
+    """Return the largest allowed rounding error of each stage of the parity check, ``[stages] fp32``.
 
     Args:
         chunk: ``[rows, stages]``, the errors between a causal chunk and plain decoding.
-        limits: The model's limits.
+        limits: The limits for the model's data types.
     """
     return (limits.slack * _rms(chunk.T)).clamp(limits.floor, limits.ceiling)
 
