@@ -195,8 +195,7 @@ def record_graphs(
 
 
 def list_graphs(recordings: Recordings, plan: GraphPlan) -> RecordingList:
-    """List the CUDA graphs that are recorded in advance: before the server is ready, and later while it is
-    idle.
+    """List the CUDA graphs to record in advance: before the server is ready, and later while it is idle.
 
     Before the server is ready, only greedy rounds are recorded: plain rounds of a few sizes, and the default
     tree of a single request. Later, these graphs follow: rounds in which all requests have the same tree

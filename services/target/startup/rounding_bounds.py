@@ -1,4 +1,4 @@
-"""How much rounding may change the numbers of a model when the same token is computed in another pass.
+"""Bounds on rounding errors, i.e. on the differences between two passes that compute the same tokens.
 
 `parity_check.py` uses this module at startup. The check computes the same tokens in three ways: one at a time
 (plain decoding), as a path of a tree, and as an ordinary causal chunk with as many rows as the tree. A pass
