@@ -76,7 +76,7 @@ Result = TypeVar("Result")
 
 
 def run(settings: TargetSettings, make_drafter: DrafterFactory | None = None) -> int:
-    """Serve until SIGTERM or SIGINT, and return the exit code.
+    """Serve the target until SIGTERM or SIGINT, and return the exit code.
 
     Args:
         settings: The resolved settings.
@@ -186,7 +186,8 @@ class StandIn:
 
     Attributes:
         decoder: The model with random weights.
-        synthetic: The distribution of the number of accepted drafts. With None, the model itself decides.
+        synthetic: Draws the number of accepted drafts from a distribution. With None, the model itself
+            decides.
     """
 
     decoder: Decoder
@@ -201,8 +202,8 @@ class Target:
         make_drafter: Makes a drafter inside this process; see `run`.
         stand_in: Replaces the model of `settings.model`. Only `outrider bench` passes one.
         on_rank_lost: Called when another rank is lost; see `start_group`.
-        stopped: Returns True once the process must end. The warm-up calls this function repeatedly, and ends
-            early when it returns True. The target then cannot serve.
+        stopped: Function that returns True once the process must end. The warm-up calls it repeatedly, and
+            ends early when it returns True. The target then cannot serve.
     """
 
     def __init__(

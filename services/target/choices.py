@@ -14,9 +14,9 @@ class Device(Enum):
 
 
 class OverlapSchedule(Enum):
-    """Whether the host launches a round before it has read the previous one. If so, drafts run on the device.
+    """Setting: whether the host launches a round before it has read the previous one.
 
-    AUTO selects ON if the model runs on a GPU.
+    With ON, drafts run on the target's device. AUTO selects ON if the model runs on a GPU.
     """
 
     AUTO = "auto"
@@ -25,9 +25,9 @@ class OverlapSchedule(Enum):
 
 
 class RoundPlacement(Enum):
-    """Where rounds with a draft in another process run.
+    """Setting: the path of states and trees in rounds with a draft in another process.
 
-    HOST passes trees and results through the host. DEVICE keeps the rounds on the devices of target and draft
+    HOST sends them through the host. DEVICE exchanges them between the devices of target and draft
     (`shared.spec.resident`). AUTO selects DEVICE if the target uses a single GPU.
     """
 

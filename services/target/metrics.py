@@ -158,10 +158,10 @@ class TargetMetrics:
         self._fallbacks.labels(reason).inc()
 
     def observe_round(self, step: ExecutedStep, draft_s: float, answer_s: float | None) -> None:
-        """Record a round.
+        """Record the measurements of an executed round in the Prometheus metrics.
 
         Args:
-            step: The round.
+            step: The executed round.
             draft_s: Seconds of drafting on the device.
             answer_s: Seconds between the host's request for trees and the arrival of the trees. None if the
                 host requested no trees.

@@ -10,7 +10,7 @@ from outrider.shared.base.errors import ConfigurationError
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """The position of this process among the ranks of a model.
+    """The position of this process among the ranks of a tensor-parallel model.
 
     Attributes:
         rank, size: The rank of this process, and the number of ranks.

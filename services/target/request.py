@@ -1,7 +1,7 @@
 """A parsed request, the limits of its speculation, and the events that answer it. All types are immutable.
 
 `SpeculationLimits.resolve` fills in the defaults of speculation. A request without a `speculation` object
-gets mode `auto` and the target's default draft shape (`SpeculationLimits.default`).
+gets the mode `auto` and the target's default tree shape (`SpeculationLimits.default`).
 """
 
 from __future__ import annotations
@@ -29,14 +29,15 @@ DEFAULT_SHAPE = DraftShape(depth=5, topk=4, max_nodes=16)
 
 @dataclass(frozen=True, slots=True)
 class SpeculationParams:
-    """The speculation of one request, within the server's caps.
+    """The speculation parameters of one request, within the server's caps.
 
     Attributes:
-        mode: `ON` for a fixed shape, `AUTO` for shapes that the controller chooses, or `OFF`.
-        shape: The shape of every round (`ON`), or the largest shape of a round (`AUTO`).
-        trace: Whether the client receives a trace of every round.
-        chain: The longest chain that `AUTO` may choose in addition to `shape`. With `NO_DRAFT`, `AUTO` may
-            not choose such a chain.
+        mode: `ON` for a fixed tree shape, `AUTO` for shapes that the speculation controller chooses, or
+            `OFF`.
+        shape: The tree shape of every round (`ON`), or the largest shape of a round (`AUTO`).
+        trace: True if the client receives a trace of every round.
+        chain: The longest chain that `AUTO` may choose as an alternative to shapes within `shape`. With
+            `NO_DRAFT`, there is no such alternative.
     """
 
     mode: SpeculationMode
@@ -59,10 +60,10 @@ class SpeculationParams:
 
 @dataclass(frozen=True, slots=True)
 class SpeculationLimits:
-    """The server's default draft shape and its caps.
+    """The server's default tree shape, and its caps on the shapes that requests may ask for.
 
-    A request above a cap is refused instead of clamped, because a client that measures a shape must not get
-    results for another shape.
+    A request above a cap is refused, not clamped. A client that measures a shape must not get results for
+    another shape.
 
     Attributes:
         default: The shape of requests that do not specify a shape.
@@ -88,7 +89,7 @@ class SpeculationLimits:
     ) -> SpeculationParams:
         """Fill in the defaults for absent fields of a request's `speculation`, and check the caps.
 
-        The default of `mode` is `AUTO`. An absent `depth`, `topk` or `max_nodes` (None) gets its value from
+        The default of `mode` is `AUTO`. If `depth`, `topk` or `max_nodes` is None, its value comes from
         `default`.
 
         Raises:
@@ -123,27 +124,27 @@ class SpeculationLimits:
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """A request for one sequence.
+    """A request to generate one sequence.
 
     Attributes:
         request_id: The identifier that the client has chosen, unique among the live requests of one stream.
         prompt_ids: The token ids of the prompt, at least one.
         max_new_tokens: Maximum number of emitted tokens, at least 1.
         sampling: The sampling parameters.
-        speculation: The parameters of speculation.
+        speculation: The speculation parameters.
         stop_token_ids: Tokens that end the sequence. The stop token is emitted as the last token.
         ignore_eos: True if the model's end-of-sequence tokens do not end the sequence.
         deadline: Time at which the request fails, from `time.monotonic()`. None sets no deadline.
         priority: Requests with higher values are admitted first, and may displace requests with lower values.
         tenant: Name of the party whose requests share a part of the server. Empty if there is only one.
         logprobs: The log-probabilities that the client wants.
-        constraint: The form that the output must have. None if any output is allowed.
+        constraint: The constraint on the output. None if any output is allowed.
         grammar: The compiled constraint. None if there is no constraint.
         cache_salt: Only requests with the same salt share stored prefixes.
-        traceparent: The trace context of the target's span for this request, which is sent to the draft.
+        traceparent: Trace context of the target's tracing span for this request, which is sent to the draft.
             Empty if the request is not traced.
-        resume_ids: Tokens that another target has emitted for this request. They count as output.
-        states: The states of tokens that the client wants.
+        resume_ids: Tokens that another target has already emitted for this request. They count as output.
+        states: The states of tokens that the client wants, such as hidden states.
     """
 
     request_id: str
@@ -167,17 +168,17 @@ class GenerationRequest:
 
 @dataclass(frozen=True, slots=True)
 class TokensEvent:
-    """Tokens that one step emitted for one request, or data about a part of its prompt.
+    """Tokens that one engine step emitted for one request, or data about a part of its prompt.
 
     Attributes:
         request_id: The identifier from the request.
-        token_ids: The tokens.
+        token_ids: The emitted tokens.
         rounds: The rounds that chose the tokens, if the client wants a trace.
         logprobs: The log-probability of each token in `token_ids`, if the client wants them.
         prompt_logprobs: The log-probabilities of the next prompt tokens, if the client wants them. The first
             entry is for the token at index `prompt_start`, or at index 1 if `prompt_start` is 0.
-        states: The states of the next tokens, if the client wants them. The token that an event emits has no
-            states yet, but all tokens before it have.
+        states: The states of the next tokens, if the client wants them. The last emitted token has no states
+            yet, but all tokens before it have.
     """
 
     request_id: str
@@ -190,13 +191,13 @@ class TokensEvent:
 
 @dataclass(frozen=True, slots=True)
 class FinishedEvent:
-    """The request has finished. No event follows.
+    """The request has finished. No further event of this request follows.
 
     Attributes:
         request_id: The identifier from the request.
         reason: The reason why the request finished.
-        matched_token: The stop token that ended the request, which was also emitted. None if the request
-            ended for another reason.
+        matched_token: The stop token that ended the request. It was also emitted. None if the request ended
+            for another reason.
         prompt_tokens, completion_tokens: Number of prompt tokens, and number of emitted tokens.
         speculation: Statistics of the request's speculation.
         queue_s, prefill_s, decode_s: Seconds in the queue, in prefill and in decoding.

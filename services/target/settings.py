@@ -253,9 +253,9 @@ class TargetSettings(ListenerSettings):
         )
 
     def limits(self) -> SpeculationLimits:
-        """Return the default tree shape and the caps.
+        """Return the default tree shape, and the caps on the tree shapes that requests may ask for.
 
-        If `num_steps` is not set, `auto` may also choose chains that are deeper than the default shape.
+        If `num_steps` is not set, mode `auto` may also choose chains that are deeper than the default shape.
         """
         shape = DraftShape(self.num_steps, self.topk, self.num_draft_tokens)
         deepest = (
@@ -265,10 +265,11 @@ class TargetSettings(ListenerSettings):
         return SpeculationLimits(shape, self.max_steps, self.max_topk, self.max_nodes, min(deepest, most - 1))
 
     def ranks(self) -> Ranks | None:
-        """Return the ranks from the environment; None if this process must start the ranks itself.
+        """Return the ranks from `torchrun`'s environment variables. None if this process must start them.
 
         Raises:
-            ConfigurationError: WORLD_SIZE in the environment is not `tp`, or a variable is not a number.
+            ConfigurationError: The environment variable WORLD_SIZE differs from `tp`, or a variable is not a
+                number.
         """
         if self.tp == 1 or "WORLD_SIZE" not in os.environ:
             return None
@@ -295,7 +296,7 @@ class TargetSettings(ListenerSettings):
         return torch.device("cuda", (device.index or 0) + (ranks.local_rank if ranks else 0))
 
     def prefill_tokens(self) -> int:
-        """Return the maximum number of prompt tokens per step.
+        """Return the maximum number of prompt tokens per engine step.
 
         A step reads the weights once for any number of tokens. It should therefore have enough tokens to keep
         the device busy.

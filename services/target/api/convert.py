@@ -1,9 +1,7 @@
-"""Converts between the protobuf messages of the target's API and internal types; checks incoming requests.
+"""Converts protobuf messages of the target's API to the target's own types and back, and checks requests.
 
-A request without a `speculation` object gets mode `auto`. `SpeculationLimits.resolve` fills in the target's
-default draft shape for the shape fields that a request leaves out.
-
-Only this file and the servicer use the protobuf messages.
+A request without a `speculation` object has the speculation mode `auto`. If a request leaves out a field of
+its draft shape, `SpeculationLimits.resolve` takes the value from the target's default draft shape.
 """
 
 from __future__ import annotations
@@ -54,18 +52,18 @@ REASONS = {
 def request_from_proto(
     message: target_pb2.GenerateRequest, limits: SpeculationLimits, vocab_size: int
 ) -> GenerationRequest:
-    """Parse and check a request, and fill in defaults for absent fields.
+    """Check a generation request that was received as protobuf, and convert it to a `GenerationRequest`.
 
-    An absent sampling field leaves the model's distribution unchanged, and an absent seed is drawn at random.
-    An absent `speculation.mode` means `auto`.
+    Absent fields get defaults. Absent sampling fields leave the model's distribution unchanged. An absent
+    seed is drawn at random. An absent `speculation.mode` means `auto`.
 
     Args:
         message: The request as received.
-        limits: The server's default draft shape and caps.
+        limits: The server's default draft shape and its caps on requested shapes.
         vocab_size: Size of the model's vocabulary.
 
     Raises:
-        InvalidRequestError: A field is invalid; the error names the field.
+        InvalidRequestError: A field is invalid. The error names the field.
     """
     if not message.request_id or len(message.request_id) > MAX_REQUEST_ID_LENGTH:
         raise InvalidRequestError(

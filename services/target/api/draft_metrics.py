@@ -16,10 +16,10 @@ TIMEOUT_S = 1.0
 
 
 class DraftMetrics:
-    """The metrics that a draft last reported. Use it on one event loop only.
+    """Keeps the metrics that the draft service last reported to this target. Use it on one event loop only.
 
     Args:
-        address: Address of the draft, as in the target's settings. None if there is no draft process.
+        address: Address of the draft service, as in the target's settings. None if there is no draft process.
     """
 
     def __init__(self, address: str | None) -> None:
@@ -30,10 +30,13 @@ class DraftMetrics:
         self._text = ""
 
     def text(self) -> str:
-        """Return the last reported metrics as Prometheus text, and request newer metrics.
+        """Return the metrics that the draft service last reported, and request newer ones in the background.
 
-        This method does not wait, so a draft that does not answer delays no caller. The text is empty until
-        the first answer, and after a request that was not answered.
+        This method never waits for the draft service.
+
+        Returns:
+            Prometheus text. It is empty until the draft service has answered for the first time. It is also
+            empty if the draft service did not answer the latest request.
         """
         now = time.monotonic()
         idle = self._task is None or self._task.done()

@@ -21,14 +21,15 @@ async def follow_progress(
     deadline_s: float,
     end: Callable[[UnavailableError], None],
 ) -> None:
-    """Follow the engine until cancelled.
+    """Set the target's health status from the duration of the engine's current step, until cancelled.
 
     Args:
-        clock: Returns how long the running step of the engine has taken.
+        clock: Returns the seconds since the start of the engine's current step.
         set_serving: Sets the health status.
-        deadline_s: Longest step in seconds. A longer step counts as hung.
-        end: Called once a step has taken `END_FACTOR` times `deadline_s`. A supervisor then restarts the
-            process.
+        deadline_s: Longest duration of a step in seconds. The engine counts as hung while a step takes
+            longer.
+        end: Ends the process, so that a supervisor restarts it. Called once a step has taken `END_FACTOR`
+            times `deadline_s`.
     """
     hung = False
     while True:

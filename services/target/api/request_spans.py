@@ -1,6 +1,7 @@
 """Traces requests: begins a span when a request arrives, and ends the span with the request's last event.
 
-The engine records no spans. The last event of a request contains the times of queue, prefill and decoding.
+The engine thread records no spans. The last event of a request contains the seconds that the request spent in
+the queue, in prefill and in decoding.
 """
 
 from __future__ import annotations
@@ -39,15 +40,15 @@ class RequestSpans:
         self._spans: dict[str, Span] = {}
 
     def begin(self, request: GenerationRequest, traceparent: str) -> GenerationRequest:
-        """Begin the span of a request.
+        """Begin the tracing span of a request.
 
         Args:
             request: The request.
-            traceparent: The caller's span, or an empty string.
+            traceparent: W3C trace context of the caller's span. Empty if the caller sent none.
 
         Returns:
-            The request with the ``traceparent`` for the draft. Without tracing, the ``traceparent`` of the
-            caller is unchanged.
+            The request with the ``traceparent`` that the target sends to the draft. It names the new span.
+            Without tracing, it is the caller's ``traceparent``.
         """
         given = checked_traceparent(traceparent)
         if self._tracer.active:

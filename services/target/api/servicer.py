@@ -1,6 +1,7 @@
-"""The target's gRPC service: accepts requests on asyncio and streams events that the engine thread produces.
+"""The target's gRPC service: accepts requests on asyncio, and streams the events of the engine thread.
 
-If a client calls `Generate` directly, its request is paused while more than 64 KiB of its tokens are unread.
+A client may also call `Generate` without a gateway. The engine then pauses the request while more than 64 KiB
+of its tokens are unread.
 """
 
 from __future__ import annotations
@@ -53,16 +54,16 @@ SERVICE_NAME = target_pb2.DESCRIPTOR.services_by_name["Target"].full_name
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """The parts of a started target that the servicer uses to answer calls.
+    """The parts of a started target that the gRPC servicer uses to answer calls.
 
     Attributes:
         engine: Generates tokens. The engine's thread must be running.
-        decoder: The model, for its configuration and the weights that a draft borrows.
+        decoder: The target model. The servicer reads its configuration and the weights that a draft borrows.
         limits: The default draft shape of requests, and the caps on requested shapes.
         model_id: Name of the model as reported to clients.
         max_running_requests: Maximum number of sequences processed at the same time.
-        describe_draft: Function that returns the draft's algorithm and model id.
-        grammars: Compiles the constraints on the output of requests.
+        describe_draft: Function that returns the draft's algorithm and the draft's model id.
+        grammars: Compiles the constraints that requests put on their outputs.
     """
 
     engine: TargetEngine
@@ -80,12 +81,12 @@ def register(servicer: TargetServicer, server: grpc.aio.Server) -> None:
 
 
 class TargetServicer(target_pb2_grpc.TargetServicer):
-    """Implements the `Target` service of target.proto. Answers UNAVAILABLE until `serve` is called.
+    """Implements the gRPC service `Target` of target.proto. Answers UNAVAILABLE until `serve` is called.
 
     Args:
-        tracer: Records the spans of requests.
-        draft_address: Address of a draft with its own process. The statistics then include this draft's
-            metrics.
+        tracer: Records the tracing spans of requests.
+        draft_address: Address of a draft service in another process, whose metrics are added to the
+            statistics. None if there is no such process.
     """
 
     def __init__(self, tracer: Tracer | None = None, draft_address: str | None = None) -> None:
@@ -117,10 +118,10 @@ class TargetServicer(target_pb2_grpc.TargetServicer):
         request_iterator: AsyncIterable[target_pb2.SessionRequest],
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> AsyncIterator[target_pb2.SessionReply]:
-        """Serve one gateway's stream of requests.
+        """Serve one stream of requests from a gateway.
 
-        The end of the call cancels the stream's live requests. If the client only closes its sending side,
-        these requests are served to the end.
+        When the call ends, all live requests of the stream are cancelled. If the client only closes its
+        sending side, the requests that it has already sent are served to the end.
         """
         serving = self._get()
         session = _Session(serving, RequestSpans(self._tracer, serving.model_id))

@@ -16,13 +16,13 @@ TOKEN_BYTES = 8
 
 
 class StreamSink(EventSink):
-    """Passes events from the engine thread to the coroutine of one call.
+    """Passes events from the engine thread to the asyncio coroutine that serves one call.
 
-    Wakes the event loop at most once per engine step.
+    The sink wakes the event loop at most once per engine step.
 
     Args:
-        on_backlog: Called with True when more than 64 KiB are unread, and with False once at most 32 KiB are
-            unread.
+        on_backlog: Called with True when more than 64 KiB of events are unread. Called with False once at
+            most 32 KiB are unread.
     """
 
     def __init__(self, on_backlog: Callable[[bool], None] | None = None) -> None:
@@ -53,9 +53,9 @@ class StreamSink(EventSink):
         self._queue.put_nowait(())
 
     async def batches(self) -> AsyncIterator[Seq[Event]]:
-        """Yield events in order, in lists of the events that arrived since the previous list.
+        """Yield the call's events, in order. Each list has the events that arrived after the previous list.
 
-        A list has at most `MAX_BATCH_BYTES` bytes, or a single event.
+        A list has at most `MAX_BATCH_BYTES` bytes. A larger event is yielded as a list of its own.
         """
         while not self._closed or not self._queue.empty():
             merged: list[Event] = list(await self._queue.get())

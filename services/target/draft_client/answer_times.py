@@ -1,8 +1,8 @@
-"""Measures how long a draft takes to answer, and derives how long rows wait for its trees.
+"""Measures how long the draft service takes to answer, and derives how long rounds wait for its trees.
 
-The times of occasional late answers are not recorded, because a draft that sometimes stops would otherwise
-get longer and longer waits. After `LATES_TO_COUNT` late answers in a row, late answers are recorded too,
-because the draft has then become slower.
+A single late answer is not recorded, so that a draft that sometimes stops does not get longer and longer
+waits. Several late answers in a row mean that the draft has become slower. Late answers are therefore
+recorded from the `LATES_TO_COUNT`-th in a row on.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ OTHERS_FLOOR_S = 0.01
 
 
 class AnswerTimes:
-    """Recent times from a request for a tree to the draft's answer, in seconds. Engine thread only.
+    """Measured times, in seconds, from a request for a draft tree to the draft's answer. Engine thread only.
 
     Args:
-        fault_deadline_s: Upper limit of every wait, in seconds. It also limits waits until enough answers are
-            measured.
+        fault_deadline_s: Upper limit of every wait for an answer, in seconds. Until enough answers have been
+            measured, all limits are derived from this value.
     """
 
     def __init__(self, fault_deadline_s: float) -> None:

@@ -1,15 +1,15 @@
-"""Waits for the draft's trees until each row's deadline, and decides what happens when an answer is late.
+"""Waits for the draft's trees until each sequence's deadline, and decides what happens if an answer is late.
 
-A row is one sequence of a round. The mode of a row is the speculation mode of its request, `on` or `auto`.
+The rules depend on the speculation mode (`on` or `auto`) of each sequence of the round:
 
-- A row whose answer is late gets no drafts in this round. The reported reason is "warming" if the draft has
-  never answered for the row's session, and "late" otherwise.
-- A row in mode `on` may wait longer than its round. The round then runs without the row, and the row keeps
-  waiting during the next rounds. The reported reason is `AWAITED`.
-- The draft is faulty if a row in mode `on` has waited to its limit, or if the draft has been silent for too
-  long.
-- Otherwise, a late answer is a miss for the circuit breaker (`breaker`), unless the draft has never answered
-  for the row's session.
+- A sequence whose tree is late decodes without drafts in this round. The fallback reason is "warming" if the
+  draft has not yet answered for the sequence's session, and "late" otherwise.
+- In mode `on`, a sequence may wait longer than the round. The round then runs without the sequence, and the
+  sequence keeps waiting during the next rounds. The fallback reason is `AWAITED`.
+- The draft is faulty if a sequence in mode `on` has waited to its limit. The draft is also faulty if it has
+  sent no message for too long.
+- Any other late answer is a miss for the circuit breaker (`breaker`). The first answer for a session is never
+  a miss.
 """
 
 from __future__ import annotations
@@ -32,16 +32,17 @@ Awaited = tuple[ProposalRow, DraftSession]
 
 
 class AnswerWait:
-    """Waits for the trees of one draft. Engine thread only.
+    """Waits for the trees that the target has requested from one draft service. Engine thread only.
 
     Args:
-        deadlines: Determines how long to wait for each row.
-        breaker: Counts missed deadlines.
-        connection: Function that returns the current connection, or None.
-        take_reply: Function that waits up to the given number of seconds for a message and processes the
-            message.
-        on_fault: Called when the draft is faulty. The argument is the longest time, in seconds, that a row
-            without a deadline has waited.
+        deadlines: Determines how long to wait for the tree of each sequence.
+        breaker: Circuit breaker that counts missed deadlines.
+        connection: Function that returns the current connection to the draft. It returns None while there is
+            none.
+        take_reply: Function that waits for a message of the draft and processes it. Its argument is the
+            longest wait in seconds.
+        on_fault: Called when the draft is faulty. Its argument is the longest time, in seconds, that a
+            sequence without a deadline has waited.
     """
 
     def __init__(
@@ -59,10 +60,10 @@ class AnswerWait:
         self._on_fault = on_fault
 
     def run(self, awaited: Seq[Awaited], request: ProposalRequest) -> bool:
-        """Process messages until every awaited row has an answer, or until the round must go on.
+        """Process the draft's messages until every awaited tree has arrived, or until the round must start.
 
         Returns:
-            False if a late answer counts against the draft.
+            False if a late answer was a miss for the circuit breaker, or a fault of the draft.
         """
         started, deadline_s = time.monotonic(), request.deadline_s
         if self._breaker.opening_budget.empty_s(started):

@@ -31,11 +31,11 @@ fault never costs more than this budget."""
 
 
 class BreakerState(Enum):
-    """State of the circuit breaker for one draft.
+    """State of the circuit breaker for one draft service.
 
-    - CLOSED: the draft receives requests.
-    - OPEN: the draft receives no requests.
-    - HALF_OPEN: the draft has answered a ping. As a trial, one row per round may request a tree.
+    - CLOSED: the target sends requests to the draft.
+    - OPEN: the target sends no requests to the draft.
+    - HALF_OPEN: the draft has answered a ping. As a trial, one sequence per round may request a tree.
     """
 
     CLOSED = "closed"
@@ -44,39 +44,41 @@ class BreakerState(Enum):
 
 
 class Breaker:
-    """Stops requests to a draft after three missed deadlines in a row, or immediately after a fault.
+    """Circuit breaker: stops requests to a draft after three missed deadlines in a row, or after one fault.
 
-    After a back-off, an answered ping makes the breaker half-open. The next answer in time closes it.
+    The breaker then stays open for a back-off time. Afterwards, an answered ping makes it half-open. The next
+    tree that arrives in time closes it.
 
-    A draft that misses deadlines may only be slow. Rows without a deadline therefore stop requesting trees
-    only while the draft is `faulty`.
+    A draft that misses deadlines may only be slow. Sequences without a deadline (speculation mode `on`)
+    therefore keep requesting trees, unless the draft is `faulty`.
 
     After a first fault, the draft is tried again as soon as it answers a ping. After a second fault in a row,
-    the back-off is at least one fault deadline. Each further fault in a row doubles it.
+    the back-off is at least one fault deadline. Each further fault in a row doubles the back-off.
 
     A draft that repeatedly stops and recovers never has two faults in a row. Three budgets of lost time
     (`WaitBudget`) therefore limit the waits:
 
-    - The first budget is for rows with a deadline and rows that need no tree. After a miss, the back-off
-      lasts until this budget is positive again.
-    - The second budget is for rows without a deadline. After a fault, the back-off lasts until this budget is
-      positive again.
-    - The third budget is for the first trees of new sessions. It does not open the breaker, because first
-      trees may take long.
+    - The first budget is for sequences with a deadline and sequences that need no tree. After a miss, the
+      back-off lasts until this budget is positive again.
+    - The second budget is for sequences without a deadline. After a fault, the back-off lasts until this
+      budget is positive again.
+    - The third budget is for the first trees of new sessions. It never opens the breaker, because a first
+      tree may take long.
 
-    `sign_of_life` may be called from any thread, because it only changes OPEN to HALF_OPEN.
+    Any thread may call `sign_of_life`, which only changes OPEN to HALF_OPEN.
 
     Args:
-        fault_deadline_s: Time in seconds after which an outstanding answer is a fault. The caller then calls
-            `trip`.
+        fault_deadline_s: Seconds after which an outstanding answer is a fault. The caller then calls `trip`.
 
     Attributes:
         state: The current state.
-        faulty: True from a fault until the next answer or new connection.
+        faulty: True from a fault until the draft's next answer or the next connection.
         faults: Number of faults since the last answer, over all connections.
         fault_deadline_s: The constructor's argument.
-        budget: Time that rows with a deadline and rows without drafts may lose to open sessions.
-        opening_budget: Time that the same rows may lose to sessions that the draft has not opened yet.
+        budget: Seconds that sequences with a deadline and sequences without drafts may still lose to open
+            sessions.
+        opening_budget: Seconds that the same sequences may still lose to sessions that the draft has not
+            opened yet.
     """
 
     def __init__(self, fault_deadline_s: float) -> None:
@@ -103,11 +105,11 @@ class Breaker:
         self._open(now, max(self._backoff_s, empty_s))
 
     def trip(self, now: float, waited_s: float = 0.0) -> None:
-        """Record a fault of the draft and open the breaker immediately.
+        """Record a fault of the draft, and open the circuit breaker immediately.
 
         Args:
-            now: The time of a monotonic clock.
-            waited_s: Seconds that rows without a deadline have waited in vain.
+            now: Current time of a monotonic clock, in seconds.
+            waited_s: Seconds that sequences without a deadline have waited for trees that did not arrive.
         """
         self.faulty = True
         self.faults += 1
@@ -123,11 +125,11 @@ class Breaker:
         return self.faulty and self.state is BreakerState.OPEN
 
     def refuses(self, *, must_wait: bool, is_first: bool) -> str:
-        """Return the reason why a row gets no trees now, or an empty string.
+        """Return the fallback reason if a sequence may not request a tree now, or an empty string if it may.
 
         Args:
-            must_wait: True if the row has no deadline.
-            is_first: True if no other row of the round has requested trees.
+            must_wait: True if the sequence has no deadline (speculation mode `on`).
+            is_first: True if no other sequence of the round has requested a tree.
         """
         if self.state is BreakerState.HALF_OPEN and not is_first:
             return "half_open"
@@ -139,9 +141,9 @@ class Breaker:
         self.state = BreakerState.OPEN
 
     def success(self, now: float) -> None:
-        """Record an answer in time. Close the breaker, unless it is open and its back-off still lasts.
+        """Record that a tree arrived in time. Close the circuit breaker, except during a back-off.
 
-        Answers can arrive during a back-off, because rows without a deadline still wait for a slow draft.
+        Trees can arrive during a back-off, because sequences without a deadline still wait for a slow draft.
         """
         self._misses = 0
         self.faults = 0

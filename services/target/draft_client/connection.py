@@ -9,17 +9,17 @@ from outrider.shared.spec.drafter import FeatureSpec
 
 
 class Connection:
-    """A carrier and the results of its handshake.
+    """A connection to a draft service: its transport, and the results of its handshake.
 
     Attributes:
-        hello: The draft's answer to Hello; None before the handshake.
-        agreed: The version and features of the protocol on this connection; None before the handshake.
-        spec: The hidden states that the draft wants to receive; None before the handshake.
+        hello: The draft's answer to the Hello message. None before the handshake.
+        agreed: The protocol version and the protocol features of this connection. None before the handshake.
+        spec: Describes the hidden states that the draft wants to receive. None before the handshake.
         ended: An event that is set once the connection has ended.
         last_pong: Nonce of the last answered ping.
         last_sign_s: Time at which the last ping was answered, from `time.monotonic()`.
-        carrier: Carries the messages of the connection.
-        send, receive, close: The carrier's methods of the same names.
+        carrier: The transport that carries the messages.
+        send, receive, close: The methods of `carrier` with the same names.
     """
 
     def __init__(self, carrier: Carrier) -> None:

@@ -19,19 +19,20 @@ After this time, the engine checks for new requests and cancellations, and then 
 
 @dataclass(slots=True)
 class AnswerDeadlines:
-    """Deadlines for the answers of one draft. Engine thread only. Times are values of `time.monotonic()`.
+    """Deadlines for the answers of one draft service. Engine thread only. Times are from `time.monotonic()`.
 
-    A row in mode `auto` waits until the deadline of the `ProposalRequest`. A row in mode `on` waits for at
-    most `AnswerTimes.limit_s`. A round with other rows continues earlier, without this row.
+    A sequence in mode `auto` waits for its tree until the deadline of the `ProposalRequest`. A sequence in
+    mode `on` waits for at most `AnswerTimes.limit_s`. If the round has other sequences, the round starts
+    earlier, without the sequence in mode `on`.
 
     Only one round waits for the first answer of a new session, because the draft may still be computing the
     prompt. A slow prompt at the draft therefore delays only one round.
 
     Attributes:
-        fault_deadline_s: Time in seconds after which an outstanding answer makes the draft faulty.
-        heard_s: Arrival time of the last message that was not a pong.
-        owed_s: Time of the first request, since that message, for a session that has had no answer. The
-            session may have ended since then. None if there is no such request.
+        fault_deadline_s: Seconds after which an outstanding answer makes the draft faulty.
+        heard_s: Arrival time of the draft's last message that was not a pong.
+        owed_s: Time of the first request after `heard_s` among sessions that have had no answer. The session
+            of this request may have ended since then. None if there is no such request.
         times: Measured times of answers and of rounds on the device. First answers of sessions are left out.
     """
 
@@ -60,20 +61,22 @@ class AnswerDeadlines:
             self.times.late(now - session.asked_s)
 
     def auto_until(self, session: DraftSession, started: float, deadline_s: float) -> float:
-        """Return the time until which a round waits for the answer of a row with a deadline.
+        """Return the time until which a round waits for the tree of a sequence with a deadline (mode `auto`).
 
         Args:
-            session: The session of the row.
-            started: Time at which this wait began.
-            deadline_s: Longest wait after which a tree can still save time, in seconds.
+            session: The draft's session of the sequence.
+            started: Time at which the round began to wait.
+            deadline_s: Longest wait, in seconds, after which a tree can still save time.
         """
         return started if session.in_vain else started + deadline_s
 
     def row_until(self, session: DraftSession, pong_s: float) -> float:
-        """Return the time at which a row without a deadline stops waiting. This time may be in a later round.
+        """Return the time at which a sequence without a deadline stops waiting for its tree.
+
+        This time may be in a later round.
 
         Args:
-            session: The session of the row.
+            session: The draft's session of the sequence.
             pong_s: Time at which the draft last answered a ping.
         """
         asked_s = session.asked_s
@@ -87,13 +90,13 @@ class AnswerDeadlines:
     def round_until(
         self, session: DraftSession, started: float, *, has_others: bool, others_wait: bool
     ) -> float:
-        """Return the time until which one round waits for the answer of a row without a deadline.
+        """Return the time until which one round waits for a sequence without a deadline (mode `on`).
 
         Args:
-            session: The session of the row.
-            started: Time at which this wait began.
-            has_others: True if the round has rows that can go on without this row.
-            others_wait: True if these other rows may wait for this row.
+            session: The draft's session of the sequence.
+            started: Time at which the round began to wait.
+            has_others: True if the round has sequences that can go on without this sequence.
+            others_wait: True if these other sequences may wait for this sequence.
         """
         if not has_others:
             return started + TURN_S

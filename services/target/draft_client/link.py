@@ -1,8 +1,7 @@
-"""Keeps the target connected to a remote draft: connects, performs the handshake, pings and reconnects.
+"""Keeps the target connected to a remote draft service: connects, performs the handshake, pings, reconnects.
 
-The engine thread never waits for this module. In every step, it checks which `Connection` is current. Only
-the link and the engine keep references to a connection, so the memory of an ended connection is freed even
-while the engine is idle.
+All this happens on a separate thread, so the engine thread never waits for a connection. Each step of the
+engine uses the `Connection` that is current at that time.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ Weight = Callable[[str], torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class TargetIdentity:
-    """Describes a target in its Hello message to a draft.
+    """Describes a target in the Hello message that it sends to a draft service.
 
     Attributes:
         target_id: Identifier of the target, unique per process.
@@ -53,7 +52,7 @@ class TargetIdentity:
         feature_dtype: Data type of the feature rows (hidden states) that the target sends.
         model_type: Family of the target's model.
         tokenizer: Fingerprint of the target's tokenizer.
-        algorithm: The algorithm that the draft must use. AUTO accepts any algorithm.
+        algorithm: The drafting algorithm that the draft must use. AUTO accepts any algorithm.
     """
 
     target_id: str
@@ -105,17 +104,18 @@ def _check_algorithm(asked: Algorithm, found: str) -> None:
 
 
 class DraftLink:
-    """Maintains the connection to one draft on a separate thread.
+    """Maintains the connection to one draft service on a separate thread.
 
     Args:
-        address: The draft's address, for logs.
-        identity: Describes this target.
-        weight: Function that returns tensors of the target, for drafts that borrow them.
-        breaker: Receives a `sign_of_life` call for each answered ping.
-        make_carrier: Function that makes the carrier of the next connection.
+        address: The draft service's address, for logs.
+        identity: Describes this target in the handshake.
+        weight: Function that returns a weight tensor of the target, for drafts that borrow the target's
+            weights.
+        breaker: Circuit breaker whose `sign_of_life` is called for each answered ping.
+        make_carrier: Function that makes the transport of the next connection.
 
     Attributes:
-        connection: The current connection, ready for use, or None.
+        connection: The current connection, ready for use. None if there is none.
         ever_connected: True once a connection has been made.
         refusal: The reason why the draft and this target do not match. None if they match, or if no draft has
             answered.
@@ -129,6 +129,8 @@ class DraftLink:
         breaker: Breaker,
         make_carrier: Callable[[], Carrier],
     ) -> None:
+        # Only the link and the engine refer to a connection. The memory of an ended connection is therefore
+        # freed even while the engine is idle.
         self.connection: Connection | None = None
         self.ever_connected = False
         self.refusal: OutriderError | None = None

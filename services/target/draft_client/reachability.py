@@ -1,8 +1,8 @@
-"""Decides when start-up stops waiting for a draft: sooner if nothing listens at the draft's address.
+"""Decides when start-up stops waiting for a draft service: sooner if nothing listens at its address.
 
-A draft listens on its socket as soon as its weights are loaded, and answers as soon as it is warmed up.
-Start-up therefore waits longer for a draft that already listens, because such a draft will be ready soon. A
-draft that does not listen may never start.
+A draft service listens on its socket as soon as its weights are loaded. It answers as soon as it is warmed
+up. Start-up therefore waits longer for a draft that already listens. A draft that does not listen may never
+start.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ CONNECT_S = 0.25
 
 
 class Reachability:
-    """Decides when to stop waiting for a draft that does not listen.
+    """Decides when start-up stops waiting for a draft service that does not listen at its address.
 
     Args:
-        address: The draft's address. None if there is no address to connect to.
+        address: The draft service's address. None if there is no address to connect to.
         now: Returns the time of a monotonic clock, in seconds.
     """
 
@@ -38,9 +38,9 @@ class Reachability:
         self._listens = False
 
     def is_long(self) -> bool:
-        """Return True if nothing listens and at least `ABSENT_S` have passed since the first call.
+        """Return True if nothing listens now and the first call was at least `ABSENT_S` seconds ago.
 
-        The method tries to connect at most once per `LOOK_S`.
+        The method tries to connect to the draft service's address at most once per `LOOK_S` seconds.
         """
         now = self._now()
         if self._since is None:

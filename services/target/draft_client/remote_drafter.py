@@ -1,12 +1,14 @@
-"""The drafter in another process: opens sessions, sends commits, requests trees, processes the replies.
+"""The drafter in another process: opens sessions, sends commits, requests trees and processes replies.
 
-This is the engine's side of the draft protocol, a state machine that only the engine thread drives.
+This module is the engine's side of the draft protocol. Only the engine thread runs it.
 
-A session is *live* once Open was sent over the current connection. Commits of live sessions are merged until
-the next frame, which is one message for several sessions. If a session falls too far behind, or if the draft
-has lost it, the engine reopens the session and sends the stored feature rows again.
+A session is *live* once its Open message was sent over the current connection. Commits of live sessions are
+collected and sent in the next frame. A frame is one message for several sessions. If a session falls too far
+behind, or if the draft has lost it, the engine opens the session again and sends its stored feature rows
+again.
 
-A fault of the draft raises no exception. The affected rows get single-node trees and a fallback reason.
+A fault of the draft raises no exception. The affected sequences decode without drafts and report a fallback
+reason.
 """
 
 from __future__ import annotations
@@ -61,12 +63,14 @@ class RemoteDrafter(Drafter):
     """A drafter in another process. Engine thread only, except for `state`, `describe` and `refusal`.
 
     Args:
-        address: The draft's address.
-        identity: Describes the target.
-        weight: Function that returns tensors of the target, for drafts that borrow them.
+        address: The draft service's address.
+        identity: Describes this target in the handshake.
+        weight: Function that returns a weight tensor of the target, for drafts that borrow the target's
+            weights.
         device: The target's device.
-        fault_deadline_s: Time in seconds after which an outstanding answer makes the draft faulty.
-        rounds: True keeps rounds on the device if the transport supports such rounds.
+        fault_deadline_s: Seconds after which an outstanding answer makes the draft faulty.
+        rounds: True to keep states and trees on the devices, if the transport supports this. False to pass
+            them through the host.
     """
 
     def __init__(

@@ -44,7 +44,9 @@ class _Layout:
 
 
 class RoundBlobs:
-    """Owns the memory of rounds. All rounds use the same memory one after the other, in stream order.
+    """Owns the device memory for the round states and trees that target and draft exchange.
+
+    All rounds use the same memory one after the other, in stream order.
 
     Args:
         device: The target's device.
@@ -78,15 +80,15 @@ class RoundBlobs:
         least_s: float,
         refused: Collection[int],
     ) -> BoundedRound:
-        """Return a round whose states and trees are in this memory.
+        """Return a round whose states and trees use the memory of this object.
 
         Args:
-            message: Announces the round to the draft.
-            sizes: The size of each group.
-            channel: Carries states and trees.
-            feature_size, dtype: Width and data type of the feature rows.
+            message: The message that announces the round to the draft.
+            sizes: The size of each group. The sequences that draft with the same tree shape form a group.
+            channel: Carries the states to the draft, and the trees to the target.
+            feature_size, dtype: Number of elements and data type of a feature row.
             longest_s: Longest wait for the trees, in seconds.
-            least_s: Shortest limit, in seconds, to which `BoundedRound.exchange` may shorten this wait.
+            least_s: `BoundedRound.exchange` may shorten the wait, but not below this number of seconds.
             refused: Ids of the sessions that cannot draft in this round.
         """
         layout = self._layout(tuple(sizes), feature_size, dtype)
@@ -129,11 +131,13 @@ class RoundBlobs:
 
 
 class BoundedRound(ExchangedRound):
-    """One round whose wait for the trees is bounded. `RoundBlobs.round` explains the arguments.
+    """One round of drafting in another process, whose wait for the trees is bounded.
+
+    `RoundBlobs.round` explains the arguments.
 
     Attributes:
-        patient: True if only rows without a deadline wait for the trees.
-        limit_s: The limit of the wait, in seconds.
+        patient: True if only sequences without a deadline (speculation mode `on`) wait for the trees.
+        limit_s: Longest wait for the trees, in seconds.
     """
 
     def __init__(

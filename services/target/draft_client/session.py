@@ -23,23 +23,26 @@ _log = logging.getLogger("outrider.target.draft")
 
 
 class DraftSession:
-    """One session: a sequence for which the draft keeps state.
+    """The target's record of one session, i.e. of one sequence whose state the draft service keeps.
 
     Attributes:
-        fence: Identifies the latest committed state.
-        live: True if Open was sent over the current connection and the draft has not lost the session
-            afterwards.
-        acked: True if the draft has opened the session, or if feature rows cannot overtake the Open message.
+        fence: Identifies the latest committed state of the sequence.
+        live: True if the Open message was sent over the current connection, and the draft has not lost the
+            session since then.
+        acked: True if feature rows may be sent: the draft has opened the session, or feature rows cannot
+            overtake the Open message.
         held: Tensors of feature rows that wait until `acked` is True, each with the position of its first
             row.
-        ready: True if the draft has reported, with SlotReady, that it has all feature rows with which the
-            session was opened.
-        joining: True if a row in mode `on` waits until `ready` is True.
-        lost: True if the engine must reopen the session.
+        ready: True if the draft has sent SlotReady for the session. It then has all feature rows with which
+            the session was opened.
+        joining: True if a sequence in mode `on` waits until `ready` is True.
+        lost: True if the engine must open the session again.
         warm: True if the draft has answered a request since the session was last opened.
         have_len: Number of leading positions whose feature rows the draft does not need.
-        misled: True if the session was lost after the draft had reported a `have_len`, which may be wrong.
-        doubts: True if the session replaces one that was misled. The draft's `have_len` is then ignored.
+        misled: True if the session was lost after the draft had reported `have_len`. The reported number may
+            then be wrong.
+        doubts: True if the session replaces one whose `misled` was True. The draft's `have_len` is then
+            ignored.
         opened_len: Number of committed tokens with which the session was opened.
         in_vain: True if a wait for the session's first answer has timed out.
         base_len: Number of committed tokens before the first pending commit.
@@ -48,9 +51,9 @@ class DraftSession:
         wanted: The request whose fence and shape an answer must match. None if no answer is awaited.
         asked_s: Time of the last request for a tree, from `time.monotonic()`.
         owes: True if the target stopped waiting for the last requested tree before the tree arrived.
-        tree: The tree that answers `wanted`; None before the tree arrives.
-        reason: The reason why the last proposal contained no drafts for this session.
-        rejected_until: Time until which a draft that has refused the session must not be offered it again.
+        tree: The tree that answers `wanted`. None before the tree arrives.
+        reason: The reason why the draft's last proposal contained no drafts for this session.
+        rejected_until: Time before which the session is not opened again at a draft that has refused it.
     """
 
     __slots__ = (
@@ -213,12 +216,13 @@ class DraftSession:
         return self.live and not self.acked and self.fence.epoch == ack.epoch
 
     def opened(self, connection: Connection, target_id: str, have_len: int) -> None:
-        """Record that the draft has opened the session, and send the rows in `held`.
+        """Record that the draft has opened the session, and send the feature rows in `held`.
 
         Args:
-            connection: The current connection.
-            target_id: This target's id.
-            have_len: Number of leading positions whose rows the draft already has. These rows are not sent.
+            connection: The current connection to the draft.
+            target_id: Identifier of this target.
+            have_len: Number of leading positions whose feature rows the draft already has. These rows are not
+                sent.
         """
         self.acked = True
         # The last row is always sent, so that a draft that lacks earlier rows notices the gap.

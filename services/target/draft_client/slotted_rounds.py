@@ -1,14 +1,15 @@
-"""Rounds on the device with a remote draft: slots that sessions join and leave, and the messages about them.
+"""Rounds on the device with a remote draft: assigns slots at the draft to sessions, and sends the messages.
 
 The draft receives these messages, in order, on one stream:
 
-- SlotsOpen when a connection begins.
-- RoundsNext for each round, as soon as the target has enqueued the round. It lists the sessions that join a
+- SlotsOpen, when a connection begins.
+- RoundsNext, once per round, as soon as the target has enqueued the round. It lists the sessions that join a
   slot, the slots that draft, the tokens that the target has read since its last message, and the free slots.
-- SlotsUpdate if no round follows soon. It lists only the tokens and the free slots.
+- SlotsUpdate, if no round follows soon. It lists only the newly read tokens and the free slots.
 
 A *series* of rounds lasts until a round fails. All sessions in slots are then opened again, because the draft
-may lack some of their rows. This is cheap, because the draft keeps the rows of all reported tokens.
+may lack some of their feature rows. This is cheap, because the draft keeps the feature rows of all reported
+tokens.
 """
 
 from __future__ import annotations
@@ -67,19 +68,19 @@ class _Seat:
 
 
 class SlottedRounds(ExchangedSlots):
-    """The slots at one draft. Engine thread only.
+    """The slots at one draft service, for rounds that stay on the devices. Engine thread only.
 
     Args:
         device: The target's device.
         vocab_size: The target's vocabulary size.
         dtype: Data type of the feature rows.
         sessions: The drafter's sessions.
-        deadlines: Measured times of answers. This class adds the times of rounds. All these times limit the
-            waits.
-        breaker: Stops rounds while the draft is faulty or slow.
-        take_reply: Waits up to the given number of seconds for a message and processes the message.
-        on_late: Called when the trees of a round were late. The arguments are the seconds of the wait, and
-            True if only rows without a deadline have waited.
+        deadlines: Limits the waits for trees, based on measured times. This class adds the times of rounds.
+        breaker: Circuit breaker that stops rounds while the draft is faulty or slow.
+        take_reply: Function that waits for a message of the draft and processes it. Its argument is the
+            longest wait in seconds.
+        on_late: Called when the trees of a round were late. Its arguments are the seconds of the wait, and
+            True if only sequences without a deadline have waited.
     """
 
     def __init__(

@@ -9,7 +9,7 @@ from outrider.shared.spec.trees import HostTree
 
 
 def check_tree(tree: draft_pb2.Tree, root_token: int, shape: DraftShape, vocab_size: int) -> HostTree:
-    """Check a tree and return it with its root, depths and ancestor masks.
+    """Check a tree that the draft service proposed, and return it with its root, depths and ancestor masks.
 
     Raises:
         ProtocolError: A parent does not precede its child, a token is outside the vocabulary, or the tree is

@@ -1,20 +1,20 @@
 """Limits the share of time that requests lose by waiting for trees that do not arrive.
 
-A budget grows with time, and by the time that trees have saved, up to a capacity. Every wait that ends
-without trees is deducted from it. While the budget is used up, the draft gets no requests. During any period
-of length t, requests therefore lose at most
+A budget is a number of seconds. It grows as time passes, up to a capacity. It also grows by the time that
+trees have saved. Each wait that ends without trees is subtracted from the budget. While the budget is used
+up, the target sends no requests to the draft. In any period of length t, requests therefore lose at most
 
     capacity + share × t + one wait + the time that trees have saved
 
-This holds even if the draft is stopped for 0.9 s of every second, for example.
-A draft that is sometimes late, but saves more time, remains in use.
+This bound also holds for a draft that, for example, is stopped for 0.9 s of every second. A draft that is
+sometimes late remains in use if its trees save more time than its late answers cost.
 """
 
 from __future__ import annotations
 
 
 class WaitBudget:
-    """The number of seconds that may still be lost to waits without trees. Engine thread only.
+    """A budget: the seconds that requests may still lose to waits that end without trees. Engine thread only.
 
     Args:
         share: Seconds that are added to the budget for each second that passes.

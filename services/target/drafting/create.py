@@ -26,15 +26,15 @@ def source_of(
     *,
     on_device: bool,
 ) -> DraftSource:
-    """Return the source of the trees of a drafter.
+    """Return the draft source that supplies the trees of a drafter to the decode loop.
 
     Args:
         drafter: Proposes trees.
         sessions: The drafter's sessions.
-        planner: Chooses the shapes of rows.
+        planner: Chooses the tree shape of each sequence.
         scheduler: Lists the sequences that decode.
         controller: Limits the wait for trees.
-        runner: The target's model and pool.
+        runner: The target's model and KV pool.
         rounds: Owns the slots and the packed trees.
         on_device: False to request all trees through the host.
     """

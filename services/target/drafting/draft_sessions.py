@@ -20,16 +20,17 @@ _log = logging.getLogger("outrider.target")
 
 
 class DraftSessions:
-    """Keeps the drafter's sessions in step with the engine's sequences. Engine thread only.
+    """Opens and closes the drafter's sessions as sequences come and go. Engine thread only.
 
     The drafter follows a sequence (`Sequence.drafted`) from its admission until the sequence ends or the
     scheduler retracts it.
 
     Attributes:
-        num_resyncs: Number of times that a session was reopened because the drafter had lost it.
+        num_resyncs: Number of times that a session was opened again because the drafter had lost it.
         sends_stored: True to send the stored feature rows of a sequence when its session is opened. False if
-            the drafter itself requests the rows that it lacks.
-        misfit: The reason why the drafter's features do not fit this model. None if the features fit.
+            the drafter itself requests the feature rows that it lacks.
+        misfit: The reason why the target's model cannot supply the features that the drafter needs. None if
+            it can.
     """
 
     def __init__(self, drafter: Drafter, runner: ModelRunner, scheduler: Scheduler) -> None:
@@ -46,8 +47,9 @@ class DraftSessions:
     def refresh(self) -> bool:
         """Adopt the drafter's feature spec when it becomes known or changes.
 
-        Running sequences that want drafts are prefilled again, because their features were not captured under
-        the new spec. Their tokens do not change. From then on, these sequences get drafts.
+        The spec names the hidden states that the drafter needs. Running sequences that want drafts are
+        prefilled again, because their features were not captured under the new spec. Their tokens do not
+        change. From then on, these sequences get drafts.
 
         Returns:
             True if the spec has changed.
@@ -145,7 +147,7 @@ class DraftSessions:
             self._drafter.close([sequence.session_id])
 
     def catch_up(self, sequence: Sequence, base_len: int) -> Commit | None:
-        """Return a commit of all tokens since `base_len`, with their stored feature rows.
+        """Return a commit of a sequence's tokens from index `base_len` on, with their stored feature rows.
 
         Return None if there is nothing to send, or if the drafter does not follow the sequence.
         """

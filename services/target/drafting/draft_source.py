@@ -20,13 +20,13 @@ Draft = Callable[[], None]
 
 @dataclass(frozen=True, slots=True)
 class PreparedDrafts:
-    """A round that is ready to be drafted.
+    """A round whose drafting can be enqueued.
 
     Attributes:
-        entries: The entries of the round. A row that gets no tree has the shape `NO_DRAFT`. Rows that still
-            await their trees are left out, so there may be no entries.
-        enqueue: Function that enqueues the drafting. None if no row drafts.
-        may_run_ahead: True if the next round can be enqueued before this round has been read.
+        entries: The entries of the round. An entry without a tree has the shape `NO_DRAFT`. Sequences that
+            still await their trees are left out, so there may be no entries.
+        enqueue: Function that enqueues the drafting. None if no sequence drafts in this round.
+        may_run_ahead: True if the next round can be enqueued before the host has read this round.
         catches_up: True if the drafter must first process many earlier tokens of some sequences.
     """
 
@@ -38,12 +38,12 @@ class PreparedDrafts:
 
 @dataclass(frozen=True, slots=True)
 class ProposalWait:
-    """Measured times of one request for trees that ran through the host.
+    """Measured times of one request for the trees of a round that ran through the host.
 
     Attributes:
         wait_s: Seconds for which the round waited for its trees.
-        answer_s: Seconds from the announcement until the trees had arrived.
-        requested: Number of sequences for which trees were requested, by the shape of the tree. The answer
+        answer_s: Seconds from the announcement of the round until its trees had arrived.
+        requested: Number of sequences for which trees were requested, by the requested tree shape. The answer
             may contain smaller trees.
         draft_s: Seconds for which the drafter worked on the trees, as reported by the drafter.
     """
@@ -55,9 +55,10 @@ class ProposalWait:
 
 
 class DraftSource(Protocol):
-    """Supplies the draft trees of rounds. Engine thread only.
+    """Interface of the code that supplies the draft trees of rounds. Engine thread only.
 
-    Sources inherit from this class. Methods with a default have nothing to do in some of the sources.
+    Draft sources inherit from this class. A method with a default implementation has no work to do in some
+    sources.
     """
 
     @property
@@ -93,9 +94,10 @@ class DraftSource(Protocol):
         return
 
     def receive_trees(self) -> None:
-        """Do the host's remaining work for the last enqueued round. This work may wait for a drafter.
+        """Do the host's part of drafting the round that was enqueued last. This may wait for a drafter.
 
-        Called after the previous round has been read, and before the last enqueued round is read.
+        The decode loop calls this method between reading the previous round and reading the last enqueued
+        round.
         """
         return
 
@@ -120,10 +122,10 @@ class DraftSource(Protocol):
         ...
 
     def read(self, ended: Set[int]) -> None:
-        """Finish a round after all its entries were passed to `committed`, before its tokens are delivered.
+        """Finish a round after all its entries were passed to `committed`. Its tokens are delivered later.
 
         Args:
-            ended: Ids of the sessions that end with this round but were not closed yet.
+            ended: Ids of the drafter's sessions that end with this round and were not closed yet.
         """
         return
 

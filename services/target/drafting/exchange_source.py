@@ -1,13 +1,13 @@
-"""Exchanges states and trees with a drafter in another process, in stream order on both devices.
+"""Exchanges round states and trees with a drafter in another process, in stream order on both devices.
 
 In each round, the target gathers the states of the slots that draft, in one group per tree shape. It sends
-all groups together, receives the trees, and checks and packs them. Sequences may join and leave between any
+all groups together, receives the trees, checks them and packs them. Sequences may join and leave between any
 two rounds. A sequence that does not draft costs the drafter nothing, because its tokens are sent later, in
 larger commits.
 
-A sequence joins once the drafter has the feature rows of its prompt. Until then, a sequence in mode `on` is
-left out of rounds, and a sequence in mode `auto` decodes without drafts. Rounds that cannot be exchanged are
-drafted through the host (`host_source`).
+A sequence joins the exchange once the drafter has the feature rows of its prompt. Until then, a sequence in
+mode `on` is left out of rounds, and a sequence in mode `auto` decodes without drafts. If a round cannot be
+exchanged, its trees are requested through the host (`host_source`).
 """
 
 from __future__ import annotations
@@ -51,15 +51,15 @@ After this wait, the engine checks for new requests and cancellations, and then 
 
 
 class ExchangeSource(DraftSource):
-    """Exchanges states and trees with a drafter in another process. Engine thread only.
+    """Draft source that exchanges states and trees with a drafter in another process. Engine thread only.
 
     Args:
         slots: The slots of the drafter.
         host: Drafts the rounds that cannot be exchanged.
-        rounds: Owns the slots and the packed trees.
-        pool: The target's pool.
+        rounds: Owns the target's slots and the packed trees.
+        pool: The target's KV pool.
         controller: Limits the wait for trees.
-        planner: Counts the rows that want to draft but cannot.
+        planner: Counts the sequences that want to draft but cannot.
     """
 
     def __init__(

@@ -6,12 +6,12 @@ A round with such trees can start only after the host has read the previous roun
     host            wait for n · commit n, announce n + 1 · deliver n … wait for the trees · launch n + 1
     remote draft                           | extend by n, draft n + 1  |
 
-The host announces the next round immediately after it has read a round, because a draft in another process
-idles until then. Rounds in which no sequence drafts are enqueued ahead as usual. The drafter receives their
-tokens later, in larger commits.
+The host announces the next round as soon as it has read a round, because a draft in another process idles
+until then. If no sequence drafts in a round, the host enqueues the round ahead, as if there were no drafter.
+The drafter receives the tokens of such a round later, in larger commits.
 
-If the tree of a row in mode `on` is late, this round and the next rounds run without the row, until the tree
-arrives or the wait ends. A stopped draft therefore delays only rows in mode `on`.
+A sequence in mode `on` whose tree is late waits alone: the round runs without it. The next rounds run without
+it too, until the tree arrives or the wait ends. A stopped draft therefore delays only sequences in mode `on`.
 """
 
 from __future__ import annotations
@@ -78,12 +78,12 @@ class _Proposal:
 
 
 class HostSource(DraftSource):
-    """Requests trees from a drafter through the host. Engine thread only.
+    """Draft source that requests trees from a drafter through the host. Engine thread only.
 
     Args:
         drafter: Proposes trees.
         sessions: The drafter's sessions.
-        planner: Chooses the shapes of the next round for the early announcement.
+        planner: Chooses the tree shapes of the next round, so that the round can be announced early.
         scheduler: Lists the sequences that decode next.
         controller: Limits the wait for trees, and records how long the drafter takes.
         rounds: Owns the slots and the packed trees.
@@ -204,11 +204,11 @@ class HostSource(DraftSource):
         self.learn(ended, announces=True)
 
     def learn(self, ended: Set[int], *, announces: bool) -> None:
-        """Process the tokens that were passed to `committed`.
+        """Process the tokens of a round that were passed to `committed`. Announce the next round if asked to.
 
         Args:
-            ended: Ids of the sessions that end with this round but were not closed yet.
-            announces: True to announce the next round if no round is in flight.
+            ended: Ids of the drafter's sessions that end with this round and were not closed yet.
+            announces: True to announce the next round to the drafter if no round is in flight.
         """
         self._round += 1
         moved, self._moved = self._moved, {}

@@ -18,11 +18,11 @@ OVER_BUDGET = "budget"
 
 
 class DraftPlanner:
-    """Chooses tree shapes. Engine thread only.
+    """Chooses the tree shape with which each sequence of a round drafts. Engine thread only.
 
     Args:
         sessions: The drafter's sessions.
-        controller: Chooses the shapes of rows in mode `auto`.
+        controller: Chooses the tree shapes of sequences in mode `auto`.
         metrics: Counts fallbacks.
         max_rows: Largest number of packed rows of a round, i.e. of tree nodes of all sequences.
     """
@@ -44,17 +44,17 @@ class DraftPlanner:
     def shapes(
         self, decodes: Seq[Sequence], path: DraftPath, planned: Seq[DraftShape | None] = ()
     ) -> list[DraftShape]:
-        """Choose the shape of each row.
+        """Choose the tree shape of each sequence of a round.
 
         Args:
-            decodes: The rows of a round.
+            decodes: The sequences of the round.
             path: How the trees of the round reach the target.
-            planned: For each row, the shape that was already chosen for this round, or None. By default, this
-                method chooses the shapes of all rows.
+            planned: For each sequence, the shape that was already chosen for this round, or None. By default,
+                this method chooses the shapes of all sequences.
 
         Returns:
-            The shape of each row, limited as by `DraftShape.bounded`. `NO_DRAFT` for a row that verifies its
-            root alone.
+            The tree shape of each sequence, limited as by `DraftShape.bounded`. `NO_DRAFT` for a sequence
+            that drafts no tokens.
         """
         known = planned or [None] * len(decodes)
         shapes = [shape or NO_DRAFT for shape in known]

@@ -1,12 +1,12 @@
 """Drafts on the target's device. For each tree shape, the drafting can be recorded as one CUDA graph.
 
-For each shape, the state of the slots that draft with this shape is gathered. The drafter extends its K/V by
-the tokens of the last round and grows the trees. The trees are written to the packed rows of their sequences.
-All this happens before the host has read the previous round.
+For each tree shape of a round, the device gathers the state of the slots that draft with this shape. The
+drafter extends its K/V by the tokens of the last round and grows the trees. The trees are written to the
+packed rows of their sequences. All this is enqueued before the host has read the previous round.
 
 A sequence that does not draft in a round costs the drafter nothing. Its feature rows stay in the target's
-feature plane, and this module keeps its tokens. Before the sequence drafts again, the drafter processes the
-missing tokens and rows.
+feature plane, and this module keeps its tokens. Before the sequence drafts again, the drafter processes these
+tokens and feature rows.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ class _Group:
 
 
 class ResidentSource(DraftSource):
-    """Drafts on the target's device. Engine thread only, under inference mode.
+    """Draft source for a drafter on the target's device. Engine thread only, under inference mode.
 
     Args:
         drafter: Drafts in stream order.
-        runner: The target's model and pool.
+        runner: The target's model and KV pool.
         rounds: Owns the slots and the packed trees.
-        planner: Counts the rows that cannot draft in a round, and predicts which sequences will draft.
+        planner: Counts the sequences that cannot draft in a round, and predicts which sequences will draft.
     """
 
     def __init__(

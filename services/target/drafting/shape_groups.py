@@ -18,12 +18,12 @@ from outrider.shared.spec.tree import DraftBatch, DraftShape
 
 @dataclass(frozen=True, slots=True)
 class ShapeGroup:
-    """The sequences that draft with one shape in a round.
+    """The sequences that draft with the same tree shape in a round.
 
     Attributes:
-        shape: Shape of every tree.
-        sequences: The sequence of each row. Rows after them are idle.
-        size: The sizes of the group.
+        shape: Shape of every tree of the group.
+        sequences: The sequence of each row of the group's tensors. Any further rows are idle.
+        size: Sizes of the group's tensors.
     """
 
     shape: DraftShape
@@ -42,14 +42,14 @@ class ShapeGroup:
 
 
 def shape_groups(drafting: Seq[Entry], batch_sizes: Seq[int]) -> list[ShapeGroup]:
-    """Group the entries that draft by their shapes.
+    """Divide the drafting entries of a round into groups with equal tree shapes.
 
     The order of the groups depends only on their shapes, so that fewer combinations of groups occur. The
-    first round with a combination is slower.
+    first round with a new combination is slower.
 
     Args:
         drafting: The entries that draft.
-        batch_sizes: Ascending numbers of rows that a group may have.
+        batch_sizes: Numbers of rows that the tensors of a group may have, ascending.
     """
     by_shape: dict[DraftShape, list[Sequence]] = {}
     for entry in drafting:
@@ -65,7 +65,7 @@ def shape_groups(drafting: Seq[Entry], batch_sizes: Seq[int]) -> list[ShapeGroup
 
 
 def gather_rows(rounds: RoundRunner, members: torch.Tensor, rows: GroupRows) -> None:
-    """Enqueue the copy of a group's state from the slots.
+    """Enqueue the copy of a group's state from the slots to the rows of the group's tensors.
 
     Args:
         rounds: Owns the slots.
@@ -81,7 +81,7 @@ def pack_drafts(rounds: RoundRunner, drafts: DraftBatch, members: torch.Tensor) 
 
     Args:
         rounds: Owns the packed trees.
-        drafts: ``[G, N]`` trees on the target's device.
+        drafts: Trees on the target's device, ``[G, N]``: G rows with N nodes each.
         members: ``[G] int32``, the index of the entry of each row. Idle rows have -1.
     """
     batch = rounds.batch

@@ -10,13 +10,13 @@ from outrider.shared.base.generation import FinishReason
 
 @dataclass(frozen=True, slots=True)
 class Advance:
-    """Progress of one sequence in one pass.
+    """Progress of one sequence in one forward pass.
 
     Attributes:
         kept: The tokens that are kept and emitted.
         num_cut: Number of tokens that were dropped after a stop token or the length limit.
         finish: The reason why the sequence ends with these tokens. None if the sequence continues.
-        matched_token: The stop token that ended the sequence. None unless the sequence ended at a stop token.
+        matched_token: The stop token that ended the sequence. None if no stop token ended it.
     """
 
     kept: list[int]
@@ -26,7 +26,7 @@ class Advance:
 
 
 def advance(sequence: Sequence, emitted: list[int]) -> Advance:
-    """Append chosen tokens to a sequence, up to the first stop token or the sequence's length limit.
+    """Append the tokens that a pass has chosen to a sequence, up to the first stop token or the length limit.
 
     All later tokens are dropped. Lengths, usage and noise positions do not include dropped tokens.
     """

@@ -16,11 +16,11 @@ from outrider.shared.base.token_states import TokenStates
 
 
 class Committer:
-    """Accepts tokens into sequences, then emits them. Engine thread only.
+    """Appends the tokens of finished passes to their sequences, then emits the tokens. Engine thread only.
 
     Args:
-        output: Collects events for the clients and ends sequences.
-        poisoned: Called with a sequence whose logits are NaN or infinite. This function fails the sequence.
+        output: Collects events for the clients, and ends sequences.
+        poisoned: Function that fails a sequence. Called with each sequence whose logits are NaN or infinite.
         forget: Called with every sequence that has ended.
     """
 

@@ -8,16 +8,16 @@ On a GPU, a round is enqueued before the host has read the previous round (a loo
 On a CPU, or if the trees of a round come from the host, the loop reads a round before it launches the next
 one (a lookahead of 0).
 
-If an output has a form, such as a JSON schema, the host must know all earlier tokens before tokens can be
-chosen. Such a round is *open* when it is launched: the device begins with its forward pass. The host
-completes the round as soon as it has read all earlier passes:
+An output may have a form, i.e. a constraint such as a JSON schema. The host must then know all earlier tokens
+before the next tokens can be chosen. A round with such an output is *open* when it is launched: the device
+starts with its forward pass. The host completes the round as soon as it has read all earlier passes:
 
     device    | choose n | forward n + 1                                | choose n + 1 | …
     host      launch n + 1 · wait for n · complete n + 1 · deliver n · launch n + 2 …
 
-Sequences join and leave between two rounds. With a lookahead of 1, the host reads the end of a sequence one
-round late, so one more round may contain the ended sequence. The tokens of that round for this sequence are
-never emitted, billed or cached.
+Sequences join and leave between two rounds. With a lookahead of 1, the host learns one round late that a
+sequence has ended. One more round may therefore contain the ended sequence. The tokens that this round
+chooses for the sequence are never emitted, billed or cached.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ from outrider.shared.base.generation import RoundTrace
 
 
 class DecodeLoop:
-    """Launches and finishes the passes of one engine. Engine thread only.
+    """Launches and finishes the rounds and prompt chunks of one engine. Engine thread only.
 
     Args:
         rounds: Enqueues and reads rounds.
         prefill: Enqueues prompt chunks and finishes them.
         planner: Chooses the tree shape of each sequence.
-        drafts: Supplies the trees.
+        drafts: Supplies the draft trees.
         committer: Commits and emits tokens.
         scheduler: Reserves pages for sequences that join a round.
         controller: Learns costs and acceptance from the rounds.

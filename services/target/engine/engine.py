@@ -1,9 +1,10 @@
 """The target's engine and its `step`: receive, adopt a changed draft, schedule, launch, finish, flush.
 
-A step enqueues prompt chunks and one round of all decoding sequences. Then it reads the earlier passes, and
-delivers their tokens. A sequence without draft nodes takes part in the same round with a single row.
+A step of the engine enqueues prompt chunks and one round of all decoding sequences. Then it reads the passes
+that were enqueued earlier, and delivers their tokens. A sequence without draft nodes takes part in the round
+with one packed row.
 
-All state belongs to the engine thread. Other threads only append to the inbox.
+All state belongs to the engine thread. Other threads only append commands to the engine's inbox.
 """
 
 from __future__ import annotations
@@ -49,9 +50,9 @@ LOOK_S = 1.0
 
 
 class TargetEngine(Steppable):
-    """One model, its KV pool and all live requests.
+    """The engine of a target: one model, its KV pool and all live requests.
 
-    `submit`, `cancel`, `pause`, `resume` and `stats` may be called from any thread.
+    Any thread may call `submit`, `cancel`, `pause`, `resume` and `stats`.
 
     Args:
         runner: Runs the forward passes.
@@ -154,10 +155,10 @@ class TargetEngine(Steppable):
         return sequence.session_id
 
     def cancel(self, handle: int, keep_tokens: int | None = None) -> None:
-        """End a request. Ignore unknown handles.
+        """End a request. Handles of unknown requests are ignored.
 
         Args:
-            handle: The handle that `submit` returned.
+            handle: The handle that `submit` returned for the request.
             keep_tokens: Number of tokens to bill if a stop string ended the text. None if the client cancels.
         """
         self._inbox.append(Cancel(handle, keep_tokens))
@@ -305,9 +306,10 @@ class TargetEngine(Steppable):
         return changed
 
     def step_failed(self, error: Exception) -> None:
-        """Fail the requests in the batch after an exception. Queued requests stay in the queue.
+        """Fail the requests of the batch after an exception in a step. Requests in the queue stay there.
 
-        An `UnavailableError`, which reports a lost rank, keeps its code and reason, so that clients retry.
+        Requests fail with the code INTERNAL. An `UnavailableError`, which reports the loss of a rank, instead
+        keeps its code and reason, so that clients retry.
         """
         code, reason = (
             (error.code, error.reason) if isinstance(error, UnavailableError) else (ErrorCode.INTERNAL, None)

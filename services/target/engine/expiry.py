@@ -12,8 +12,8 @@ class Expiry:
     """Tracks the earliest time at which a live request may have to end. Engine thread only.
 
     Attributes:
-        next_due: Time of the next check, from `time.monotonic()`. None if no check is due. No request has to
-            end before this time.
+        next_due: Time of the next check for expired requests, from `time.monotonic()`. No request expires
+            before this time. None if no live request can expire.
     """
 
     def __init__(self) -> None:

@@ -19,10 +19,11 @@ class LoopPlan:
         drafts_on_device: True to draft on the target's device if the drafter can.
         max_depth: Depth of the deepest tree that a request may use.
         max_nodes: Largest number of nodes of a tree.
-        max_packed_rows: Largest number of packed rows of a round, i.e. of nodes in all its trees together.
-        prefill_budget_s: Seconds that the prompt chunks of a step may take while other sequences decode.
-        recorded_entries: Largest number of sequences of a round that is recorded as CUDA graphs. With None,
-            rounds of any number of sequences are recorded.
+        max_packed_rows: Largest number of packed rows of a round, i.e. of nodes of all its trees together.
+        prefill_budget_s: Seconds that the prompt chunks of one engine step may take while other sequences
+            decode.
+        recorded_entries: Rounds with more sequences than this number are not recorded as CUDA graphs. None
+            sets no limit.
     """
 
     lookahead: int = 0
@@ -34,10 +35,10 @@ class LoopPlan:
     recorded_entries: int | None = None
 
     def make_rounds(self, runner: ModelRunner, slots: int, max_model_len: int) -> RoundRunner:
-        """Make the rounds of an engine.
+        """Make the object that enqueues and reads an engine's rounds (`RoundRunner`).
 
         Args:
-            runner: The model and its pool.
+            runner: The target's model and its KV pool.
             slots: Largest number of sequences of a round.
             max_model_len: Largest number of tokens of a sequence.
         """

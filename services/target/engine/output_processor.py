@@ -21,12 +21,13 @@ from outrider.shared.base.token_states import TokenStates
 
 
 class OutputProcessor:
-    """Collects the events of a step and delivers them together. Ends every sequence and frees its pages.
+    """Collects the events of an engine step and delivers them together. Ends sequences and frees their pages.
 
     Attributes:
-        generated_tokens: Number of tokens emitted since the start or the last call of `start_counting`.
-        totals: Speculation statistics of the sequences that have ended since the start or the last call of
-            `start_counting`.
+        generated_tokens: Number of tokens emitted since the last call of `start_counting`, or since the
+            start.
+        totals: Summed speculation statistics of the sequences that have ended since the last call of
+            `start_counting`, or since the start.
         before_end: Called with every sequence before it ends.
     """
 

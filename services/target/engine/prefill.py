@@ -1,8 +1,7 @@
-"""Enqueues prompt chunks between the rounds, and commits the first tokens after prompts.
+"""Enqueues prompt chunks between the rounds, and commits the first token after each prompt.
 
-The last chunk of a prompt also chooses the first token after the prompt, and writes this token into the
-sequence's slot on the device. The next round can therefore contain the sequence before the host has read the
-token:
+The last chunk of a prompt also chooses the first token after the prompt. The device writes this token into
+the sequence's slot. The next round can therefore contain the sequence before the host has read the token:
 
     device    | round n | chunk of a prompt | round n + 1, with the new sequence
     host      enqueue the chunk and round n + 1 · read and deliver round n · read and deliver the first token
@@ -33,11 +32,11 @@ STATE_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class PrefillPass:
-    """Prompt chunks in flight, and the first tokens after those prompts that the chunks complete.
+    """A forward pass over prompt chunks that the host has enqueued and not read yet.
 
     Attributes:
-        completed: The sequences whose prompts are complete, each with its `residence` (see `Sequence`).
-        chosen: The first token of each completed sequence.
+        completed: The sequences whose prompts end with this pass, each with its `residence` (see `Sequence`).
+        chosen: The first token after each of these prompts.
         tokens: Number of prompt tokens of the pass.
         longest: Largest context of a chunk, in tokens.
         enqueued_at: Time at which the pass was enqueued, from `time.monotonic()`.
@@ -51,12 +50,12 @@ class PrefillPass:
 
 
 class Prefill:
-    """Prefills prompt chunks. Engine thread only.
+    """Enqueues and finishes the forward passes over prompt chunks. Engine thread only.
 
     Args:
         runner: Runs the forward passes.
         table: The slots.
-        drafts: Receives the features of prompts.
+        drafts: The draft source, which receives the features of prompts.
         committer: Commits and emits the first tokens.
         budget: Learns how long prompt tokens take.
     """
@@ -76,10 +75,10 @@ class Prefill:
         self._budget = budget
 
     def limit(self, scheduler: Scheduler) -> int | None:
-        """Return how many prompt tokens the next step may compute while sequences decode.
+        """Return the largest number of prompt tokens for the next engine step while sequences decode.
 
-        The limit is the largest size of a recorded pass within the time budget, so that chunks need no
-        padding. Return None if no prompt is left to compute.
+        If a recorded CUDA graph fits into the time budget, the number is the size of the largest such graph,
+        because chunks of this size need no padding. Return None if no prompt is left to compute.
         """
         stored = (one.cached_len for one in scheduler.active if one.status is SequenceStatus.PREFILLING)
         context = next(stored, 0 if scheduler.waiting else None)
@@ -114,11 +113,11 @@ class Prefill:
         )
 
     def finish(self, launched: PrefillPass, previous_end: float) -> None:
-        """Wait for the first tokens, then commit and emit them.
+        """Wait for the first tokens that a pass over prompt chunks has chosen, then commit and emit them.
 
         Args:
             launched: The oldest pass in flight.
-            previous_end: Time at which the host had read the previous pass.
+            previous_end: Time at which the host had read the previous pass, from `time.monotonic()`.
         """
         tokens = launched.chosen.wait()
         started = max(launched.enqueued_at, previous_end)

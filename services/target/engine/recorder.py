@@ -6,8 +6,8 @@
 A preparation is other work that is not urgent. It is divided into parts, and one step of the engine does one
 part. A new request therefore waits for at most one recording or one part.
 
-While requests are live, nothing is recorded here. Pieces without a graph then run kernel by kernel.
-`GraphCache` may record such a piece if it is used often and can be recorded quickly.
+While requests are live, this module records nothing. A piece of a round that has no graph then runs kernel by
+kernel. `GraphCache` may record such a piece if it is used often and can be recorded quickly.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ def always(_record: Callable[[], None]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class RecordingList:
-    """The graphs that an engine records in advance, each list in the order of recording.
+    """The CUDA graphs that an engine records in advance. Each list is in the order of recording.
 
     Attributes:
         first: Graphs that are recorded before the server is ready.
-        further: Graphs that are recorded while no request is live.
+        further: Graphs that are recorded later, while no request is live.
     """
 
     first: list[Recording]
@@ -53,13 +53,13 @@ class RecordingList:
 
 
 class Recorder:
-    """The graphs that are not recorded yet. Engine thread only, except for `ask`.
+    """Records an engine's CUDA graphs in advance, one at a time. Engine thread only, except for `ask`.
 
-    All graphs recorded here are kept. `GraphCache` only limits the number of graphs that it records while
-    requests are live.
+    All graphs that the recorder records are kept. `GraphCache` limits only the number of graphs that are
+    recorded while requests are live.
 
     Args:
-        graphs: The target's CUDA graphs.
+        graphs: The cache of the target's CUDA graphs.
         idle_s: Seconds without a live request after which further graphs are recorded.
         clock: Returns monotonic seconds.
     """
@@ -117,31 +117,31 @@ class Recorder:
         return due is not None and self._clock() >= due
 
     def ask(self, *, for_all: bool = False) -> threading.Event:
-        """Return an event that is set once graphs are recorded. May be called from any thread.
+        """Return an event that is set once the first CUDA graphs are recorded. May be called from any thread.
 
         Args:
-            for_all: True if the event must also wait for further graphs and preparations. If no request is
-                live, the engine then does this work without waiting for `idle_s`.
+            for_all: True if the event must also wait for the further graphs and the preparations. The engine
+                then does this work without waiting for `idle_s`, if no request is live.
         """
         asked = threading.Event()
         self._asked.append((asked, for_all))
         return asked
 
     def hear(self) -> None:
-        """Note the callers of `ask`. Call this before checking whether the draft has changed.
+        """Note the calls of `ask` since the last call of `hear`. Call this before each check for a new draft.
 
-        The event of a caller of `ask` is set after the next check that follows the call, because the draft
-        may have changed since the last check.
+        The draft may have changed just before `ask` was called. The event that `ask` returned is therefore
+        not set before the next check has ended.
         """
         while self._asked:
             self._heard.append(self._asked.popleft())
 
     def prepare(self, work: Iterable[object]) -> None:
-        """Add work that is done while no request is live, before the further graphs.
+        """Add a preparation: work that is done before the further graphs, while no request is live.
 
         Args:
-            work: Does one part of the work each time it yields an item. All graphs that the work records are
-                kept.
+            work: Iterable that does one part of the work each time it yields an item. All CUDA graphs that
+                the work records are kept.
         """
         self._preparations.append(iter(work))
 
@@ -150,12 +150,12 @@ class Recorder:
         listed: Callable[[], RecordingList],
         is_compiled: Callable[[Callable[[], None]], bool] = always,
     ) -> None:
-        """Set the list of graphs, and plan to record them now and after each future change of the draft.
+        """Set the CUDA graphs to record in advance: now, and again after each change of the draft.
 
         Args:
-            listed: Lists the graphs.
-            is_compiled: Returns True if the kernels of a further graph are compiled. If it returns False, the
-                kernels are being compiled in the background, and another graph is recorded first.
+            listed: Function that lists the graphs.
+            is_compiled: Function that returns True if the kernels of a further graph are compiled. False
+                means that they are being compiled in the background. Another graph is then recorded first.
         """
         self._list, self._is_compiled = listed, is_compiled
         self.renew()
@@ -181,7 +181,7 @@ class Recorder:
         self._live_until = self._clock()
 
     def record_next(self) -> str:
-        """Record one graph, check the kernels of one graph, or do one piece of a preparation.
+        """Record one CUDA graph, check that a graph's kernels are compiled, or do one part of a preparation.
 
         Returns:
             The description of the recorded graph. Empty if none was recorded.

@@ -28,14 +28,16 @@ MOST_MASKED_ROWS = 256
 
 
 class Recordings:
-    """Lists the graphs of one engine. Call the listed functions on the engine thread, or before it starts.
+    """Lists the CUDA graphs that one engine can record in advance.
+
+    Its methods may be called on the engine thread, or before this thread starts.
 
     Args:
         runner: Records passes over prompts.
         rounds: Records verify passes.
-        drafts: Lists the recordings of drafts.
+        drafts: The draft source, which lists the recordings of its drafting.
         drafting: True if requests may draft.
-        refresh: Adopts a changed draft, whose features the graphs capture.
+        refresh: Adopts a changed draft. The graphs capture the features that this draft needs.
     """
 
     def __init__(
@@ -56,10 +58,10 @@ class Recordings:
     def rounds(
         self, batches: Seq[tuple[int, DraftShape]], modes: Seq[SamplingMode] = USUAL_MODES
     ) -> list[Recording]:
-        """List the graphs of rounds in which all sequences have the same tree shape.
+        """List the CUDA graphs of rounds in which all sequences have the same tree shape.
 
         Args:
-            batches: Batch sizes and shapes, in the order in which to record them.
+            batches: Pairs of a batch size and a tree shape, in the order in which to record them.
             modes: Sampling modes.
         """
         self._refresh()
@@ -104,12 +106,12 @@ def round_recordings(
     *,
     captures: bool,
 ) -> Iterator[Recording]:
-    """Yield the recordings of rounds in which all sequences have the same tree shape.
+    """Yield the recordings of CUDA graphs for rounds in which all sequences have the same tree shape.
 
     Args:
         rounds: Records verify passes.
-        drafts: Lists the recordings of drafts.
-        batches: Batch sizes and shapes, in the order in which to record them.
+        drafts: The draft source, which lists the recordings of its drafting.
+        batches: Pairs of a batch size and a tree shape, in the order in which to record them.
         modes: Sampling modes.
         captures: True if feature rows are stored for a drafter.
     """
@@ -132,7 +134,7 @@ def round_recordings(
 
 
 def mixed_recordings(rounds: RoundRunner, *, captures: bool) -> Iterator[Recording]:
-    """Yield the recordings of rounds with trees, in all sampling modes except `FULL`.
+    """Yield the recordings of CUDA graphs for rounds with trees, in all sampling modes except `FULL`.
 
     Larger rounds come first, so that the graphs of smaller rounds can reuse the memory of larger graphs.
 
@@ -149,7 +151,7 @@ def mixed_recordings(rounds: RoundRunner, *, captures: bool) -> Iterator[Recordi
 
 
 def masked_recordings(rounds: RoundRunner, *, captures: bool, drafting: bool) -> Iterator[Recording]:
-    """Yield the recordings of rounds with forms, the largest first.
+    """Yield the recordings of CUDA graphs for rounds with constrained outputs, the largest round first.
 
     Args:
         rounds: Records verify passes.

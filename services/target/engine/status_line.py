@@ -21,11 +21,11 @@ class StatusLine:
         self._at: float | None = None
 
     def fields(self, stats: EngineStats, now: float) -> dict[str, Any] | None:
-        """Return the fields for the time since the last call, or None if nothing happened.
+        """Return the fields of the status line for the time since the last call, or None if nothing happened.
 
         Args:
             stats: The engine's statistics now.
-            now: The time now, from `time.monotonic`.
+            now: The time now, from `time.monotonic()`, in seconds.
         """
         tokens, rounds = stats.generated_tokens - self._tokens, stats.rounds - self._rounds
         draft_rounds = stats.speculation.draft_rounds - self._draft_rounds

@@ -15,11 +15,11 @@ from outrider.shared.base.errors import ConfigurationError, InvalidRequestError
 
 
 class GrammarBackend(Enum):
-    """The library that enforces constraints.
+    """The library that enforces constraints on outputs: xgrammar or llguidance.
 
-    AUTO uses xgrammar for the JSON schemas and choices that xgrammar enforces exactly, and llguidance for
-    all other constraints. Grammars of clients always use llguidance, because it limits the time per
-    token.
+    AUTO uses xgrammar for the JSON schemas and choices that xgrammar enforces exactly. It uses llguidance for
+    all other constraints. Grammars that clients write always use llguidance, because llguidance limits the
+    time per token.
     """
 
     LLGUIDANCE = "llguidance"

@@ -1,7 +1,8 @@
 """The process that first compiles a constraint: ``python -m …compile_process BACKEND TOKENIZER SIZE END…``.
 
-The process reads one request per line and writes one line in reply to each, both in JSON. A constraint that
-needs too much memory or time ends this process instead of the target.
+The arguments are the grammar library, the path of ``tokenizer.json``, the number of logits, and the tokens
+that end an output. The process reads one request per line and writes one line in reply, both in JSON. A
+constraint that needs too much memory or time ends this process instead of the target.
 """
 
 from __future__ import annotations

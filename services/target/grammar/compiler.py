@@ -1,7 +1,7 @@
-"""Compiles constraints: first in a separate process, with caps on time and memory, then in the target.
+"""Compiles constraints on outputs: first in a process with caps on time and memory, then in the target.
 
-A constraint that the process has compiled is harmless. The target then compiles it again, because a compiled
-grammar cannot be sent from one process to another.
+A constraint that the separate process could compile is harmless. The target then compiles it again, because a
+compiled grammar cannot be sent from one process to another.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ MODULE = "outrider.services.target.grammar.compile_process"
 
 
 class GrammarCompiler:
-    """Compiles constraints, and keeps the most recent grammars. Call on one event loop only.
+    """Compiles constraints on outputs, and keeps the most recent grammars. Call on one event loop only.
 
     Args:
-        tokenizer: The model's ``tokenizer.json``.
+        tokenizer: Path of the model's ``tokenizer.json``.
         vocab_size: Number of logits of the model.
         ends: The tokens that end an output.
         backend: The library that enforces the constraints.
-        compile_s: Largest time of one compilation, in seconds.
+        compile_s: Longest time of one compilation, in seconds.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class GrammarCompiler:
         return cls(model / TOKENIZER_FILE, config.vocab_size, ends, backend)
 
     async def compile(self, constraint: Constraint) -> Grammar:
-        """Return the grammar of a constraint. Finding a recently compiled grammar costs one lookup.
+        """Return the compiled grammar of a constraint. Recently compiled grammars are not compiled again.
 
         Raises:
             InvalidRequestError: The constraint is malformed or too expensive, or this target cannot enforce

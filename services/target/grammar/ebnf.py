@@ -1,9 +1,9 @@
-"""Converts constraints to EBNF grammars, for xgrammar.
+"""Converts constraints on outputs, such as JSON schemas, to EBNF grammars for xgrammar.
 
 xgrammar's own conversion of JSON schemas ignores some keywords (``not``, ``if``, ``uniqueItems``,
 ``contains`` and others). It also allows texts that are not JSON, such as line breaks in strings with a
-largest length. The functions of this module refuse everything that they do not know, and convert all other
-constraints exactly.
+maximum length. The functions of this module convert each constraint exactly. They refuse a constraint that
+contains anything they do not know.
 """
 
 from __future__ import annotations

@@ -12,18 +12,20 @@ PROMPT_END_TOKENS = 8
 
 
 class OutputForm:
-    """Determines which tokens may come next in one output. Engine thread only.
+    """The form of one output, i.e. a constraint on the tokens that may come next. Engine thread only.
 
-    An output has up to three parts: an opening text, a free part that ends with a marker, and a part that the
-    grammar determines. The first two are optional.
+    An output has up to three parts, in this order: an opening text, a free part that ends with a marker, and
+    a part that follows the grammar. The first two parts are optional.
 
-    `settle` follows each token of the output once, in order. `accept` and `rollback` visit the nodes of a
+    `settle` processes each token of the output once, in order. `accept` and `rollback` visit the nodes of a
     tree. Each `accept` must be rolled back before the next call of `settle`.
 
     Args:
         grammar: The compiled grammar of the constraint.
-        constraint: Names the marker and the opening. With None, the grammar begins at the first token.
-        prompt: The tokens of the prompt. If they end with the opening, the output begins with the free part.
+        constraint: The constraint, which names the marker and the opening text. With None, the output has
+            neither, and follows the grammar from its first token.
+        prompt: The tokens of the prompt. If they end with the opening text, the output begins with the free
+            part.
 
     Attributes:
         ends: The tokens that end the output.

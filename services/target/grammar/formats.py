@@ -1,6 +1,7 @@
-"""Regular expressions of the formats that strings in JSON schemas can have.
+"""Regular expressions for the string formats of JSON schemas, such as dates.
 
-The grammar libraries allow a few invalid texts in these formats, such as 29 February in every year.
+The grammar libraries have their own checks of these formats. Those allow a few invalid texts, such as 29
+February in every year.
 """
 
 from __future__ import annotations

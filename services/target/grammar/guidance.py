@@ -95,9 +95,10 @@ class GuidanceGrammar(VocabularyGrammar):
 
 
 class GuidanceMatcher(Matcher):
-    """Follows one output. After the token that ends the output, no token is allowed.
+    """Follows one output with llguidance. After the token that ends the output, no token is allowed.
 
-    If a token exceeds `LIMITS`, no further token is allowed, so that only this request fails.
+    If a token exceeds llguidance's limits per token (`LIMITS`), no further token is allowed. The request then
+    fails, and other requests go on.
     """
 
     def __init__(self, matcher: llguidance.LLMatcher, ends: tuple[int, ...]) -> None:

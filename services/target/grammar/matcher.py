@@ -35,9 +35,9 @@ class Matcher(Protocol):
         ...
 
     def forced(self) -> list[int]:
-        """Return tokens for the text that the grammar forces next, as a tokenizer would write it.
+        """Return the tokens of the text that the grammar forces next, split as by the tokenizer.
 
-        Other tokens for the same text may also be allowed.
+        The grammar may also allow other tokens that spell the same text.
         """
         ...
 

@@ -12,15 +12,15 @@ from outrider.services.target.grammar.matcher import Grammar
 
 
 class Vocabulary:
-    """The tokens of a model.
+    """The tokens of a model, for the grammar libraries.
 
     Args:
-        file: The model's ``tokenizer.json``.
-        vocab_size: Number of logits, which may exceed the number of tokens.
+        file: Path of the model's ``tokenizer.json``.
+        vocab_size: Number of logits of the model, which may exceed the number of tokens.
         ends: The tokens that end an output, at least one.
 
     Attributes:
-        tokenizer: The tokenizer as llguidance reads it.
+        tokenizer: The tokenizer in llguidance's form.
         special: Maps the texts of added tokens to their ids.
 
     Raises:

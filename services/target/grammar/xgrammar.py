@@ -61,9 +61,10 @@ class XGrammar(VocabularyGrammar):
 
 
 class XGrammarMatcher(Matcher):
-    """Follows one output. After the token that ends the output, no token is allowed.
+    """Follows one output with xgrammar. After the token that ends the output, no token is allowed.
 
-    If a mask takes longer than `MASK_CPU_S`, no further token is allowed, so that only this request fails.
+    If the computation of a mask of allowed tokens takes longer than `MASK_CPU_S`, no further token is
+    allowed. The request then fails, and other requests go on.
     """
 
     def __init__(self, matcher: xgrammar.GrammarMatcher, vocabulary: Vocabulary) -> None:

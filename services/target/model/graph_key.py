@@ -10,20 +10,22 @@ from outrider.shared.spec.tree import DraftShape
 
 
 class GraphKey(NamedTuple):
-    """Identifies one recorded pass. Passes with equal keys replay the same graph.
+    """Key of a CUDA graph in the graph cache. Passes with equal keys replay the same graph.
 
     Attributes:
         kind: "draft" for the drafting of one tree shape, "verify" for a verify pass, "prefill" for a pass
             over prompt chunks, "prompt" for a pass over one prompt from its first token on.
-        rows: Number of sequences of a draft, of packed rows of a verify pass, or of tokens of a prompt.
+        rows: Number of sequences of a draft, of packed rows of a verify pass, or of tokens of a prompt pass.
         width: Class of the widest tree of a verify pass, or number of columns of a draft's state.
         mode: The sampling mode. None if the graph serves every mode.
         shape: Shape of the trees of a draft.
         capture: True if feature rows are computed and stored.
-        masked: True if the verify pass has two parts, because the host must find allowed tokens in between.
+        masked: True if the verify pass is split into two parts. The host finds the allowed tokens between
+            them.
         drafter: The part of the key that the drafter supplies.
-        draft_dependent: True if the graph reads the drafter's tensors, the feature plane or the projector.
-            Such graphs become invalid when another draft connects. Graphs of plain decoding stay valid.
+        draft_dependent: True if the graph reads the drafter's tensors, the plane of feature rows or the
+            projection of features. Such graphs become invalid when another draft connects. Graphs of plain
+            decoding stay valid.
     """
 
     kind: Literal["draft", "verify", "prefill", "prompt"]

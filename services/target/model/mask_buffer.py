@@ -11,17 +11,17 @@ from outrider.services.target.grammar.matcher import Mask
 
 
 class MaskBuffer:
-    """Masks of the rows of one round. Engine thread only.
+    """Masks of allowed tokens for the packed rows of one round. Engine thread only.
 
     All tokens are allowed in rows that the host has not restricted. For each round, call `clear`, then `rows`
-    for each entry with a form, then `upload`. Only rows whose masks have changed are copied.
+    for each entry whose output is constrained, then `upload`. Only rows whose masks have changed are copied.
 
-    The host's copy is used again in every round. Call `clear` only after the host has read the previous round
-    with masks.
+    All rounds share the host's copy of the masks. Call `clear` only after the host has read the previous
+    round with masks.
 
     Args:
-        rows: Largest number of rows of a round.
-        words: Number of words of a mask.
+        rows: Largest number of packed rows of a round.
+        words: Number of 32-bit words of the mask of one row.
         device: Device of the rounds.
     """
 

@@ -1,6 +1,6 @@
-"""Runs the target model over prompts: prefills chunks, samples their first tokens, stores K/V and features.
+"""Runs the target model over prompts: prefills chunks, samples first tokens, stores K/V and feature rows.
 
-The engine passes and receives only token ids, lengths, trees and feature rows.
+The engine exchanges only token ids, lengths, trees and feature rows with this module.
 """
 
 from __future__ import annotations
@@ -44,19 +44,19 @@ them.
 
 @dataclass(frozen=True, slots=True)
 class ChosenTokens:
-    """Chosen tokens and logprobs that are being copied to the host.
+    """The chosen tokens and the logprobs of a forward pass, while they are copied to the host.
 
-    `wait` waits for the copies only, not for work that was enqueued after them.
+    `wait` waits for these copies only. It does not wait for work that was enqueued after them.
 
     Attributes:
         on_device: ``[n] int64``, the tokens on the device. Valid until the next recorded pass.
-        logprobs: ``[n, WORDS] int32`` in host memory, from `token_logprobs`. None if no client wants them.
+        logprobs: ``[n, WORDS] int32`` in host memory, the logprobs of the tokens, from `token_logprobs`. None
+            if no client wants them. Valid after `wait`.
+        prompts: Logprobs of prompt tokens in host memory, in order, for the prompt chunks that have any.
             Valid after `wait`.
-        prompts: Logprobs of prompt tokens in host memory, for the chunks that have any, in order. Valid after
-            `wait`.
-        states: States of prompt tokens, for the chunks whose clients want them. Valid after `wait`.
-        requested: For each chosen token, the logprobs of the tokens that its client has named, ``[1, k]
-            fp32``, or None. Valid after `wait`.
+        states: States of prompt tokens, for the prompt chunks whose clients want them. Valid after `wait`.
+        requested: One item for each chosen token: the logprobs of the tokens that its client has named, ``[1,
+            k] fp32``, or None. Valid after `wait`.
     """
 
     on_device: torch.Tensor
@@ -101,13 +101,13 @@ class ChosenTokens:
 
 
 class ModelRunner:
-    """Runs the decoder on the KV pool. Engine thread only, under inference mode.
+    """Runs the target model on the KV pool. Engine thread only, under inference mode.
 
     Args:
-        decoder: The model.
-        pool: Stores K/V and feature rows.
+        decoder: The target model.
+        pool: The KV pool, which stores K/V and feature rows.
         attention: Computes attention.
-        synthetic: Replaces the model's choice of how many drafts a round accepts. Only benchmarks with random
+        synthetic: Decides how many drafts a round accepts, in place of the model. Only benchmarks with random
             weights pass this argument.
         graphs: Records and replays passes. By default, nothing is recorded.
         prefill_sizes: Numbers of rows, ascending, of the passes over prompts that may be recorded. Recording
@@ -142,10 +142,13 @@ class ModelRunner:
         return self._projector is not None
 
     def set_feature_spec(self, spec: FeatureSpec | None) -> None:
-        """Start, change or stop capturing features. The caller must discard rows that were stored before.
+        """Start, change or stop the capture of the hidden states that a drafter needs.
+
+        The caller must discard all feature rows that were stored before.
 
         Raises:
-            CheckpointError: The spec does not fit this model. No features are captured then.
+            CheckpointError: The drafter's feature spec does not fit this model. No features are captured
+                then.
         """
         # The dropped graphs read the projector or the feature plane. Graphs of plain decoding do not, so they
         # stay.
@@ -184,19 +187,20 @@ class ModelRunner:
         rules: SlotRules | None = None,
         allowed: torch.Tensor | None = None,
     ) -> ChosenTokens:
-        """Enqueue prompt chunks in one pass without waiting for rounds in flight.
+        """Enqueue prompt chunks in one forward pass, without waiting for rounds in flight.
 
-        Attention is causal within each chunk. The pass stores K/V, and feature rows for sequences that want
-        them.
+        Attention is causal within each chunk. The pass stores K/V. It also stores feature rows for sequences
+        that want them.
 
         Args:
-            chunks: The chunks, at most one per sequence.
-            rules: The rules of the slots. They must include the rules of all sequences whose prompts end with
-                these chunks. None if no sequence has rules.
+            chunks: The prompt chunks, at most one per sequence.
+            rules: The penalties, biases and forbidden tokens of all slots. They must include those of all
+                sequences whose prompts end with these chunks. None if no sequence has such rules.
             allowed: The tokens that may be chosen after each prompt that ends, as in `SamplingTensors`.
 
         Returns:
-            The token at index committed_len of each sequence whose prompt is complete, in order.
+            The first token after the prompt of each sequence whose prompt is complete, in order. Its index in
+            the sequence is committed_len.
         """
         finished = [chunk.sequence for chunk in chunks if chunk.is_last]
         capture = self.captures and any(chunk.sequence.stores_features for chunk in chunks)
@@ -295,12 +299,12 @@ class ModelRunner:
 
     @torch.inference_mode()
     def capture_prefill(self, size: int, whole: bool = False) -> None:
-        """Record the pass over prompt chunks of up to `size` tokens. Requires `use_slots`.
+        """Record a CUDA graph of the pass over prompt chunks of up to `size` tokens. Requires `use_slots`.
 
         Args:
             size: Number of rows.
-            whole: True to record the pass over one whole prompt with a library's attention instead. Without
-                such a library, nothing is recorded.
+            whole: True to record the pass over one whole prompt instead, with the attention of a library. If
+                there is no such library, nothing is recorded.
         """
         assert self._recorded is not None, "there are no slots yet"
         if whole:
@@ -316,7 +320,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def scrub(self, sequence: Sequence) -> None:
-        """Zero the pages of a sequence with NaN or infinity, so that no other sequence reads these values.
+        """Zero the pages of a sequence that has NaN or infinite values, so that no other sequence reads them.
 
         Pages that other sequences may read are left alone.
         """

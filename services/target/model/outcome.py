@@ -10,10 +10,10 @@ FAILED_TOKEN = -1
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The result of one row of a verified batch, before it is cut at stop tokens and the length limit.
+    """The result of verifying one sequence, before its tokens are cut at stop tokens and the length limit.
 
     Attributes:
-        num_nodes: Number of nodes of the row's tree, including the root.
+        num_nodes: Number of nodes of the sequence's tree, including the root.
         accepted: Indices of the accepted nodes in path order, without the root.
         emitted: Tokens of the accepted nodes, then the bonus token. `FAILED_TOKEN` replaces the bonus token
             if its logits are not finite numbers.

@@ -1,8 +1,8 @@
-"""Inputs and results of rounds over packed rows, at fixed addresses, and the sizes that rounds are padded to.
+"""Buffers at fixed addresses for the inputs and results of rounds, and the sizes that rounds are padded to.
 
-One set of buffers serves all sizes. A round of M rows uses the first M elements. The host writes the entries
-of a round with one copy in stream order, so that a round in flight does not see the entries of the next
-round.
+One set of buffers serves rounds of all sizes. A round of M packed rows uses the first M elements. The host
+writes the entries of a round with one copy in stream order. A round in flight therefore does not see the
+entries of the next round.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ class SamplingMode(Enum):
 
     Attributes:
         GREEDY: All sequences are greedy.
-        NOISE: Some sequences are sampled.
-        FILTERED: Some of the sampled sequences have top-k, top-p or min-p.
-        FULL: Some sequences have rules (`kernels/logit_rules`) or want logprobs. Filters are included.
+        NOISE: Some sequences are sampled, but none is filtered.
+        FILTERED: Some of the sampled sequences use top-k, top-p or min-p.
+        FULL: Some sequences have rules for their logits (`kernels/logit_rules`) or want logprobs. Filters are
+            included.
     """
 
     GREEDY = "greedy"
@@ -57,11 +58,11 @@ class Entry:
         sequence: The sequence, which has a slot.
         residence: The sequence's residence when the round was planned. If the residence has changed, the
             sequence has left its slot, and the result is void.
-        shape: The shape of the tree to draft, within all bounds. `NO_DRAFT` verifies the root alone.
+        shape: The shape of the tree to draft, within all bounds. `NO_DRAFT` verifies only the root.
         epoch: The sequence's epoch when the round was planned. If the epoch has changed, the drafter's
             session was reopened and has not drafted in this round.
-        most_columns: Largest number of tokens that a round may choose for a slot. Text that the form of the
-            output forces may reach deeper than the drafted tree.
+        most_columns: Largest number of tokens that a round may choose for the sequence. A constrained output
+            may force text that reaches deeper than the drafted tree.
     """
 
     sequence: Sequence
@@ -97,10 +98,10 @@ class RowBuckets:
 
     @classmethod
     def up_to(cls, most: int) -> RowBuckets:
-        """Return buckets up to `most` rows.
+        """Return the numbers of packed rows, up to `most`, that rounds are padded to.
 
-        The buckets are 1, 2, 4, the multiples of 8 up to 128, the multiples of 16 up to 256, and larger steps
-        above 256.
+        These buckets are 1, 2, 4, the multiples of 8 up to 128, the multiples of 16 up to 256, and larger
+        steps above 256.
         """
         sizes = [1, 2, 4, *range(8, 128, 8), *range(128, 256, 16), *range(256, 512, 64)]
         sizes += [*range(512, 1024, 128), *range(1024, 4097, 512)]
@@ -125,12 +126,12 @@ def width_class(rows: int) -> int:
 
 
 class PackedBatch:
-    """Buffers of all rounds of one engine.
+    """Device buffers for the entries, trees and results of all rounds of one engine.
 
     Args:
-        rows: Largest number of packed rows.
+        rows: Largest number of packed rows of a round.
         slots: Number of slots.
-        columns: R, the largest number of tokens per entry.
+        columns: R, the largest number of tokens that a round may choose for an entry.
         max_nodes: Largest number of nodes of a tree.
         device: Device of the buffers.
     """

@@ -1,16 +1,16 @@
 """Runs prompt chunks as CUDA graphs, because their many small kernels take longer to launch than to run.
 
-Several chunks share a pass. Their rows are packed, and padded at the end to one of a few sizes, each of which
-is recorded once. A graph serves any number of chunks and any contexts, because attention plans its work on
-the device from the lengths and from the slots' page tables.
+Several chunks share a pass. Their rows are packed. The packed rows are padded at the end to one of a few
+sizes, and each size is recorded once. A graph serves any number of chunks and any contexts. Attention plans
+its work on the device, from the lengths and the slots' page tables.
 
     rows      | chunk of slot 3 | chunk of slot 0 | padding, which belongs to no slot |
 
 A graph computes the hidden states of the chunks' last rows. Tokens are chosen after the graph, and only for
-complete prompts, so all sampling modes share the graphs.
+complete prompts. All sampling modes therefore share the graphs.
 
-Where a library's attention is faster than our kernel, passes over one whole prompt have additional graphs,
-which use the library.
+Some attention libraries are faster than Outrider's own kernel for a pass over one whole prompt. Such passes
+have additional graphs, which use the library.
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ def fitting(sizes: Seq[int], most: int) -> tuple[int, ...]:
 
 
 class PrefillGraph:
-    """Runs packed prompt chunks through graphs. Engine thread only, under inference mode.
+    """Runs packed prompt chunks through CUDA graphs. Engine thread only, under inference mode.
 
     Args:
-        model: Returns the model to run, with or without feature rows.
+        model: Function that returns the model to run, with or without feature rows.
         graphs: Records and replays the passes.
         sizes: Numbers of rows of the recorded passes, ascending.
         table: The slots, whose page tables the passes read.
@@ -105,10 +105,11 @@ class PrefillGraph:
         return None
 
     def run(self, chunks: Seq[PrefillChunk], captures: bool) -> torch.Tensor:
-        """Enqueue chunks that `takes` accepts. Store their K/V, and feature rows where they are wanted.
+        """Enqueue prompt chunks that `takes` accepts. Store their K/V, and feature rows if wanted.
 
         Args:
-            chunks: The chunks of one pass. Each chunk belongs to a different sequence, which has a slot.
+            chunks: The prompt chunks of one pass. Each chunk belongs to a different sequence, which has a
+                slot.
             captures: True to store the feature rows of sequences that want drafts.
 
         Returns:

@@ -4,16 +4,16 @@ A round consists of pieces, each of which is a CUDA graph where possible:
 
     draft, once per tree shape | verify: locate rows, forward, choose, accept, compact, features, post result
 
-If the outputs of some entries have forms, the verify piece is cut in two before the choice of tokens. The
-host must know all earlier tokens to find those that a form allows, so `launch` returns an `OpenRound`, and
-`complete` enqueues the rest once the host has read all earlier rounds:
+If some outputs have forms, i.e. constraints on their tokens, the verify piece is cut in two before the choice
+of tokens. The host can find the allowed tokens only when it knows all earlier tokens. `launch` then returns
+an `OpenRound`. `complete` enqueues the rest once the host has read all earlier rounds:
 
     device    | choose n | forward n + 1           | choose n + 1 | forward n + 2 …
     host        launch n + 1 · read n · masks of n + 1 · deliver n · launch n + 2 …
 
 `services.target.drafting` enqueues the draft pieces, and this module enqueues the verify piece. Graphs of the
 verify piece are keyed by the number of packed rows, the class of the widest tree, the sampling mode, and
-whether features are stored. All mixtures of requests therefore share a few graphs.
+whether feature rows are stored. All mixtures of requests therefore share a few graphs.
 """
 
 from __future__ import annotations
@@ -57,17 +57,17 @@ MOST_PADDING = 4
 
 
 class RoundRunner:
-    """Enqueues and reads rounds. Engine thread only, under inference mode.
+    """Enqueues rounds over packed rows, and reads their results. Engine thread only, under inference mode.
 
     Args:
-        runner: The model.
+        runner: The target's model and KV pool.
         slots: Number of slots.
         columns: R, the largest number of tokens that a round may choose for a sequence.
         max_nodes: Largest number of nodes of a tree.
         max_rows: Largest number of packed rows of a round.
-        pages: Columns of the page table.
-        recorded_entries: Largest number of entries of a round that is recorded. None records rounds of all
-            slots.
+        pages: Number of columns of the page table.
+        recorded_entries: Rounds with more entries than this number are not recorded. None records rounds of
+            all slots.
 
     Attributes:
         table: The slots.
@@ -136,12 +136,14 @@ class RoundRunner:
         """Enqueue a round.
 
         Args:
-            entries: The sequences. Their slots and pages must have been written to the slot table.
-            draft: Enqueues the drafts, which write their trees to `PackedBatch.trees`. None without drafts.
+            entries: The sequences of the round. Their slots and pages must have been written to the slot
+                table.
+            draft: Function that enqueues the drafting, which writes the trees to `PackedBatch.trees`. None
+                without drafts.
 
         Returns:
-            The round. If the output of an entry has a form, the round is open: pass it to `complete` before
-            anything else is launched.
+            The round. If the output of an entry is constrained, the round is an `OpenRound`. Pass an open
+            round to `complete` before anything else is launched.
         """
         launched_at, size, graphs = time.monotonic(), self.size_of(entries), self._graphs
         recorded = len(entries) <= self.recorded_entries and self._records(size) and not tapped(entries)

@@ -28,7 +28,7 @@ class Marks:
     Drafting includes the drafter's work on earlier tokens. A round without drafts starts with its verify
     pass.
 
-    On a GPU, the times are CUDA events. On a CPU, they are seconds of `time.monotonic`.
+    On a GPU, the times are CUDA events. On a CPU, they are seconds from `time.monotonic()`.
     """
 
     begun: Moment
@@ -42,21 +42,23 @@ class Marks:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """A round that was enqueued but not read yet.
+    """A round that was enqueued and that the host has not read yet.
 
     Attributes:
         number: The number of the round.
         entries: The sequences, in the order of the results.
-        starts: First packed row of each entry.
-        launched_at: Time of the launch, from `time.monotonic`.
-        result: ``[B, 2 + 2 R] int32`` in host memory.
+        starts: Index of the first packed row of each entry.
+        launched_at: Time of the launch, from `time.monotonic()`.
+        result: ``[B, 2 + 2 R] int32`` in host memory, the packed results of B entries, as in
+            `PassResult.packed`.
         nodes: ``[4, M] int32`` in host memory: tokens, parents, depths and log-probabilities of the trees.
             None if no client wants a trace.
-        marks: Times of the round.
-        provisional: True if a piece of the round ran without a graph, so that later rounds of the same size
+        marks: Times at which the round started, had drafted and ended.
+        provisional: True if a piece of the round ran without a CUDA graph. Later rounds of the same size then
             probably take less time.
         logprobs: ``[M, WORDS] int32`` in host memory, as in `PassResult`. None if no client wants logprobs.
-        tap: States of tokens and logprobs of named tokens. None if no client wants them.
+        tap: Receives the states of tokens, and the logprobs of the tokens that clients have named. None if no
+            client wants them.
     """
 
     number: int
@@ -96,12 +98,12 @@ class Round:
 
 @dataclass(slots=True)
 class OpenRound:
-    """A round whose tokens can be chosen once the host has read all earlier rounds.
+    """A round whose tokens cannot be chosen until the host has read all earlier rounds.
 
     Attributes:
         number, entries, starts, launched_at: As in `Round`.
         size: Size of the verify pass.
-        begun: Time of the start, or None if the round starts with its verify pass.
+        begun: Time of the start. None if the round starts with its verify pass.
         provisional_runs: `GraphCache.provisional_runs` before the round.
         tap: As in `Round`.
         work: Enqueues the forward pass, and then the rest of the verify pass.
@@ -122,12 +124,13 @@ class OpenRound:
 
 @dataclass(frozen=True, slots=True)
 class FinishedRound:
-    """The result of a round on the host.
+    """A round whose results the host has read.
 
     Attributes:
         round: The round.
-        outcomes: One outcome per entry. The outcome is None for an entry whose slot was idle.
-        seconds: Time from the end of the previous round, or from the launch if the launch was later.
+        outcomes: One outcome per entry. None for an entry whose slot was idle.
+        seconds: Duration of the round in seconds. It starts at the end of the previous round, or at the
+            launch if the launch was later.
         draft_s, verify_s: Seconds of drafting and of verifying.
     """
 

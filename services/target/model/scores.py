@@ -20,14 +20,15 @@ ROWS = 128
 
 @dataclass(frozen=True, slots=True)
 class ScoredPrompt:
-    """Logprobs of the prompt tokens of one chunk.
+    """Logprobs of the prompt tokens that one prompt chunk predicts.
 
     Attributes:
-        sequence: The sequence.
+        sequence: The sequence of the chunk.
         residence: The sequence's residence when the chunk was enqueued.
-        first: Index of the first token.
+        first: Index in the sequence of the first token with a logprob.
         logprobs: ``[n, WORDS] int32``, from `token_logprobs`.
-        requested: ``[n, k] fp32``, from `requested_logprobs`. None if the client names no tokens.
+        requested: ``[n, k] fp32``, from `requested_logprobs`: the logprobs of k tokens that the client names.
+            None if the client names no tokens.
     """
 
     sequence: Sequence
@@ -43,12 +44,12 @@ class ScoredPrompt:
 
 
 def score_prompts(decoder: Decoder, hidden: torch.Tensor, chunks: Seq[PrefillChunk]) -> list[ScoredPrompt]:
-    """Enqueue the computation of the logprobs that clients want of prompt tokens that these chunks predict.
+    """Enqueue the computation of the logprobs of prompt tokens, as far as clients want them.
 
     Args:
-        decoder: The model.
+        decoder: The target model.
         hidden: ``[rows, hidden_size]``, the output rows of all chunks, one chunk after the other.
-        chunks: The chunks. The row of the token at index i predicts the token at index i + 1.
+        chunks: The prompt chunks. The row of the token at index i predicts the token at index i + 1.
     """
     found, offset = [], 0
     for chunk in chunks:
@@ -84,8 +85,8 @@ def requested_logprobs(logits: torch.Tensor, token_ids: Seq[int]) -> torch.Tenso
     """Return the logprobs of tokens that a client has named, ``[rows, len(token_ids)] fp32``.
 
     Args:
-        logits: ``[rows, V]``. The distribution is the softmax of the logits, computed in fp32.
-        token_ids: The tokens.
+        logits: ``[rows, V]``, the logits of V tokens. The distribution is their softmax, computed in fp32.
+        token_ids: The tokens that the client has named.
     """
     exact = logits.float()
     return exact[:, upload(token_ids, torch.int64, logits.device)] - exact.logsumexp(-1, keepdim=True)
@@ -94,13 +95,13 @@ def requested_logprobs(logits: torch.Tensor, token_ids: Seq[int]) -> torch.Tenso
 def unpack_logprobs(
     rows: torch.Tensor, top: int, requested: torch.Tensor | None = None
 ) -> list[TokenLogprob]:
-    """Return the logprobs of the tokens of some rows.
+    """Return the logprobs of the tokens of some rows, unpacked from the words that the device has written.
 
     Args:
         rows: ``[n, WORDS] int32`` in host memory, from `token_logprobs`.
-        top: Number of alternatives that the client wants.
+        top: Number of alternative tokens that the client wants.
         requested: ``[n, k] fp32`` in host memory, the logprobs of the tokens that the client has named. None
-            if it has named none.
+            if the client has named none.
     """
     if requested is not None:
         named = requested.tolist()

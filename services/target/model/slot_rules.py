@@ -1,8 +1,8 @@
 """Rules of all slots on the device: penalties, biases, forbidden tokens, and wanted logprobs.
 
-`kernels/logit_rules` reads this state before a token is chosen, and counts the chosen tokens in this state.
-The host writes the rules of a sequence once, before its first token is chosen. The copies to the device
-follow the rounds in flight in stream order. For a slot without rules, the kernels only load one flag.
+The kernels in `kernels/logit_rules` read these rules before a token is chosen, and count the chosen tokens.
+The host writes the rules of a sequence once, before its first token is chosen. The copies to the device are
+enqueued after the rounds in flight. For a slot without rules, the kernels only load one flag.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ _LAST = (1 << 31) - 1
 
 
 class SlotRules:
-    """The rules of the slots of one engine. Engine thread only, under inference mode.
+    """The rules of the slots of one engine: penalties, biases, forbidden tokens and wanted logprobs.
+
+    Engine thread only, under inference mode.
 
     Args:
         slots: Number of slots.
@@ -79,8 +81,8 @@ class SlotRules:
     def hold(self, sequence: Sequence) -> None:
         """Write the rules of a sequence that owns a slot, unless they are written already.
 
-        `flush` must be called afterwards to upload the numeric rules. The host must have read all tokens of
-        the sequence.
+        Call `flush` afterwards to upload the numeric rules. The host must have read all tokens of the
+        sequence.
         """
         slot, owner = sequence.slot, (sequence.session_id, sequence.residence)
         if not sequence.ruled:
@@ -139,11 +141,11 @@ class SlotRules:
         )
 
     def count_first(self, sequences: list[Sequence], tokens: torch.Tensor) -> None:
-        """Count the first token after each prompt, in stream order.
+        """Add the first token after each prompt to the token counts of the penalties, in stream order.
 
         Args:
-            sequences: Sequences with slots, whose tokens on the host do not include `tokens` yet.
-            tokens: ``[n] int64``, the tokens; a negative token is not counted.
+            sequences: Sequences with slots. Their tokens on the host do not include `tokens` yet.
+            tokens: ``[n] int64``, the first token of each sequence. A negative token is not counted.
         """
         if not any(one.ruled for one in sequences):
             return

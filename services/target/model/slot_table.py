@@ -1,8 +1,9 @@
 """State of all slots on the device: lengths, last tokens, features, sampling parameters and page tables.
 
 A sequence owns a slot from its admission until it ends or is retracted. The tensors never move, so recorded
-CUDA graphs may refer to them. The host writes parameters and pages in stream order, behind the rounds in
-flight. Each round therefore reads the values of its launch, and slots and pages can be reused immediately.
+CUDA graphs may refer to them. The host writes parameters and pages in stream order, after the rounds that are
+in flight. These rounds therefore still read the old values. The host can give a slot or a page to another
+sequence without waiting for the rounds in flight.
 """
 
 from __future__ import annotations
@@ -33,13 +34,13 @@ class SlotTable:
         slots: Number of slots.
         columns: R, the largest number of tokens that a round may choose for a slot.
         pool: The KV pool whose pages the page table names.
-        pages: Columns of the page table.
+        pages: Number of columns of the page table.
         vocab_size: Size of the vocabulary.
 
     Attributes:
         rules: Penalties, biases, forbidden tokens and wanted logprobs of the slots.
-        state: The state between two rounds.
-        features: ``[slots, R, feature_size]``; the feature rows of the tokens of the last round.
+        state: The state of the slots between two rounds.
+        features: ``[slots, R, feature_size]``, the feature rows of the tokens of the last round.
         sampling: The sampling parameters of each slot.
         page_table: ``[slots, pages] int32``.
     """
@@ -138,14 +139,15 @@ class SlotTable:
             )
 
     def seat(self, sequences: Seq[Sequence], tokens: torch.Tensor) -> None:
-        """Write the state of sequences whose first token has just been chosen, in stream order.
+        """Write, in stream order, the slot state of sequences whose first token has just been chosen.
 
-        The prompts' last feature rows are copied from the feature plane, where they must be stored already.
+        The feature row of each prompt's last token is copied from the KV pool's feature plane. It must be
+        stored there already.
 
         Args:
-            sequences: Sequences with slots, whose tokens on the host do not include `tokens` yet.
-            tokens: ``[n] int64``; the token at index committed_len of each sequence. A negative token, which
-                stands for invalid logits, makes the slot idle.
+            sequences: Sequences with slots. Their tokens on the host do not include `tokens` yet.
+            tokens: ``[n] int64``, the first token of each sequence after its prompt. A negative token stands
+                for invalid logits and makes the slot idle.
         """
         if not sequences:
             return

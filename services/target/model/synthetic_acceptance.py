@@ -1,9 +1,9 @@
 """Synthetic acceptance for benchmarks: draws the number of accepted drafts from a given distribution.
 
-With random weights, the target never accepts a draft. Synthetic acceptance makes it possible to measure the
-speed at a given accept length without a trained pair of target and draft. Only `outrider bench` uses
-synthetic acceptance. No flag, setting or request of a server can enable it. Results measured with synthetic
-acceptance carry the label that `describe` returns.
+With random weights, the target never accepts a draft. Synthetic acceptance lets a benchmark measure the speed
+at a given accept length without trained weights. Only `outrider bench` uses synthetic acceptance. No flag,
+setting or request of a server can enable it. Results measured with synthetic acceptance carry the label that
+`describe` returns.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ MAX_LEVELS = 16
 class SyntheticAcceptance:
     """Rewrites a batch's chosen tokens on the device so that a randomly drawn number of drafts is accepted.
 
-    The drawn number depends only on the request's seed and the position, as all noise does, so that a run is
-    repeatable. The rewrite can be captured into a CUDA graph.
+    The drawn number depends only on the request's seed and the token's position, so that a run is repeatable.
+    The rewrite can be captured into a CUDA graph.
 
     Args:
-        rates: For i = 1, 2 …, the probability that draft i of a path is accepted if all drafts before it were
+        rates: For each depth 1, 2 …, the probability that a draft at this depth is accepted if its parent was
             accepted. Drafts at depths without a rate are never accepted.
         vocab_size: The target's vocabulary size.
         device: The target's device.
@@ -43,10 +43,10 @@ class SyntheticAcceptance:
         self.set_rates(rates)
 
     def set_rates(self, rates: Sequence[float]) -> None:
-        """Change the rates. Their tensor keeps its address, so that recorded graphs use the new rates.
+        """Change the acceptance rates. Their tensor keeps its address, so CUDA graphs use the new rates.
 
         Raises:
-            ConfigurationError: A rate or the number of rates is invalid, as in the constructor.
+            ConfigurationError: A rate is outside 0…1, or the number of rates is not allowed.
         """
         if not 0 < len(rates) <= MAX_LEVELS or not all(0.0 <= rate <= 1.0 for rate in rates):
             raise ConfigurationError(
@@ -105,11 +105,12 @@ class SyntheticAcceptance:
         """Return the tokens that decide which drafts are accepted, for trees in packed rows, ``[M] int64``.
 
         Args:
-            chosen: ``[M] int64``; the token that the model chose after each row.
+            chosen: ``[M] int64``, the token that the model chose after each row.
             trees: The packed trees. Trees of a single node keep their token.
-            starts: ``[E + 1] int32``; the first row of each tree, as in `packed_round.Entries`.
-            positions: ``[M] int64``; index of the token after each row (`PlacedEntries.next_positions`).
-            seeds: ``[M] int64``; the requests' seeds, per row.
+            starts: ``[E + 1] int32``, the first row of each tree, as in `packed_round.Entries`.
+            positions: ``[M] int64``, the index in its sequence of the token after each row
+                (`PlacedEntries.next_positions`).
+            seeds: ``[M] int64``, the seed of the request of each row.
         """
         return packed_acceptance(
             trees.tokens,
@@ -129,11 +130,12 @@ class SyntheticAcceptance:
 def rates_of_mean(accept_length: float) -> list[float]:
     """Return the acceptance rates with this mean accept length and the least variance.
 
-    The accept length of every round is then the ``floor`` or ``ceil`` of the mean, as in vLLM's simulation.
+    With these rates, the accept length of every round is the ``floor`` or ``ceil`` of the mean, as in vLLM's
+    simulation.
 
     Args:
-        accept_length: Mean number of tokens per round, including the bonus token; at least 1. Trees that are
-            not deep enough have a lower mean.
+        accept_length: Mean number of tokens per round, including the bonus token, at least 1. If the trees
+            are too shallow, the actual mean is lower.
 
     Raises:
         ConfigurationError: The accept length is below 1 or above `MAX_LEVELS` + 1.

@@ -1,7 +1,7 @@
-"""Takes the states of tokens from passes: hidden states, routed experts, and logprobs of named tokens.
+"""Copies states of tokens from forward passes: hidden states, routed experts, and logprobs of named tokens.
 
-Only passes with sequences whose clients request such data do this work. These passes are not recorded into
-CUDA graphs.
+This work happens only in passes that have a sequence whose client requests such data. These passes are not
+recorded into CUDA graphs.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ def stacked(decoder: Decoder, routes: Seq[torch.Tensor]) -> torch.Tensor | None:
 
 @dataclass(frozen=True, slots=True)
 class StateRows:
-    """States of some rows, in host memory once the pass has ended. None marks data that is not wanted.
+    """States of some rows' tokens, in host memory once the pass has ended. None marks unwanted data.
 
     Attributes:
-        hidden: ``[n, hidden_size]``, in the type of the model.
-        experts: ``[n, layers, top_k] int32``.
+        hidden: Hidden states, ``[n, hidden_size]``, in the data type of the model.
+        experts: Indices of the experts that each layer's router has chosen, ``[n, layers, top_k] int32``.
     """
 
     hidden: torch.Tensor | None
@@ -64,10 +64,10 @@ class StateRows:
         )
 
     def of_tokens(self, first: int, start: int, stop: int) -> TokenStates:
-        """Return the states of the rows ``[start, stop)``. The copy must have ended.
+        """Return the states of the tokens of rows ``[start, stop)``. The copy to the host must have ended.
 
         Args:
-            first: Index of the token of row `start`.
+            first: Index in the sequence of the token of row `start`.
             start: First row.
             stop: Row after the last one.
         """
@@ -82,12 +82,12 @@ class StateRows:
 
 @dataclass(frozen=True, slots=True)
 class PromptStates:
-    """States of the tokens of one chunk.
+    """States of the tokens of one prompt chunk: hidden states and routed experts.
 
     Attributes:
-        sequence: The sequence.
+        sequence: The sequence of the chunk.
         residence: The sequence's residence when the chunk was enqueued.
-        first: Index of the first token.
+        first: Index in the sequence of the first token.
         count: Number of tokens.
         rows: The states, one row per token.
     """
@@ -116,12 +116,12 @@ class PromptStates:
 def take_prompts(
     hidden: torch.Tensor, experts: torch.Tensor | None, chunks: Seq[PrefillChunk]
 ) -> list[PromptStates]:
-    """Enqueue copies of the states of these chunks' tokens, as far as clients want them.
+    """Enqueue copies of the token states of these prompt chunks to the host, as far as clients want them.
 
     Args:
         hidden: ``[rows, hidden_size]``, the output rows of all chunks, one chunk after the other.
-        experts: ``[rows, layers, top_k] int32``. None if no client wants them.
-        chunks: The chunks.
+        experts: ``[rows, layers, top_k] int32``, the routers' choices. None if no client wants them.
+        chunks: The prompt chunks.
     """
     found, offset = [], 0
     for chunk in chunks:
@@ -135,11 +135,11 @@ def take_prompts(
 
 
 class RoundTap:
-    """Takes the states and the logprobs of named tokens from one round, along the accepted paths.
+    """Copies one round's token states and logprobs of named tokens to the host, along accepted paths.
 
     Args:
         entries: The entries of the round.
-        starts: First packed row of each entry.
+        starts: Index of the first packed row of each entry.
     """
 
     def __init__(self, entries: Seq[Entry], starts: Seq[int]) -> None:
@@ -162,12 +162,12 @@ class RoundTap:
         return any(entry.sequence.request.states.routed_experts for _, _, entry in self._entries)
 
     def take(self, decoder: Decoder, result: PassResult, routes: Seq[torch.Tensor]) -> None:
-        """Enqueue the work behind the verify pass of the round.
+        """Enqueue the copies to the host, behind the verify pass of the round.
 
         Args:
-            decoder: The model.
-            result: The result of the pass, which had the sampling mode `FULL`.
-            routes: The choices of the routers. Empty if they were not recorded.
+            decoder: The target model.
+            result: The result of the verify pass, which had the sampling mode `FULL`.
+            routes: The experts that the routers of the layers have chosen. Empty if they were not recorded.
         """
         assert result.rows is not None, "the sampling mode was not FULL"
         assert result.logits is not None
@@ -183,10 +183,10 @@ class RoundTap:
                 self._requested[index] = to_host(logprobs)
 
     def states_of(self, index: int, first: int, count: int) -> TokenStates | None:
-        """Return the states of the rows that chose the first `count` tokens of an entry.
+        """Return the states of the rows from which the first `count` tokens of an entry were chosen.
 
         Args:
-            index: Index of the entry.
+            index: Index of the entry in the round.
             first: Index of the entry's root in its sequence.
             count: Number of tokens that the sequence keeps.
         """

@@ -16,14 +16,19 @@ MOST_CHOICES = 16
 
 
 def fitted(form: OutputForm, tree: HostTree, rows: int, depth: int) -> HostTree:
-    """Return a tree without the nodes that a form forbids, and with nodes that the form makes likely.
+    """Return a drafted tree without the nodes that an output's form forbids, and with likely nodes added.
 
-    Nodes whose tokens end the output are removed too, because nothing can follow them. The rows that become
-    free are filled with text that the form forces. Where the form forbids a drafted node, and allows at most
-    `MOST_CHOICES` tokens, these tokens are added too. The places with the highest probability come first.
+    Two kinds of nodes are removed: nodes that the form forbids, and nodes whose tokens end the output,
+    because nothing can follow them. The rows that become free are filled with two kinds of nodes:
+
+    - text that the form forces;
+    - tokens that the form allows in place of a forbidden node, if there are at most `MOST_CHOICES` such
+      tokens.
+
+    Places in the tree with a higher probability are filled first.
 
     Args:
-        form: The form of the output, after it has followed the root.
+        form: The form, i.e. the constraint on the tokens of the output. It has followed the root.
         tree: The drafted tree.
         rows: Largest number of nodes.
         depth: Largest depth of a node.

@@ -2,8 +2,8 @@
 
 The *form* of an output determines which tokens may come next, for example those that fit a JSON schema. Nodes
 that the form forbids are removed before the trees are verified. The rows that become free are filled with
-text that the form forces, such as the names of a JSON schema's properties, and with the tokens of short
-lists, such as the values of an enum.
+text that the form forces, such as the names of a JSON schema's properties. They are also filled with the
+tokens of short lists, such as the values of an enum.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ MASK_THREADS = 8
 
 @dataclass(slots=True)
 class FormedEntry:
-    """An entry whose output has a form.
+    """An entry of a round whose output has a form, i.e. a constraint on its tokens.
 
     Attributes:
         index: Index of the entry in the round.
         form: The form, which has followed all tokens of the output.
-        start: First packed row of the entry.
-        tree: The tree. None until it is read.
+        start: Index of the first packed row of the entry.
+        tree: The drafted tree of the entry. None until it is read.
     """
 
     index: int
@@ -85,13 +85,13 @@ class TreeForms:
         self._fetched.fetch()
 
     def fit(self, entries: Seq[Entry], starts: Seq[int]) -> list[FormedEntry]:
-        """Fit the trees of a round to the forms of their outputs.
+        """Fit the drafted trees of a round to the forms, i.e. constraints, of their outputs.
 
         If trees were drafted, call `fetch` first. The host must have read all earlier rounds.
 
         Args:
             entries: The entries of the round.
-            starts: First packed row of each entry.
+            starts: Index of the first packed row of each entry.
 
         Returns:
             All entries with a form, except for sequences that have ended.
@@ -116,9 +116,9 @@ class TreeForms:
         return formed
 
     def fill(self, formed: Seq[FormedEntry]) -> None:
-        """Find the allowed tokens of all nodes, and enqueue their copy to the device.
+        """Find the allowed tokens after each tree node of the round, and enqueue their copy to the device.
 
-        Call this once the forward pass has been enqueued, so that the device is busy meanwhile.
+        Call this method once the forward pass has been enqueued, so that the device is busy meanwhile.
         """
         masks = self.allocate()
         masks.clear()
@@ -181,11 +181,11 @@ class FetchedTrees:
             self._copied.record()
 
     def tree(self, index: int, start: int) -> HostTree:
-        """Return the tree of an entry. Wait until it has been drafted and copied.
+        """Return the drafted tree of an entry. Wait until it has been drafted and copied to the host.
 
         Args:
-            index: Index of the entry.
-            start: First packed row of the entry.
+            index: Index of the entry in the round.
+            start: Index of the first packed row of the entry.
         """
         if self._copied is not None:
             self._copied.synchronize()
@@ -207,14 +207,15 @@ def settled_form(sequence: Sequence) -> OutputForm:
 
 
 def prompt_masks(sequences: Seq[Sequence], device: torch.device) -> torch.Tensor:
-    """Return the masks of the first token after each prompt.
+    """Return the masks of allowed tokens for the first token after each prompt.
 
     Args:
-        sequences: Sequences whose tokens are all known to the host. At least one has a form.
+        sequences: Sequences whose tokens are all known to the host. The output of at least one is
+            constrained.
         device: Device of the masks.
 
     Returns:
-        ``[len(sequences), words] int32``.
+        ``[len(sequences), words] int32``, one bit per token.
     """
     words = max(words_of(one.form.vocab_size) for one in sequences if one.form is not None)
     masks = np.full((len(sequences), words), -1, dtype=np.int32)
@@ -225,14 +226,15 @@ def prompt_masks(sequences: Seq[Sequence], device: torch.device) -> torch.Tensor
 
 
 def fill_masks(form: OutputForm, tree: HostTree, masks: Mask) -> None:
-    """Write the allowed tokens after every node of a tree.
+    """Write the masks of the tokens that a constrained output allows after each node of a tree.
+
+    Nothing is written for nodes that the form forbids, for nodes whose tokens end the output, and for nodes
+    below these. Forbidden nodes are never accepted, and tokens after the end of the output are dropped.
 
     Args:
-        form: The form of the output, after it has followed the root.
+        form: The form of the output, i.e. the constraint on its tokens. It has followed the root.
         tree: The tree.
-        masks: ``[nodes, words] int32``. Nothing is written for nodes that the form forbids, for nodes whose
-            tokens end the output, and for nodes below these. Forbidden nodes are never accepted, and tokens
-            after the end of the output are dropped.
+        masks: ``[nodes, words] int32``, one bit per token.
     """
     children = children_of(tree)
 

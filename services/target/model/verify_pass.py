@@ -1,8 +1,8 @@
 """One verify pass over packed rows, from trees and slots to accepted tokens, entirely on the device.
 
 The pass does not need the host, so it can be recorded into a CUDA graph. On a CPU, the same code runs
-directly. If an output has a form, the pass is recorded as two graphs, and the host finds the tokens that the
-form allows while the first graph runs.
+directly. If some outputs are constrained, the pass is recorded as two graphs. While the first graph runs, the
+host finds the tokens that the constraints allow.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ class StepModel:
 
 @dataclass(frozen=True, slots=True)
 class PassSize:
-    """The properties of a verify pass that the host chooses. Passes of equal size replay the same graph.
+    """The properties of a verify pass that the host chooses. Equal passes replay the same CUDA graph.
 
     Attributes:
         rows: M, the number of packed rows, including padding.
-        width: Class of the widest entry; see `packed_batch.width_class`.
+        width: Class of the entry with the most nodes; see `packed_batch.width_class`.
         mode: Sampling mode.
         capture: True if feature rows are computed and stored.
-        masked: True if the outputs of some entries have forms. The pass then pauses before the choice of
+        masked: True if the outputs of some entries are constrained. The pass then pauses before the choice of
             tokens, until the host has found the allowed tokens. The sampling mode is `FULL`.
     """
 
@@ -57,15 +57,18 @@ class PassSize:
 
 @dataclass(frozen=True, slots=True)
 class PassResult:
-    """The result of a verify pass for the host. B is the number of entries that may be other than padding.
+    """The result of a verify pass over M packed rows, for the host.
+
+    B is the number of entries, without those that are always padding. R is the largest number of tokens of an
+    entry.
 
     Attributes:
         packed: ``[B, 2 + 2 R] int32``: the number of accepted nodes (-1 for an idle slot), the number of
             nodes, the path, and the emitted tokens.
         logprobs: ``[M, token_logprobs.WORDS] int32``. Row ``starts[e] + c`` belongs to the token at column c
             of entry e. None unless the sampling mode is `FULL`.
-        hidden: ``[M, hidden_size]``, the output rows of the model.
-        logits: ``[M, V]``. None unless the sampling mode is `FULL`.
+        hidden: ``[M, hidden_size]``, the model's output for the packed rows.
+        logits: ``[M, V]``, V logits per packed row. None unless the sampling mode is `FULL`.
         rows: ``[M] int64``. Element ``starts[e] + c`` is the packed row from which the token at column c of
             entry e was chosen. None unless the sampling mode is `FULL`.
     """
@@ -79,13 +82,13 @@ class PassResult:
 
 @dataclass(frozen=True, slots=True)
 class ForwardResult:
-    """What the forward pass of a round leaves for the choice of its tokens.
+    """The result of a round's forward pass, from which the round's tokens are chosen.
 
     Attributes:
-        placed: Where the rows are.
-        output: Hidden states after the final norm, and captured layers.
-        sampling: Sampling parameters of the rows.
-        logits: ``[M, V]`` in the weights' type. None unless the sampling mode is `FULL`.
+        placed: The entries of the round, and the places of their packed rows.
+        output: Hidden states after the final norm, and the captured hidden states of other layers.
+        sampling: Sampling parameters of the packed rows.
+        logits: ``[M, V]`` in the data type of the weights. None unless the sampling mode is `FULL`.
     """
 
     placed: PlacedEntries
@@ -95,13 +98,13 @@ class ForwardResult:
 
 
 def verify_pass(model: StepModel, table: SlotTable, batch: PackedBatch, size: PassSize) -> PassResult:
-    """Verify the trees of a round, compact the accepted K/V, store features, and update the slots.
+    """Verify the trees of a round, compact the accepted K/V, store feature rows, and update the slots.
 
     Args:
-        model: The model and memory to run with.
+        model: The target model, and the memory that the pass uses.
         table: The slots.
         batch: Entries and drafted trees of the round.
-        size: Sizes of the pass.
+        size: Sizes and options of the pass.
 
     Returns:
         The result for the host.
@@ -147,13 +150,13 @@ def choose_pass(
     forward: ForwardResult,
     allowed: torch.Tensor | None = None,
 ) -> PassResult:
-    """Run the second half of `verify_pass`, from the logits on.
+    """Run the second half of `verify_pass`, from the logits on: choose tokens and update the slots.
 
     Args:
         model, table, batch, size: As in `verify_pass`.
         forward: The result of the first half.
-        allowed: The tokens that may be chosen after each row, ``[M, ceil(V / 32)] int32``
-            (`kernels/token_masks`). None allows all tokens. Requires the sampling mode `FULL`.
+        allowed: Masks of the tokens that may be chosen after each row, ``[M, ceil(V / 32)] int32``
+            (`kernels/token_masks`). None allows all tokens. Masks require the sampling mode `FULL`.
     """
     entries, trees, pool = batch.entries(size.rows), batch.trees(size.rows), model.pool
     state, page_table = table.state, table.page_table

@@ -2,12 +2,12 @@
 
 Rank 0 serves requests. The other ranks are processes that rank 0 or `torchrun` starts.
 
-1. All ranks connect to a common store, and the other ranks open control connections to rank 0.
+1. All ranks connect to a common store. The ranks other than 0 open control connections to rank 0.
 2. The ranks form a process group (NCCL or Gloo), and each rank loads its share of the weights.
 3. In each step, rank 0 sends a command on the control connections. Then all ranks run the same collectives.
 
-If a rank dies or stops, rank 0 ends, and all other ranks end with rank 0, because a partial model cannot
-answer requests. The supervisor then restarts the whole target.
+If a rank dies or stops, all ranks end, because a partial model cannot answer requests. The supervisor then
+restarts the whole target.
 """
 
 from __future__ import annotations
@@ -127,10 +127,10 @@ class RankGroup:
         return [process.pid for process in self._processes]
 
     def close(self) -> None:
-        """End the other ranks, and wait for the ranks that this process has started.
+        """End the other ranks, and wait for the rank processes that this process has started.
 
-        All ranks must leave NCCL together, because a rank that leaves blocks until the other ranks leave too.
-        If a rank does not leave within `STOP_TIMEOUT_S`, this process exits without leaving NCCL.
+        All ranks must leave NCCL together, because each rank waits there for the others. If a rank does not
+        leave within `STOP_TIMEOUT_S` seconds, this process exits without leaving NCCL.
         """
         self._lead.close()
         if self.failure is None:
@@ -146,10 +146,11 @@ class RankGroup:
 
 
 def end_soon(error: OutriderError) -> None:
-    """End this process within `END_GRACE_S`, even if its threads are blocked.
+    """End this process within `END_GRACE_S` seconds, even if its threads are blocked.
 
-    This is the default failure handler. A timer thread ends the process. While the interpreter shuts down, no
-    Python thread runs, but a library may still wait for the device. An alarm signal covers this case.
+    This function is called by default when a rank fails. A timer thread ends the process. No Python thread
+    runs while the interpreter shuts down, but a library may still wait for the device. An alarm signal then
+    ends the process.
     """
     signal.alarm(math.ceil(2 * END_GRACE_S))
     _in(END_GRACE_S, lambda: exit_now(1))
@@ -169,16 +170,16 @@ def start_group(
     *,
     random: Mapping[str, Any] | None = None,
 ) -> RankGroup:
-    """Start all ranks and load the model on them. Called by rank 0.
+    """Start all ranks of a tensor-parallel target and load the model on them. Called by rank 0.
 
     Args:
         settings: The target's settings, with `tp` above 1.
-        on_failure: Called from another thread if the group breaks later. The function must end this process.
+        on_failure: Called from another thread if a rank fails later. The function must end this process.
         progress: Receives the loading progress of rank 0.
-        random: The content of config.json for a model with random weights; None to load `settings.model`.
+        random: The content of config.json for a model with random weights. None loads `settings.model`.
 
     Raises:
-        ConfigurationError: The model cannot be split or does not fit, or the environment is wrong.
+        ConfigurationError: The model cannot be split or does not fit, or an environment variable is wrong.
         CheckpointError: Rank 0 cannot load the checkpoint.
         OutriderError: Another rank failed or did not connect.
     """

@@ -50,10 +50,11 @@ def watched(decoder: Decoder) -> AbstractContextManager[None]:
 
 
 def forget_graphs(graphs: GraphCache, decoder: Decoder) -> None:
-    """Drop the graphs of a tensor-parallel model on all ranks.
+    """Drop the CUDA graphs of a tensor-parallel model on all ranks.
 
-    Call after the last step and before the ranks leave NCCL, because leaving blocks forever while a graph
-    uses the NCCL group. In a broken group, the graphs are kept, because the device may never finish.
+    Call this function after the last engine step and before the ranks leave NCCL. A rank that leaves NCCL
+    while a graph uses the NCCL group waits forever. If a rank has failed, the graphs are kept, because the
+    device may never finish.
     """
     if isinstance(decoder, LeadDecoder) and decoder.failure is None:
         graphs.clear()

@@ -6,10 +6,10 @@ number of tokens of a round of depth D is the following sum. Its first term is t
     1 + p_1 + p_1 p_2 + ... + p_1 p_2 ... p_D
 
 `DrafterAcceptance` estimates p_d from all rounds with one drafter, separately for each kind of sampling, and
-for trees and chains. The estimates are kept when requests end and when the draft restarts.
+for trees and chains. The estimates are kept when requests end and when the draft service restarts.
 
-Each request also has a *level*, which states how much better or worse its drafts are than those of other
-requests. The level shifts the log-odds of every p_d. A new request starts at level 0, and its own rounds
+Each request also has a *level*. The level states how much better or worse the request's drafts are than those
+of other requests. It shifts the log-odds of every p_d. A new request starts at level 0, and its own rounds
 adjust the level.
 """
 
@@ -132,14 +132,14 @@ class DrafterAcceptance:
         return trials >= ROUNDS_TO_KNOW or accepted > ACCEPTED_TO_KNOW - 0.5
 
     def rates(self, kind: SamplingKind, chain: bool) -> list[float]:
-        """Return the `MAX_DEPTH` estimates p_1, p_2, ....
+        """Return the `MAX_DEPTH` estimates p_1, p_2, …, i.e. the acceptance probability at each depth.
 
-        The prior of a depth comes from the other kinds of sampling and the other form (tree or chain). If
-        none of their rounds reached that depth, the prior is the estimate of the previous depth.
+        The prior of an estimate comes from the other kinds of sampling and the other form (tree or chain). If
+        none of their rounds reached this depth, the prior is the estimate of the previous depth.
 
         Depths greater than 1 get a bonus of up to one standard deviation, which shrinks to zero with more
-        trials. Without it, a few unlucky trials could end the use of deep drafts, and their acceptance would
-        never be measured again. Depth 1 gets no bonus, because its acceptance mostly determines whether
+        trials. Without the bonus, a few unlucky trials could end the use of deep drafts, and their acceptance
+        would never be measured again. Depth 1 gets no bonus, because its acceptance mostly determines whether
         drafting is worthwhile.
         """
         found = self._rates.get((kind, chain))
@@ -161,7 +161,7 @@ class DrafterAcceptance:
         return rates
 
     def expected_tokens(self, kind: SamplingKind, chain: bool, level: int = 0) -> list[float]:
-        """Return the expected numbers of tokens of rounds of depth 0, 1, ..., `MAX_DEPTH`.
+        """Return the expected tokens per round of a request that drafts to depth 0, 1, …, `MAX_DEPTH`.
 
         Args:
             kind: Kind of sampling.
@@ -206,9 +206,10 @@ class RowAcceptance:
 
     @property
     def level(self) -> int:
-        """The shift of the log-odds for this request, in steps of 1 / `STEPS_PER_UNIT`.
+        """The level of a request: a shift of the log-odds of acceptance, in steps of 1 / `STEPS_PER_UNIT`.
 
-        A positive level means that drafts are accepted more often than for other requests of the same kind.
+        A positive level means that drafts are accepted more often than for other requests with the same kind
+        of sampling.
         """
         if not self._trials:
             return 0

@@ -1,13 +1,14 @@
-"""Chooses how many tokens each `auto` request drafts in the next round, from none to the largest shape.
+"""Chooses how many tokens each `auto` request drafts in the next round, from none to the largest tree shape.
 
-The controller maximises the expected tokens per second of the whole batch. A row is one request of the batch.
-`partition` divides the rows among tree shapes and plain decoding. `RoundCosts` estimates the seconds of a
-round, and `DrafterAcceptance` estimates its tokens, both from executed rounds (`observe`).
+An `auto` request is a request in speculation mode `auto`. The controller maximises the expected tokens per
+second of the whole batch. `partition` divides the requests of the batch among tree shapes and plain decoding.
+`RoundCosts` estimates the seconds of a round, and `DrafterAcceptance` estimates its tokens. Both learn from
+executed rounds (`observe`).
 
 A decision is kept for several rounds, because a change of shape needs other CUDA graphs. Estimates become
-outdated, so a decision may include a *look* (see `looks`): for a few rounds, some rows draft with an unused
-shape, or all rows decode plainly. A new drafter is first used in looks. The time that looks may lose is
-limited for the whole server.
+outdated, so a decision may include a *look* (see `looks`): for a few rounds, some requests draft with an
+unused shape, or all requests decode plainly. A new drafter is first used in looks. The time that looks may
+lose is limited for the whole server.
 
 The estimates are kept when requests end, and when a draft with the same identity reconnects. The controller
 runs no model, so tests can run it against simulated machines.
@@ -48,7 +49,9 @@ MOST_DRAFTERS = 8
 
 
 class SpeculationController:
-    """Chooses draft shapes and learns from executed rounds. One instance per engine. Engine thread only.
+    """Chooses tree shapes for `auto` requests and learns from executed rounds.
+
+    There is one controller per engine. Engine thread only.
 
     Args:
         log: Logs decisions. By default, decisions are logged to the target's log.
@@ -75,7 +78,7 @@ class SpeculationController:
         """Use the estimates of another drafter from now on. The estimates of the last few drafters are kept.
 
         Args:
-            identity: Identifies the drafter. A drafter has the same identity after a restart.
+            identity: Identifies the drafter. A drafter that restarts keeps its identity.
         """
         if identity == self._identity:
             return
@@ -105,11 +108,11 @@ class SpeculationController:
     def choose(
         self, rows: Sequence[RowBound], others: Sequence[DraftShape] = (), path: DraftPath = DraftPath.DEVICE
     ) -> list[DraftShape]:
-        """Choose a shape for each row, within the row's bounds.
+        """Choose a tree shape for each `auto` request of a round, within the request's limits.
 
         Args:
-            rows: The `auto` rows of the round.
-            others: The shapes of the other rows of the round, `NO_DRAFT` included.
+            rows: The `auto` requests of the round.
+            others: The shapes of the other requests of the round, including `NO_DRAFT`.
             path: Where the trees come from.
         """
         if not rows:
@@ -233,11 +236,12 @@ class SpeculationController:
     # ---- learn
 
     def observe(self, step: ExecutedStep) -> float:
-        """Learn the costs, the speedup over plain rounds and each row's acceptance from an executed round.
+        """Learn costs, the speedup over plain rounds and each request's acceptance from an executed round.
 
         Returns:
-            The seconds by which plain rounds would have taken longer for the same tokens. The value is 0 if
-            plain rounds would have been faster, or if a row has a fixed tree shape.
+            The seconds that the round has saved: how much longer plain rounds would have taken for the same
+            tokens. 0 if plain rounds would have been faster, or if a request of the round has a fixed tree
+            shape.
         """
         saved_s = 0.0 if step.provisional else self._learn_times(step)
         for row in step.rows:
@@ -312,9 +316,10 @@ class SpeculationController:
 
     @property
     def speedup_estimate(self) -> float | None:
-        """Tokens per second of recent drafting rounds, relative to plain rounds of the same batch size.
+        """Speedup: tokens per second of recent rounds with drafts, divided by that of plain rounds.
 
-        The value is None until both a drafting round and a plain round have been measured.
+        Rounds of the same batch size are compared. None until both a round with drafts and a plain round have
+        been measured.
         """
         return self._draft_rate
 

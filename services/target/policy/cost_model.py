@@ -5,16 +5,17 @@
 In this module, a row is one tree node of the verify pass. Rows are counted over all sequences and include the
 roots. Each part of a round is estimated from measured times (`Estimate`). There is one estimate for:
 
-- drafts of each combination of depth, form (tree or chain) and bucket of sequences;
+- drafts of each combination of depth, form (tree or chain) and bucket of batch sizes;
 - plain verify passes of each batch size;
 - other verify passes of each combination of batch bucket and rows;
 - the rest, i.e. the idle time of the device between two rounds, for each batch bucket, with or without
   drafts.
 
 Batch buckets are powers of 2. The times of sizes that were never executed are interpolated or extrapolated.
-An unsure estimate is limited by the estimates of larger work: a pass over few rows counts as at most as long
-as a pass over more rows, and a draft as at most as long as a deeper draft. Otherwise, one slow measurement
-could end the use of a shape, and then nothing would correct the estimate.
+
+An unsure estimate is limited by the estimates of larger work. The estimate for a pass is at most the estimate
+for a pass over more rows. The estimate for a draft is at most the estimate for a deeper draft. Otherwise, one
+slow measurement could end the use of a shape. The shape would then never be measured again.
 """
 
 from __future__ import annotations
@@ -42,9 +43,9 @@ SHORTEST_S = 1e-7
 class DraftPath(Enum):
     """Where the trees of a round come from. The cost of several tree shapes in one round depends on the path.
 
-    - DEVICE: From a drafter on the target's device, or on the device of another process. Each shape needs a
-      separate draft.
-    - HOST: From the host, which requests all trees together. The deepest shape determines the time.
+    - DEVICE: A drafter on the target's device, or a drafter in another process whose trees stay on the
+      devices. Each tree shape needs a separate draft.
+    - HOST: The host, which requests all trees together. The deepest tree shape determines the time.
     """
 
     DEVICE = "device"
@@ -139,10 +140,10 @@ class RoundCosts:
         return any(power_of_2(known) == bucket for known in self._plain)
 
     def plain(self, batch_size: int) -> float | None:
-        """Return the duration of a plain pass at this batch size.
+        """Return the estimated duration, in seconds, of a verify pass without drafts at this batch size.
 
         If this size has not been measured, interpolate between the nearest measured sizes. Before the first
-        plain pass, return the duration of the shortest verify pass. Return None before any pass.
+        pass without drafts, return the duration of the shortest verify pass. Return None before any pass.
         """
         exact = self._plain.get(batch_size)
         if exact is not None:
@@ -162,12 +163,12 @@ class RoundCosts:
         return max(*self._verify.get(power_of_2(batch_size), {}), batch_size, 1)
 
     def round(self, batch_size: int, rows: int, groups: Groups, path: DraftPath) -> float:
-        """Estimate the duration of a round.
+        """Estimate the duration of a round in seconds.
 
         Args:
             batch_size: Number of sequences.
-            rows: Number of nodes of all sequences.
-            groups: Number of sequences that draft, by shape.
+            rows: Number of tree nodes of all sequences.
+            groups: Number of sequences that draft with each tree shape.
             path: Where the trees come from.
         """
         drafting_s = self.drafts(groups, path)
@@ -232,11 +233,11 @@ class RoundCosts:
         return self._bounded(by_count[size], larger) * growth
 
     def doubts(self, batch_size: int, rows: int, shape: DraftShape) -> bool:
-        """Return True if passes of this size or drafts of this shape were measured, but too few times.
+        """Return True if verify passes of this size or drafts of this shape were measured, but too few times.
 
         Args:
             batch_size: Number of sequences.
-            rows: Number of nodes of all sequences.
+            rows: Number of tree nodes of all sequences.
             shape: A tree shape.
         """
         verify = self._verify.get(power_of_2(batch_size), {}).get(_size_class(rows))

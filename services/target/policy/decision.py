@@ -15,17 +15,19 @@ from outrider.shared.spec.tree import NO_DRAFT
 
 @dataclass(slots=True)
 class Decision:
-    """A choice for the next rounds.
+    """A decision of the speculation controller: the tree shapes of the `auto` requests for the next rounds.
 
     Attributes:
         number: Identifies the decision.
-        partition: The best partition. It applies to all rows that take no part in the look.
-        look: The look that these rounds contain, or None.
+        partition: The best division of the requests among tree shapes. It applies to all requests that take
+            no part in the look.
+        look: The look during these rounds, i.e. rounds that only measure another tree shape. None without a
+            look.
         path: Where the trees come from.
         bucket: Bucket of the batch size.
         rounds_left: Number of further rounds for which the decision is kept.
         looked_rounds: Number of executed rounds of the look.
-        looked_s: Seconds that these rounds have lost so far, as far as they were passed to `loss_of`.
+        looked_s: Seconds that the look has lost in the rounds that were passed to `loss_of`.
         catch_up_s: Seconds in which the drafter processed earlier tokens in these rounds.
         tokens: Number of tokens of these rounds.
     """
@@ -42,7 +44,9 @@ class Decision:
     tokens: int = 0
 
     def loss_of(self, usual_s: float, catch_up_s: float, tokens: int) -> float:
-        """Add a round of the look. Return the seconds that the look has lost since the previous call.
+        """Record a round of the decision's look. Return the seconds lost since the previous call.
+
+        A look consists of rounds that only measure another tree shape.
 
         Args:
             usual_s: Estimated seconds of a round of the look. It applies to all rounds of the look so far,
@@ -73,12 +77,12 @@ class Decision:
 def assign_shapes(
     rows: Sequence[RowBound], expected: Sequence[Tokens], partition: Partition, number: int
 ) -> None:
-    """Assign a shape to each row. No shape is assigned to more rows than `Partition.counts` allows.
+    """Assign a tree shape to each `auto` request of a round. The number of requests per shape is limited.
 
     Args:
-        rows: The `auto` rows.
-        expected: The expected tokens of each row.
-        partition: Determines the shapes.
+        rows: The `auto` requests of the round.
+        expected: The expected tokens of each request, by shape.
+        partition: Determines the shapes, and the largest number of requests for each shape (`counts`).
         number: Number of the decision.
     """
     left = dict(partition.counts)

@@ -1,12 +1,12 @@
 """A moving average of the durations of one kind of work, which a few slow measurements hardly affect.
 
-Other work on the machine can prolong a duration, but nothing can shorten it. A cold cache prolongs the first
-measurements too. The estimate is therefore close to the short measurements:
+Other work on the machine can prolong a duration, but nothing can shorten it. A cold cache also prolongs the
+first measurements. The estimate is therefore close to the short measurements:
 
 - The shortest of the first `FEW_SAMPLES` measurements is the estimate.
 - Afterwards, a shorter measurement has a larger weight than a longer one.
 
-An estimate that is not measured for a long time becomes *unsure* again. Its next measurements count as first
+An estimate that is not updated for a long time becomes *unsure* again. Its next measurements count as first
 measurements.
 """
 
@@ -34,7 +34,7 @@ class Estimate:
 
     Args:
         seconds: The first measurement.
-        now: Number of the controller's decisions so far.
+        now: Number of the decisions that the speculation controller has made so far.
 
     Attributes:
         seconds: The estimate, in seconds.

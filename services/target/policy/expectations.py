@@ -15,13 +15,16 @@ Tokens = Mapping[DraftShape, float]
 
 
 class Expectations:
-    """The expected tokens of the rows of a round. Rows with equal expectations share one mapping.
+    """The expected tokens per round of the `auto` requests of the batch, for each tree shape.
+
+    Requests with equal expectations share one mapping.
 
     Args:
-        rows: The rows.
+        rows: The `auto` requests.
 
     Attributes:
-        tokens: The expected tokens of each row, by shape. Empty for a row that cannot use drafts.
+        tokens: For each request, its expected tokens by tree shape. Empty for a request that cannot use
+            drafts.
     """
 
     def __init__(self, rows: Sequence[RowBound]) -> None:

@@ -1,14 +1,14 @@
-"""Limits the time that trees of fixed shapes add to the rounds, which all rows share.
+"""Limits the time that trees of fixed shapes add to the rounds that all requests share.
 
-A client may request a large tree in every round (mode `on`), which makes the round longer for all rows. On
-average, these trees of fixed shapes may at most double the estimated time of a round. A credit, in seconds,
-enforces this limit:
+In mode `on`, a client may request a large tree in every round. Such a tree makes the round longer for all
+requests of the batch. On average, trees of fixed shapes may at most double the estimated time of a round. A
+credit, in seconds, enforces this limit:
 
 - Each round adds `ROUND_LIMIT - 1` times its estimated time without these trees.
 - Each round subtracts the estimated time of the trees of fixed shapes that it drafts.
-- If the credit does not suffice for the trees of all rows, the rows take turns.
-- A tree that costs more than the full credit still gets a turn. Afterwards, no row of a fixed shape drafts
-  until the credit is positive again.
+- If the credit does not suffice for the trees of all requests, the requests take turns.
+- A tree that costs more than the full credit still gets a turn. Afterwards, no request with a fixed shape
+  drafts until the credit is positive again.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ class FixedShare:
         self._left = 0
 
     def choose(self, rows: list[int], base_s: float, round_s: Callable[[Seq[int]], float]) -> set[int]:
-        """Choose the rows that draft in this round.
+        """From the requests with a fixed tree shape, choose those that draft in this round.
 
         Args:
-            rows: Session ids of the rows of fixed shapes.
-            base_s: Estimated seconds of the round without the trees of these rows.
-            round_s: Returns the estimated seconds of the round if the given rows draft. The estimate grows
-                with the number of rows.
+            rows: Session ids of these requests.
+            base_s: Estimated seconds of the round without the trees of these requests.
+            round_s: Function that returns the estimated seconds of the round if the given requests draft. The
+                estimate grows with the number of requests.
         """
         allowance_s = (ROUND_LIMIT - 1.0) * base_s
         self._credit_s = min(self._credit_s + allowance_s, allowance_s)

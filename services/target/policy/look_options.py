@@ -21,14 +21,14 @@ many tokens weigh as much as one look."""
 
 
 class LookOptions:
-    """Computes the looks that are possible beside the best partition.
+    """Computes the possible looks: rounds that measure tree shapes that the best partition does not use.
 
     Args:
-        rows: The `auto` rows, with the shapes of the best partition.
-        expected: The expected tokens of each row.
-        best: The best partition.
-        partitions: The partitions of the round.
-        others: The other rows of the round.
+        rows: The `auto` requests, with the shapes of the best partition.
+        expected: The expected tokens of each request, by shape.
+        best: The best partition, i.e. division of the requests among tree shapes and plain decoding.
+        partitions: All partitions of the round's requests.
+        others: The other requests of the round.
         costs: The measured costs.
         known: True if the acceptance of the drafter is known.
     """
@@ -53,10 +53,11 @@ class LookOptions:
         self._known = known
 
     def all(self) -> dict[DraftShape, LookOption]:
-        """Return the look with the smallest loss for each shape that is not in use.
+        """Return the cheapest look for each tree shape that is not in use.
 
-        A look takes a few rows whose drafter catches up fast and that took part in few looks. If that is
-        cheaper, the look takes all rows that draft, because no row then needs a draft of the old shape.
+        A look consists of rounds that only measure a shape. Two looks are compared for each shape. The first
+        has a few requests whose drafter catches up fast and that took part in few looks. The second has all
+        requests that draft, so that no request needs a draft of the old shape.
         """
         rows, best, partitions = self._rows, self._best, self._partitions
         able = [index for index, row in enumerate(rows) if row.useful_depth > 0]

@@ -1,17 +1,17 @@
-"""Plans looks, i.e. rounds that measure shapes that are not in use, and limits the time that looks lose.
+"""Plans looks, i.e. rounds that measure tree shapes that are not in use, and limits the time that looks lose.
 
-In a look, a few rows draft with an unused shape for a few rounds, or all rows decode plainly. A look updates
-the estimates of acceptance and of the cost of the shape. Its *loss* is the additional time compared with the
-best choice for the same number of tokens. The losses of all looks are limited to a fixed share of the time of
-all rounds, for all requests together.
+In a look, a few requests draft with an unused shape for a few rounds, or all requests decode plainly. A look
+updates the estimates of the acceptance and the cost of the shape. Its *loss* is the additional time compared
+with the best choice for the same number of tokens. The losses of all looks are limited to a fixed share of
+the time of all rounds, for all requests together.
 
 The next look measures the shape with the smallest sum of two numbers: the losses of its past looks, and the
 estimated loss of its next look. Cheap shapes are therefore measured more often.
 
-The estimated loss of an *unsure* option may be too large, because the drafter is unknown or because only a
-few rounds with the shape were measured. Waiting until a full look is affordable could then take too long. A
-look of such an option may therefore be brief: it has as many rounds as the budget can pay, and ends early if
-it loses more than the budget.
+A possible look is *unsure* if its estimated loss may be too large. This is the case if the drafter is new, or
+if only a few rounds with the shape were measured. It could take too long until the budget allows a full look
+of this loss. An unsure look may therefore be brief: it has as many rounds as the budget can pay. A brief look
+ends early if it loses more than the budget.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ FADING = 0.9
 
 @dataclass(frozen=True, slots=True)
 class LookOption:
-    """A possible look with one shape.
+    """A possible look: a few rounds that measure one tree shape.
 
     Attributes:
-        loss_s: Estimated loss of one round, in seconds.
-        rows: Indices of the rows that take part.
-        unsure: True if the estimate may be wrong, so that the look may be brief.
+        loss_s: Estimated seconds that one round of the look loses, compared with the best choice.
+        rows: Indices of the requests that take part.
+        unsure: True if the estimate may be wrong. The look may then be brief.
     """
 
     loss_s: float

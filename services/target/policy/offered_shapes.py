@@ -1,4 +1,4 @@
-"""The draft shapes that `auto` may choose for rounds that are drafted on the device.
+"""The tree shapes that mode `auto` may choose for rounds that are drafted on the device.
 
 This set of shapes is small, because the draft of each shape needs a CUDA graph for every batch size.
 """
@@ -35,12 +35,13 @@ def nodes_of(bound: DraftShape, depth: int) -> int:
 
 @lru_cache(maxsize=256)
 def offered_shapes(forms: tuple[DraftShape, ...], batch_size: int) -> tuple[DraftShape, ...]:
-    """Return the shapes that are offered within these forms. The shapes of one form are ordered by depth.
+    """Return the tree shapes that mode `auto` may choose, ordered by depth within each form.
 
     Args:
-        forms: The largest tree, the longest chain, or both; see `SpeculationParams.forms`.
-        batch_size: Number of sequences. A shape is left out if all sequences together would have more than
-            `MOST_ROWS` rows with it. The smallest shape is always offered.
+        forms: The limits of the request's shapes: the largest tree, the longest chain, or both; see
+            `SpeculationParams.forms`.
+        batch_size: Number of sequences. Shapes with which all sequences together would have more than
+            `MOST_ROWS` tree nodes are left out. The smallest shape is always offered.
     """
     shapes: list[DraftShape] = []
     for form in forms:

@@ -1,13 +1,14 @@
-"""Divides the rows of a round among at most two tree shapes and plain decoding.
+"""Divides the requests of a round among at most two tree shapes and plain decoding.
 
 The objective is the largest number of expected tokens per second of the round:
 
-    expected tokens, summed over all rows  /  seconds of the round (`RoundCosts.round`)
+    expected tokens, summed over all requests  /  seconds of the round (`RoundCosts.round`)
 
 Each node of a tree makes the round longer. The *price* of a node is the number of tokens that the round could
-produce in this additional time. Each row gets the shape with the most expected tokens after the price of its
-nodes is deducted. Rows with good drafts therefore get large shapes, and rows with bad drafts decode plainly.
-Rows with equal expectations form one class, so that a decision does not take longer for a larger batch.
+produce in this additional time. Each request gets the shape with the most expected tokens after the price of
+its nodes is deducted. Requests with good drafts therefore get large shapes, and requests with bad drafts
+decode plainly. Requests with equal expectations form one class, so that a decision does not take longer for a
+larger batch.
 """
 
 from __future__ import annotations
@@ -46,11 +47,11 @@ class RowClass:
 
 @dataclass(frozen=True, slots=True)
 class Others:
-    """The rows of a round whose shapes `Partitions` does not choose.
+    """The requests of a round whose tree shapes `Partitions` does not choose.
 
     Attributes:
-        shapes: Number of rows by shape, `NO_DRAFT` included.
-        tokens: Expected tokens of all these rows.
+        shapes: Number of these requests by tree shape, including `NO_DRAFT`.
+        tokens: Expected tokens of all these requests.
     """
 
     shapes: Mapping[DraftShape, int]
@@ -69,14 +70,14 @@ class Others:
 
 @dataclass(frozen=True, slots=True)
 class Partition:
-    """A rule that assigns a shape to each row, and the expected result of this rule.
+    """A rule that assigns a tree shape to each request of a round, and the expected result of this rule.
 
     Attributes:
-        shapes: The shapes that rows may get instead of plain decoding.
-        price: Number of tokens that each node must yield.
+        shapes: The tree shapes that requests may get instead of plain decoding.
+        price: Number of tokens that each tree node must yield.
         rate: Expected tokens per second of the round.
         seconds: Expected duration of the round.
-        counts: Number of rows that get each shape.
+        counts: Number of requests that get each shape.
     """
 
     shapes: tuple[DraftShape, ...]
@@ -104,20 +105,20 @@ class Partition:
 
 
 class Partitions:
-    """Compares partitions of the rows of one round.
+    """Compares partitions, i.e. divisions of a round's requests among tree shapes and plain decoding.
 
     Args:
-        classes: The `auto` rows.
-        others: The other rows.
+        classes: The `auto` requests, in classes with equal expectations.
+        others: The other requests of the round.
         costs: The measured costs.
         path: Where the trees come from.
 
     Attributes:
-        batch_size: Number of rows, i.e. of sequences.
+        batch_size: Number of requests of the round.
         path: Where the trees come from.
-        most_rows: Largest number of nodes of the round.
-        offered: The shapes that are compared, namely those that the largest numbers of rows may have.
-        plain: The partition in which all `auto` rows decode plainly.
+        most_rows: Largest number of tree nodes of the round.
+        offered: The tree shapes that are compared, namely those that are allowed for the most requests.
+        plain: The partition in which all `auto` requests decode plainly.
     """
 
     def __init__(
@@ -140,12 +141,12 @@ class Partitions:
         self.offered = [shape for shape, _ in allowed.most_common(MOST_OFFERED)]
 
     def best(self, kept: tuple[DraftShape, ...], advantage: float) -> Partition:
-        """Return the best partition.
+        """Return the best partition of the round's requests among tree shapes and plain decoding.
 
         Args:
-            kept: The shapes in use.
-            advantage: Other shapes replace `kept` only if their rate is at least this multiple of the rate of
-                `kept`.
+            kept: The tree shapes in use.
+            advantage: Other shapes replace `kept` only if their tokens per second are at least this multiple
+                of those of `kept`.
         """
         offered, best = self.offered, self.plain
         for shape in offered:
@@ -162,10 +163,10 @@ class Partitions:
         return best
 
     def priced(self, shapes: tuple[DraftShape, ...], rate: float) -> Partition:
-        """Return the best partition that uses only these shapes and plain decoding.
+        """Return the best partition of the requests that uses only these tree shapes and plain decoding.
 
         Args:
-            shapes: The shapes that rows may get.
+            shapes: The tree shapes that requests may get.
             rate: Tokens per second from which the first price of a node is computed.
         """
         best: Partition | None = None

@@ -16,11 +16,11 @@ for example the compilation of a kernel."""
 
 
 class PrefillBudget:
-    """Converts a time budget to a number of prompt tokens. Engine thread only.
+    """Converts the time budget of an engine step to a number of prompt tokens. Engine thread only.
 
     The time per token grows with the context, so it is measured separately for each power of two of the
-    context. It falls with the number of tokens of a pass, because every pass reads all weights. A short pass
-    therefore gives only an upper bound for longer passes.
+    context length. The time per token falls with the number of tokens of a pass, because every pass reads all
+    weights. A short pass therefore gives only an upper bound for longer passes.
 
     Args:
         budget_s: Seconds that the prompt tokens of a step may take while other sequences decode.
@@ -42,11 +42,11 @@ class PrefillBudget:
         return max(LEAST_TOKENS, int(self._budget_s / seconds))
 
     def observe(self, tokens: int, context: int, seconds: float) -> None:
-        """Learn from a pass.
+        """Learn the time per prompt token from a finished pass.
 
         Args:
             tokens: Number of prompt tokens of the pass.
-            context: Largest context of the pass, its own tokens included.
+            context: Largest context of the pass in tokens, including the pass's own tokens.
             seconds: Duration of the pass.
         """
         if tokens < LEAST_MEASURED or seconds <= 0:

@@ -11,13 +11,13 @@ from outrider.shared.spec.tree import NO_DRAFT, DraftShape
 
 
 class RowState:
-    """The controller's memory of one request.
+    """The speculation controller's memory of one request.
 
     Attributes:
-        acceptance: How often drafts of this request are accepted.
-        shape: Shape of the request's next round.
+        acceptance: Estimates how often drafts of this request are accepted.
+        shape: Tree shape of the request's next round.
         decision: Number of the decision that chose `shape`.
-        looks: Number of looks in which the request took part.
+        looks: Number of looks, i.e. measurements of other shapes, in which the request took part.
         drafted_len: Number of tokens of the request that the drafter has processed, as far as is known.
     """
 
@@ -33,14 +33,15 @@ class RowState:
 
 @dataclass(frozen=True, slots=True)
 class RowBound:
-    """The draft bounds of one `auto` row.
+    """Limits on the tree that one `auto` request of the batch may draft in the next round.
 
     Attributes:
-        state: The controller's memory of the request.
-        bound: The largest shape that the request allows, which may be a chain.
-        useful_depth: The greatest depth that is useful for the number of tokens that are left to emit.
-        chain: The longest chain that is allowed in addition to `bound`. `NO_DRAFT` if there is none.
-        committed_len: Number of committed tokens, as far as the host knows.
+        state: The speculation controller's memory of the request.
+        bound: The largest tree shape that the request allows. It may be a chain.
+        useful_depth: The greatest useful depth. It depends on the number of tokens that are left to emit.
+        chain: The longest chain that the request allows as an alternative to shapes within `bound`.
+            `NO_DRAFT` if there is none.
+        committed_len: Number of committed tokens of the request, as far as the host knows.
     """
 
     state: RowState
@@ -62,15 +63,15 @@ class RowBound:
 
 @dataclass(frozen=True, slots=True)
 class ExecutedRow:
-    """One row of an executed round.
+    """The result of one request of the batch in an executed round.
 
     Attributes:
-        state: The controller's memory of the request. None for rows whose shape the controller does not
-            choose.
-        num_nodes: Number of nodes verified, including the root.
-        shape: Shape of the row's tree; `NO_DRAFT` without a tree.
+        state: The speculation controller's memory of the request. None if the controller does not choose its
+            shape.
+        num_nodes: Number of verified tree nodes, including the root.
+        shape: Shape of the request's tree. `NO_DRAFT` without a tree.
         accepted: Number of accepted draft tokens.
-        kind: Kind of sampling, for rows without a state.
+        kind: Kind of sampling, for requests whose `state` is None.
     """
 
     state: RowState | None
@@ -82,19 +83,19 @@ class ExecutedRow:
 
 @dataclass(frozen=True, slots=True)
 class ExecutedStep:
-    """Measurements of an executed round, in seconds.
+    """Measurements of an executed round. Durations are in seconds.
 
     Attributes:
-        rows: All rows of the batch.
-        requested: Number of rows that have requested drafts, by requested shape.
-        draft_s: Duration of drafting, or of the wait for a proposal from the host. 0 without drafts.
+        rows: The results of all requests of the batch.
+        requested: Number of requests that wanted drafts, by requested tree shape.
+        draft_s: Duration of drafting, or of the wait for trees from the host. 0 without drafts.
         verify_s: Duration of the verify pass.
         round_s: Time since the end of the previous round, including prompts between the rounds.
         path: Where the trees came from.
         catches_up: True if the drafter also processed earlier tokens of some sequences in this round. The
             time of such drafts does not predict the time of later rounds.
-        provisional: True if later rounds of this kind will take less time, because a piece of this round ran
-            without a CUDA graph that will soon be recorded. Nothing is learned from the times of this round.
+        provisional: True if a piece of this round ran without a CUDA graph that will soon be recorded. Later
+            rounds of this kind will take less time, so nothing is learned from the times of this round.
     """
 
     rows: Sequence[ExecutedRow]

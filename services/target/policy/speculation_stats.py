@@ -8,7 +8,8 @@ from outrider.shared.base.generation import SpeculationReport
 class SpeculationStats:
     """Counters of one request's speculation.
 
-    Tests check these identities against the engine:
+    ``histogram[k]`` is the number of rounds that accepted k draft tokens. Tests check these identities
+    against the engine:
 
     - ``sum((k + 1) * histogram[k]) == completion tokens - tokens emitted by prefills + tokens cut``
     - ``sum(histogram) == rounds``
@@ -71,12 +72,13 @@ class SpeculationStats:
         return 1.0 + self.accepted_tokens / self.draft_rounds if self.draft_rounds else 1.0
 
     def report(self, speedup_estimate: float | None = None, plain_by: str = "") -> SpeculationReport:
-        """Return a snapshot of the counters, with the most frequent fallback reason.
+        """Return a snapshot of the counters, with the most frequent reason for fallbacks to plain decoding.
 
         Args:
-            speedup_estimate: The controller's estimate of the speedup. None if there is no estimate.
-            plain_by: The party that chose plain decoding. The report contains `plain_by` as the reason if
-                rounds ran, no round verified drafts, and no round fell back.
+            speedup_estimate: The speculation controller's estimate of the speedup. None if there is no
+                estimate.
+            plain_by: The party that chose plain decoding. The report contains this value as the reason if all
+                rounds ran without drafts and none of them was a fallback.
         """
         reason = plain_by if self.rounds and not self.draft_rounds else ""
         if self.fallbacks:

@@ -17,14 +17,14 @@ _log = get_logger("outrider.target")
 
 
 class Reason(Enum):
-    """Why `auto` drafts or decodes plainly.
+    """The reason why requests in mode `auto` draft or decode plainly.
 
-    - PAYS: Some rows draft, because drafting is estimated to be faster.
-    - DOES_NOT_PAY: No row drafts, because plain decoding is estimated to be faster.
-    - PROBING: A look is under way (see `looks`): some rows draft, or all decode plainly, only to measure.
-    - UNMEASURED: No row drafts, because too few rounds were measured.
-    - DRAFT_AWAY: No row drafts, because the draft cannot draft now.
-    - IDLE: There has been no row in mode `auto` yet.
+    - PAYS: Some requests draft, because drafting is estimated to be faster.
+    - DOES_NOT_PAY: No request drafts, because plain decoding is estimated to be faster.
+    - PROBING: A look is under way (see `looks`): some requests draft, or all decode plainly, only to measure.
+    - UNMEASURED: No request drafts, because too few rounds were measured.
+    - DRAFT_AWAY: No request drafts, because the draft service cannot draft now.
+    - IDLE: There has been no request in mode `auto` yet.
     """
 
     PAYS = "pays"
@@ -37,15 +37,15 @@ class Reason(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The controller's last decision.
+    """The speculation controller's last decision.
 
     Attributes:
         reason: The reason for the decision.
-        shapes: Number of `auto` rows that draft, by shape.
-        plain_rows: Number of `auto` rows that decode plainly.
-        batch_size: Number of rows of the round, including those that are not `auto`.
-        speedup: Estimated tokens per second of the best choice, relative to a round in which all `auto` rows
-            decode plainly. None if there is no estimate.
+        shapes: Number of `auto` requests that draft, by tree shape.
+        plain_rows: Number of `auto` requests that decode plainly.
+        batch_size: Number of requests of the round, including those in other modes.
+        speedup: Estimated tokens per second of the best choice, divided by those of a round in which all
+            `auto` requests decode plainly. None if there is no estimate.
         round_s: Estimated duration of a round, in seconds. None if there is no estimate.
     """
 
@@ -71,10 +71,10 @@ def shape_name(shape: DraftShape) -> str:
 
 
 class DecisionLog:
-    """Logs a line when the decision changes, at most once per `LOG_INTERVAL_S`.
+    """Logs changes of the speculation controller's decision, at most once per `LOG_INTERVAL_S` seconds.
 
-    Looks are not logged, because they are short and regular. A change that only affects numbers of rows is
-    not logged either.
+    Looks, i.e. rounds that only measure other tree shapes, are short and regular. They are not logged. A
+    change that only affects numbers of requests is not logged either.
 
     Args:
         now: Returns monotonic seconds.

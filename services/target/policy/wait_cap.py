@@ -26,17 +26,18 @@ The first proposals are slow because caches and buffers of target and draft are 
 
 
 def wait_cap_s(rows: Sequence[RowBound], batch_size: int, costs: RoundCosts, *, known: bool) -> float:
-    """Return the maximum time in seconds that a round waits for the proposals of its `auto` rows.
+    """Return the maximum time in seconds that a round waits for the trees of its `auto` requests.
 
     The limit is the smaller of two values:
 
-    - `P99_MULTIPLE` times the 99th percentile of the measured proposal times;
-    - `WAIT_SHARE` times the time that the proposal can save, which is the time of n plain rounds for n
-      expected tokens, minus the time of the verify pass. The assumed saving is at least the time of one plain
-      round.
+    - `P99_MULTIPLE` times the 99th percentile of the measured times from a request for trees to their
+      arrival.
+    - `WAIT_SHARE` times the time that the trees can save. If the round is expected to yield n tokens, the
+      trees save the time of n plain rounds minus the time of the verify pass. The assumed saving is at least
+      the time of one plain round.
 
     Args:
-        rows: The `auto` rows.
+        rows: The `auto` requests of the round.
         batch_size: Number of sequences of the round.
         costs: The measured costs.
         known: True if the drafter's acceptance is known. If not, all nodes are assumed to be accepted, so

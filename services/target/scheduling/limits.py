@@ -11,7 +11,7 @@ from outrider.shared.nn.config.model_config import ModelConfig
 
 
 def longest_text(config: ModelConfig, max_model_len: int | None) -> int:
-    """Return the maximum number of tokens of a prompt and its answer.
+    """Return the maximum number of tokens of a prompt and its answer together.
 
     Args:
         config: The model's configuration.
@@ -54,7 +54,7 @@ class EngineLimits:
         """Refuse a sequence that could never finish with this model, or in a KV pool of `capacity` tokens.
 
         Raises:
-            InvalidRequestError: The error names the field.
+            InvalidRequestError: The sequence exceeds a limit. The error names the field of the request.
         """
         request = sequence.request
         if not request.prompt_ids:

@@ -33,19 +33,20 @@ class QueueGate:
         return self._requests
 
     def enter(self, prompt_tokens: int, tenant: str = "", *, resumed: bool = False) -> None:
-        """Count a request that starts to wait.
+        """Count a request that enters the queue, or refuse it if the queue is full.
 
         Requests without a tenant may fill the whole queue. A tenant must leave room for other tenants.
 
         Args:
             prompt_tokens: Number of prompt tokens.
-            tenant: The tenant, or an empty text.
+            tenant: Name of the tenant. Empty for a request without a tenant.
             resumed: True if another target has begun the answer. Such a request is accepted even if the queue
                 is full.
 
         Raises:
-            OverloadedError: The queue, or this tenant's part of the queue, is full. The error contains a time
-                after which to retry, which is computed from the measured rate at which the queue drains.
+            OverloadedError: The queue, or this tenant's part of the queue, is full. The error contains the
+                time after which to retry. This time is computed from the measured rate at which the queue
+                drains.
         """
         with self._lock:
             if self._requests >= self._limits.max_queued and not resumed:

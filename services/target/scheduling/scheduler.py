@@ -1,12 +1,12 @@
-"""Continuous batching: decides which sequences prefill and decode in a step and which own KV pages.
+"""Continuous batching: decides which sequences prefill, which decode, and which own KV pages.
 
 The life of a sequence:
 
 1. The sequence waits in the queue until pages for all of its tokens are free. It is then admitted.
 2. The sequence prefills in chunks and then decodes in every step.
 3. The scheduler may *retract* the sequence. A retracted sequence returns its pages, keeps its tokens and
-   waits again. Later, its prompt and its emitted tokens are prefilled again, which does not change its
-   tokens. There are two reasons:
+   waits again. Later, its prompt and its emitted tokens are prefilled again. This does not change its tokens.
+   There are two reasons to retract a sequence:
 
    - A decoding sequence needs a page, and none is free. The scheduler retracts a paused sequence if there is
      one, and otherwise usually the latest arrival (`TokenShares.victim`).
@@ -16,11 +16,13 @@ The life of a sequence:
 4. When a sequence ends or is retracted, its full pages stay in the prefix cache until other sequences need
    the memory.
 
-If another sequence is computing a prefix of a waiting sequence, the waiting sequence is admitted after this
-prefix has been stored. It does not wait for a prefix that saves little work (`LONG_PREFIX`).
+Another sequence may be computing a prefix that a waiting sequence shares. The waiting sequence is then
+admitted after this prefix has been stored. It does not wait for a prefix that saves little work
+(`LONG_PREFIX`).
 
-The oldest sequence of the highest priority that is not paused is never retracted. Every sequence fits into
-the pool alone, which is checked on submission. Therefore at least one sequence always advances.
+At least one sequence always advances, for two reasons. The oldest sequence of the highest priority that is
+not paused is never retracted. Each sequence fits into the KV pool if it is alone there, which is checked when
+a request is submitted.
 """
 
 from __future__ import annotations
@@ -66,10 +68,11 @@ class PrefillChunk:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """The work of one step.
+    """The scheduler's plan for one engine step.
 
     Attributes:
-        admitted, retracted: Sequences whose drafter sessions must be opened and closed, respectively.
+        admitted: Sequences for which drafter sessions must be opened.
+        retracted: Sequences for which drafter sessions must be closed.
         prefills: Prompt chunks to compute.
         decodes: Sequences to decode.
     """
@@ -81,7 +84,7 @@ class StepPlan:
 
 
 class Scheduler:
-    """Owns every live sequence and every page lease. Engine thread only, except for `gate`.
+    """Owns every live sequence and every lease of KV pages. Engine thread only, except for `gate`.
 
     Attributes:
         prefixes: The stored prefixes.
@@ -122,10 +125,12 @@ class Scheduler:
         bisect.insort(self.waiting, sequence, key=_queue_key)
 
     def schedule(self, now: float, prefill_tokens: int | None = None) -> StepPlan:
-        """Plan the next step and reserve pages for `node_bound` rows of each decoding sequence.
+        """Plan the next engine step, and reserve KV slots for the next tree of each decoding sequence.
+
+        The trees have up to `Sequence.node_bound` nodes.
 
         Args:
-            now: The current time, from `time.monotonic`.
+            now: The current time, from `time.monotonic()`.
             prefill_tokens: Largest number of prompt tokens to compute while sequences decode. With None, only
                 `SchedulerLimits.prefill_chunk` limits the number.
         """
@@ -141,10 +146,10 @@ class Scheduler:
         return StepPlan(admitted, retracted, self._chunks(budget), decodes)
 
     def reserve_ahead(self, sequence: Sequence, committed_upper: int) -> bool:
-        """Grow a running sequence's lease for a round that starts at `committed_upper` tokens or fewer.
+        """Grow a sequence's lease for a round that starts with at most `committed_upper` committed tokens.
 
-        If enough pages are free, the lease grows by `SPARE_TOKENS` more than needed. The lease then grows
-        less often, which saves writes to the page table on the device.
+        If enough pages are free, the lease grows by `SPARE_TOKENS` more tokens than needed. The lease then
+        grows less often, which saves writes to the page table on the device.
 
         Returns:
             False if no page is free.
@@ -178,11 +183,11 @@ class Scheduler:
         self._vacate(sequence)
 
     def recompute(self, sequence: Sequence) -> None:
-        """Prefill an active sequence again, e.g. to capture missing features.
+        """Prefill an admitted sequence again, for example to capture missing feature rows.
 
-        The results of passes in flight become void. The caller must flush the prefix cache first. A sequence
-        that shares pages with other sequences, or that lacks room for its next round, gives up its pages and
-        waits.
+        The results of the sequence's passes in flight become void. The caller must flush the prefix cache
+        first. The sequence gives up its pages and waits if it shares pages with other sequences, or if it
+        lacks room for its next round.
         """
         sequence.feature_len = 0
         if not sequence.cached_len:

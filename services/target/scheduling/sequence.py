@@ -10,8 +10,8 @@ The named lengths are always in this order, which `Sequence.check` asserts:
 
 - Pages belong to the sequence's lease from admission until the sequence ends or is retracted. Only
   `Scheduler` frees pages.
-- The first pages of a lease may be shared with other sequences. Shared pages are full. Their tokens are below
-  `cached_len`, or are being computed by this sequence.
+- The first pages of a lease may be shared with other sequences. Shared pages are full. The tokens of a shared
+  page are below `cached_len`, or this sequence is computing them.
 - KV slots from `cached_len` on have no valid contents between rounds.
 - Between rounds of a running sequence, `cached_len == committed_len - 1`. During prefill, `cached_len` grows
   to `committed_len`. The two lengths stay equal until the host has read the first token.
@@ -50,34 +50,37 @@ class Sequence:
 
     Attributes:
         session_id: Identifier of the sequence for the drafter, unique within this process.
-        tokens: All committed tokens, i.e. the prompt and the emitted tokens, including those that another
-            target has emitted. ``len(tokens)`` is committed_len.
+        tokens: All committed tokens: the prompt and the emitted tokens, including those that another target
+            has emitted. ``len(tokens)`` is committed_len.
         arrival: Order of arrival. A smaller number is served first.
-        cached_len: Number of tokens whose K/V (and feature row, if wanted) is in the pool.
-        max_len: Maximum number of KV slots that the sequence can need, limited by the size of the pool.
+        cached_len: Number of tokens whose K/V (and feature row, if wanted) is in the KV pool.
+        max_len: Maximum number of KV slots that the sequence can need, limited by the size of the KV pool.
         node_bound: Maximum number of tree nodes of one round, including the root. KV slots are reserved for
             these nodes.
         wants_drafts: True if the drafter should follow the sequence when possible. Feature rows are then
             captured if the drafter needs them.
-        feature_len: Rows ``[0, feature_len)`` of the feature plane are valid for the current projector.
-        shares_features: True if feature rows of the prompt are captured even if the sequence wants no drafts,
-            for later sequences with the same prefix.
+        feature_len: Number of leading tokens whose rows in the feature plane are valid for the drafter's
+            current projection of features.
+        shares_features: True if feature rows of the prompt are captured even if the sequence wants no drafts.
+            Later sequences with the same prefix can then use them.
         found_len: Number of leading tokens that were in the prefix cache at the last admission.
         cached_prompt: Number of prompt tokens that were in the prefix cache at the first admission.
         drafted: True if the drafter follows the sequence now.
         slot: Slot of the sequence in the `SlotTable`, from its admission until it ends or is retracted.
             Otherwise -1.
-        residence: Number of admissions so far. A result with an older number belongs to an earlier admission.
+        residence: Number of admissions so far. A result with a smaller number belongs to an earlier
+            admission.
         tokens_ahead: Largest number of tokens that passes in flight may still add.
         passes_ahead: Number of passes in flight that add at least one token.
         fresh_columns: Largest number of tokens that the last enqueued pass may have chosen.
         charged_len: Number of committed tokens that were charged to the tenant (`TokenShares`).
-        ruled: True if the slot has rules or a form, or if the client wants logprobs or states. Rounds of the
-            sequence then need the sampling mode `FULL`.
-        form: The form that the output must have, for requests with a constraint. Otherwise None.
+        ruled: True if the sequence has rules for its logits or a constraint on its output, or if the client
+            wants logprobs or states of tokens. Rounds of the sequence then need the sampling mode `FULL`.
+        form: The form that the output must have, i.e. the constraint on its tokens. None without a
+            constraint.
         prompt_scored: Index of the next prompt token whose logprob the client has not received.
-        tapped: True if the client wants data that no recorded pass computes: states, or logprobs of named
-            tokens.
+        tapped: True if the client wants data that no recorded pass computes: states of tokens, or logprobs of
+            named tokens.
         states_len: Index of the next token whose states the client has not received, if it wants states.
     """
 
@@ -227,10 +230,11 @@ class Sequence:
 
     @property
     def sharable_len(self) -> int:
-        """Largest number of leading tokens that may come from the prefix cache.
+        """Largest number of leading tokens of the sequence that may come from the prefix cache.
 
         The last token is always computed. Prompt tokens are also computed if the client wants their logprobs
-        or states, and has not received them yet. For the logprob of a token, the row before it is computed.
+        or states, and has not received them yet. To get the logprob of a token, the token before it must be
+        computed.
         """
         last = len(self.tokens) - 1
         if self.request.states.wanted:

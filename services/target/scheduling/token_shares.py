@@ -2,8 +2,8 @@
 
 Each tenant with live sequences has a counter of its tokens: prompt tokens at admission, and emitted tokens.
 Sequences of the tenant with the lowest counter are admitted first (deficit round-robin with tokens as the
-unit). A tenant that arrives starts with the lowest counter of the other tenants, so it gets no credit for its
-absence.
+unit). A tenant that arrives starts with the lowest counter of the other tenants. Its absence therefore earns
+it no credit.
 
 Requests of one tenant could still occupy all slots until their answers end. A waiting sequence may therefore
 take a slot of another tenant, if its own tenant then has no more slots than the other tenant.
@@ -59,7 +59,7 @@ class TokenShares:
             del self._live[tenant], self._served[tenant]
 
     def admitted(self, sequence: Sequence) -> None:
-        """Charge a sequence's tenant for its prompt, except for the cached part, at its first admission.
+        """Charge a tenant for a sequence's prompt tokens that were not cached, at the first admission.
 
         Later admissions of the same sequence are not charged.
         """
@@ -126,8 +126,8 @@ class TokenShares:
 
         - If admitted sequences have a lower priority than the waiting sequence, the candidates are the
           sequences of the lowest priority.
-        - Otherwise, the candidates have the same priority as the waiting sequence. Their tenant was served at
-          least as many tokens as the waiting sequence's tenant, and has at least two more slots.
+        - Otherwise, a candidate has the same priority as the waiting sequence. The candidate's tenant was
+          served at least as many tokens as the waiting sequence's tenant, and has at least two more slots.
 
         The youngest candidate of the tenant with the most slots makes room. The oldest sequence of the
         highest priority is never chosen.
@@ -153,10 +153,10 @@ class TokenShares:
         return max(above, key=lambda one: _latest(one, slots), default=None)
 
     def victim(self, active: Iterable[Sequence]) -> Sequence:
-        """Return the sequence to retract if a running sequence finds no page.
+        """Return the sequence to retract if a decoding sequence needs a page and none is free.
 
-        Paused sequences are chosen first, then sequences of the lowest priority, then those of the tenant
-        with the most slots, then the youngest one.
+        Paused sequences are chosen first, then sequences of the lowest priority. Among these, a sequence of
+        the tenant with the most slots is chosen, and the youngest one if there are several.
         """
         slots = slots_of(active) if self.contended else None
         return max(active, key=lambda one: (one.paused_at is not None, _latest(one, slots)))

@@ -22,12 +22,12 @@ class CachePlanner:
     The planner also chooses the number of running requests, unless the settings contain this number.
 
     Attributes:
-        settings: The settings, which contain the number of running requests once `plan` has returned.
+        settings: The settings. They contain the number of running requests once `plan` has returned.
 
     Args:
         settings: The resolved settings of the target.
         decoder: The target's model, ready to serve. The draft must not be loaded yet.
-        drafts: Whether speculation is possible. If so, every token needs a feature row.
+        drafts: True if speculation is possible. Every token then needs a feature row.
     """
 
     def __init__(self, settings: TargetSettings, decoder: Decoder, *, drafts: bool) -> None:
@@ -40,12 +40,12 @@ class CachePlanner:
         self._before = gpu_memory(decoder.device)
 
     def draft_tokens(self, bytes_per_token: int) -> int:
-        """Return the number of tokens of the draft's cache. Call after the draft's weights are loaded.
+        """Return the number of tokens of the draft's KV cache. Call after the draft's weights are loaded.
 
-        This method is passed to the drafter as its `CacheSizing`.
+        The drafter calls this method as its `CacheSizing`.
 
         Raises:
-            ConfigurationError: See `plan_memory`.
+            ConfigurationError: The free memory is too small for the KV caches; see `plan_memory`.
         """
         plan = self._plan(bytes_per_token)
         return plan.pages * plan.page_size + more_tokens(self.settings)

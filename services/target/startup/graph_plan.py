@@ -1,6 +1,6 @@
 """Decides which CUDA graphs are recorded and how far the decode loop runs ahead, and records the graphs.
 
-The module also compiles kernels ahead of the first launch.
+The module also compiles kernels before they are launched for the first time.
 """
 
 from __future__ import annotations
@@ -47,13 +47,14 @@ class GraphPlan:
     """The target's use of CUDA graphs, and the configuration of its decode loop.
 
     Attributes:
-        graphs: Whether graphs are recorded.
+        graphs: True if CUDA graphs are recorded.
         loop: Configures the decode loop.
         batch_sizes: Batch sizes whose rounds are recorded, ascending.
-        shapes: The usual shapes of rounds: a plain round, the default tree, and a chain of the same depth.
-        forms: The largest tree and the largest chain that `auto` may choose. Empty if no request uses `auto`.
+        shapes: The usual tree shapes of rounds: no drafts, the default tree, and a chain of the same depth.
+        forms: The largest tree and the longest chain that mode `auto` may choose. Empty if no request uses
+            `auto`.
         prefills: Sizes, in rows, of the passes over prompts that are recorded.
-        waits: Whether the attention backend makes the host wait for the device.
+        waits: True if the attention backend makes the host wait for the device.
     """
 
     graphs: bool
@@ -66,9 +67,10 @@ class GraphPlan:
 
     @property
     def first_batches(self) -> list[tuple[int, DraftShape]]:
-        """Batch sizes and shapes of the rounds that are recorded before the server is ready.
+        """Batch sizes and tree shapes of the rounds that are recorded before the server is ready.
 
-        If no graph is recorded for the size of a plain round, the round is padded to the next recorded size.
+        If no CUDA graph is recorded for the size of a plain round, the round is padded to the next recorded
+        size.
         """
         sizes = [size for size in self.batch_sizes if size in FIRST_SIZES or size == self.batch_sizes[-1]]
         default = [(1, shape) for shape in self.shapes[1:2]]
@@ -80,23 +82,24 @@ class GraphPlan:
         return [(size, shape) for size in reversed(self.batch_sizes) for shape in self.shapes_at(size)]
 
     def shapes_at(self, batch_size: int) -> tuple[DraftShape, ...]:
-        """Return the shapes of rounds that are recorded for one batch size.
+        """Return the tree shapes of the rounds that are recorded for one batch size.
 
-        The result contains all usual shapes that are not too large, and all shapes that `auto` may choose.
+        The result contains all usual shapes that are not too large, and all shapes that mode `auto` may
+        choose.
         """
         usual = (shape for shape in self.shapes if batch_size * shape.max_nodes <= MOST_ROWS)
         return tuple(dict.fromkeys((*usual, *offered_shapes(self.forms, batch_size))))
 
 
 def plan_graphs(settings: TargetSettings, *, cuda: bool, waits: bool, offers: bool = True) -> GraphPlan:
-    """Decide which graphs are recorded and which rounds stay on the device. This function needs no GPU.
+    """Decide which CUDA graphs are recorded and which rounds stay on the device. This function needs no GPU.
 
     Args:
         settings: The target's settings.
-        cuda: Whether the model runs on a GPU.
-        waits: Whether the attention backend waits for the device. If so, passes cannot be recorded or
-            enqueued ahead.
-        offers: Whether requests may leave the choice of a shape to `auto`.
+        cuda: True if the model runs on a GPU.
+        waits: True if the attention backend makes the host wait for the device. Passes then cannot be
+            recorded or enqueued ahead.
+        offers: True if requests may leave the choice of a tree shape to mode `auto`.
     """
     graphs = cuda and not waits and not settings.disable_cuda_graph
     overlaps = {
@@ -127,13 +130,15 @@ def plan_graphs(settings: TargetSettings, *, cuda: bool, waits: bool, offers: bo
 
 
 def await_draft(drafter: Drafter, timeout_s: float, given_up: Callable[[], bool]) -> float:
-    """Wait until a remote draft has announced its features, because graphs capture these features.
+    """Wait until a remote draft has announced the features that it needs.
+
+    CUDA graphs capture these features, so the target waits before it records graphs.
 
     Args:
         drafter: The engine's drafter. The engine's thread must not run yet.
         timeout_s: Maximum wait in seconds. Afterwards, the target serves without its draft.
-        given_up: Function that returns True if further waiting is pointless, because the draft has refused,
-            the draft is absent, or the process must end.
+        given_up: Function that returns True if further waiting is pointless. This is the case if the draft
+            has refused the target, if nothing listens at its address, or if the process must end.
 
     Returns:
         The time waited, in seconds.
@@ -156,7 +161,7 @@ def record_graphs(
     to_console: bool,
     stopped: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Record the first graphs of `list_graphs`. The engine records the further graphs while it is idle.
+    """Record the first CUDA graphs of `list_graphs`. The engine records the further graphs while it is idle.
 
     If a draft that needs other features connects later, the engine records the graphs again.
 
@@ -164,9 +169,9 @@ def record_graphs(
 
     Args:
         engine: Provides the recordings.
-        graphs: Stores the graphs.
-        plan: Sizes and shapes.
-        to_console: Whether to show a progress bar if standard error is a terminal.
+        graphs: Stores the CUDA graphs.
+        plan: Sizes and shapes of the rounds to record.
+        to_console: True to show a progress bar if standard error is a terminal.
         stopped: Function that returns True once the process must end. No further graph is recorded then.
     """
     if not graphs.enabled:
@@ -190,11 +195,11 @@ def record_graphs(
 
 
 def list_graphs(recordings: Recordings, plan: GraphPlan) -> RecordingList:
-    """List the graphs that are recorded before the server is ready, and while it is idle.
+    """List the CUDA graphs to record in advance: before the server is ready, and later while it is idle.
 
     Before the server is ready, only greedy rounds are recorded: plain rounds of a few sizes, and the default
-    tree of a single request. Rounds of equal requests, prompts, rounds of mixed requests and rounds with
-    forms follow.
+    tree of a single request. Later, these graphs follow: rounds in which all requests have the same tree
+    shape, prompts, rounds with several tree shapes, and rounds with constrained outputs.
 
     Larger graphs are recorded first, so that smaller graphs can reuse their memory.
     """
@@ -220,11 +225,11 @@ def compile_kernels(
     *,
     to_console: bool,
 ) -> None:
-    """Compile the kernels that the start needs, in several processes.
+    """Compile the kernels that the server's start needs, in several processes.
 
     These kernels are used by the passes in `more`, by the first graphs of `list_graphs`, and by the same
-    rounds with sampled requests. They are compiled even if no graphs are recorded. Kernels of further graphs
-    are compiled while the engine is idle.
+    rounds with sampled requests. They are compiled even if no CUDA graphs are recorded. Kernels of further
+    graphs are compiled while the engine is idle.
 
     Kernels are found by a rehearsal, i.e. by running passes without launching kernels. A rehearsal is
     impossible with other ranks, or if attention needs values that a rehearsal does not compute. Kernels are
@@ -232,11 +237,11 @@ def compile_kernels(
 
     Args:
         engine: Provides the recordings.
-        graphs: The cache that the recordings use.
-        plan: Sizes and shapes.
+        graphs: The graph cache that the recordings use.
+        plan: Sizes and shapes of the rounds to record.
         more: Further passes to rehearse. Without them, the recordings of a draft are rehearsed first, because
             a rehearsal stops early if its first passes need no new kernel.
-        to_console: Whether to show a progress bar if standard error is a terminal.
+        to_console: True to show a progress bar if standard error is a terminal.
     """
     if graphs.device.type != "cuda":
         return

@@ -3,9 +3,9 @@
     |-- elsewhere --|-- weights --|-- draft --|---- K/V cache ----|-- reserve --|-- unused --|
     |----------- at most mem_fraction_static of the total --------|
 
-Weights, draft and reserve come first, and the K/V cache receives the rest of the usable memory. The reserve
-is for CUDA graphs, activations and logits. "Elsewhere" is the memory of other processes and of the CUDA
-context.
+The sizes of weights, draft and reserve are determined first. The K/V cache receives the rest of the usable
+memory. The reserve is for CUDA graphs, activations and logits. "Elsewhere" is the memory of other processes
+and of the CUDA context.
 
 Only `gpu_memory` reads the state of a GPU, so all other functions can be tested without a GPU.
 """
@@ -86,8 +86,8 @@ class DraftCache:
 
     Attributes:
         bytes_per_token: Bytes of the draft's K/V per token.
-        more_tokens: Number of tokens of the draft's cache in addition to the tokens of the target's cache;
-            see the function `more_tokens`.
+        more_tokens: Number of tokens by which the draft's cache exceeds the target's cache; see the function
+            `more_tokens`.
     """
 
     bytes_per_token: int
@@ -104,12 +104,12 @@ NO_DRAFT_CACHE = DraftCache(0, 0)
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """The sizes of all parts in bytes, in the order of the diagram in the module docstring.
+    """The plan of a GPU's memory: the sizes of the K/V cache and of the other parts.
 
     Attributes:
         memory: State of the GPU's memory before the K/V cache is allocated. None on a CPU, where only the K/V
             cache is sized.
-        reserve: Memory that is kept free for the work of a step.
+        reserve: Bytes that are kept free for the work of an engine step.
         bytes_per_token: Bytes of the K/V cache per token, including feature rows.
         page_size: Tokens per page of the K/V cache.
         pages: Number of pages of the K/V cache.
@@ -162,14 +162,15 @@ def plan_memory(
     Together, the caches get the largest number of tokens that fits.
 
     Args:
-        settings: The target's settings, of which `kv_tokens`, `mem_fraction_static`, `page_size` and
-            `max_nodes` are used.
-        bytes_per_token: Bytes of all planes of the cache per token, including feature rows.
-        max_model_len: Length of the longest sequence. On a CPU, the cache holds at least two such sequences,
-            unless that exceeds the cache's fixed limit.
+        settings: The target's settings. `kv_tokens`, `mem_fraction_static`, `page_size` and `max_nodes` are
+            used.
+        bytes_per_token: Bytes of the target's cache per token, including feature rows.
+        max_model_len: Length of the longest sequence in tokens. On a CPU, the cache holds at least two such
+            sequences, unless that exceeds the cache's fixed limit.
         memory: The GPU's memory. None on a CPU, where the caches have a fixed limit.
-        reserve: The result of `working_bytes`.
+        reserve: Bytes that an engine step needs, from `working_bytes`.
         draft: The draft's cache, if the draft is in this process and its cache is not allocated yet.
+            Otherwise None.
 
     Raises:
         ConfigurationError: The cache would hold fewer than `least_tokens`, or `kv_tokens` does not fit. The
@@ -203,28 +204,28 @@ def plan_memory(
 
 
 def least_tokens(settings: TargetSettings, max_model_len: int) -> int:
-    """Return the minimum number of tokens of a cache, in whole pages.
+    """Return the minimum number of tokens of the target's KV cache, in whole pages.
 
     The cache must hold a text of `SMALLEST_CONTEXT` tokens with the largest tree.
 
     Args:
-        settings: The target's settings, of which `max_nodes` and `page_size` are used.
-        max_model_len: Length of the longest sequence. If this length is below `SMALLEST_CONTEXT`, it replaces
-            `SMALLEST_CONTEXT`.
+        settings: The target's settings. `max_nodes` and `page_size` are used.
+        max_model_len: Length of the longest sequence in tokens. If this length is below `SMALLEST_CONTEXT`,
+            it replaces `SMALLEST_CONTEXT`.
     """
     tokens = min(max_model_len, SMALLEST_CONTEXT) + settings.max_nodes + 2
     return -(-tokens // settings.page_size) * settings.page_size
 
 
 def working_bytes(settings: TargetSettings, config: ModelConfig, dtype: torch.dtype) -> int:
-    """Return the bytes that a step needs in addition to weights and caches.
+    """Return the bytes that an engine step needs in addition to weights and KV caches.
 
     These bytes are for CUDA graphs, the activations of the widest step and the logits of verified rows.
 
     Args:
-        settings: The target's settings, of which `prefill_tokens`, `running_requests`, `max_packed_rows`,
-            `max_steps` and `limits` are used.
-        config: The target's configuration.
+        settings: The target's settings. `prefill_tokens`, `running_requests`, `max_packed_rows`, `max_steps`
+            and `limits` are used.
+        config: The target's model configuration.
         dtype: Data type of the activations.
     """
     speculation = settings.limits()
@@ -252,8 +253,8 @@ def graphs_bytes(settings: TargetSettings, num_layers: int) -> int:
     """Return the bytes of the CUDA graphs and their workspaces.
 
     Args:
-        settings: The target's settings, of which `cuda_graph_max_bs` and `running_requests` are used.
-        num_layers: Number of the target's layers.
+        settings: The target's settings. `cuda_graph_max_bs` and `running_requests` are used.
+        num_layers: Number of layers of the target's model.
     """
     batch_sizes = len(batch_buckets(min(settings.cuda_graph_max_bs, settings.running_requests)))
     return (
@@ -271,22 +272,21 @@ def graphs_bytes(settings: TargetSettings, num_layers: int) -> int:
 
 
 def more_tokens(settings: TargetSettings) -> int:
-    """Return the number of tokens that a draft's cache needs in addition to the target's tokens.
+    """Return the number of tokens by which a draft's KV cache must exceed the target's KV cache.
 
     Each sequence needs room for its draft tree while the draft builds that tree.
 
     Args:
-        settings: The target's settings, of which `running_requests`, `max_steps`, `max_topk` and
-            `page_size` are used.
+        settings: The target's settings. `running_requests`, `max_steps`, `max_topk` and `page_size` are used.
     """
     return settings.running_requests * (settings.max_steps * settings.max_topk + settings.page_size)
 
 
 def gpu_memory(device: torch.device) -> tuple[int, int] | None:
-    """Return the free and total bytes of a GPU; None on a CPU.
+    """Return the free and total bytes of a GPU. Return None on a CPU.
 
-    The function first releases memory that torch caches but does not use, e.g. memory of weights that were
-    quantized.
+    The function first releases memory that torch caches but does not use, such as the memory of weights that
+    were quantized.
     """
     if device.type != "cuda":
         return None

@@ -32,7 +32,7 @@ _log = get_logger("outrider.target")
 
 
 def prepare_decoder(settings: TargetSettings, decoder: Decoder) -> Decoder:
-    """Return the loaded decoder with the changes that the settings require.
+    """Change a loaded target model as the settings require, and return it.
 
     Raises:
         ConfigurationError: The model does not support a setting. The error names the setting.
@@ -60,7 +60,7 @@ def prepare_decoder(settings: TargetSettings, decoder: Decoder) -> Decoder:
 
 
 def load_target_model(settings: TargetSettings, progress: Progress | None = None) -> Decoder:
-    """Load the model of one process. Call `prepare_decoder` on the result before serving.
+    """Load the target model in one process. Call `prepare_decoder` on the result before serving.
 
     With FP8, each layer is rounded as it is loaded.
 
@@ -81,7 +81,7 @@ def load_target_model(settings: TargetSettings, progress: Progress | None = None
 def layer_rounding(
     settings: TargetSettings, config: ModelConfig, device: torch.device, dtype: torch.dtype
 ) -> OnLayer | None:
-    """Return a function that rounds each layer to FP8 after loading it. Without FP8, return None.
+    """Return a function that rounds the weights of a loaded layer to FP8. Without FP8, return None.
 
     Raises:
         ConfigurationError: The model or the device does not support FP8; see `fp8_rounding`.
@@ -105,13 +105,14 @@ def prepare_attention(settings: TargetSettings, decoder: Decoder) -> AttentionBa
 
 
 def prepare_rank(settings: TargetSettings, decoder: Decoder) -> AttentionBackend:
-    """Prepare the loaded decoder and the calling thread, which runs the passes of a rank above 0.
+    """Prepare the loaded model of a rank above 0, and the calling thread, which runs the passes of this rank.
 
     Returns:
-        The rank's attention.
+        The attention backend of the rank.
 
     Raises:
-        ConfigurationError: See `prepare_decoder` and `prepare_attention`.
+        ConfigurationError: The model or the attention does not support a setting; see `prepare_decoder` and
+            `prepare_attention`.
     """
     prepare_decoder(settings, decoder)
     attention = prepare_attention(settings, decoder)
@@ -122,10 +123,10 @@ def prepare_rank(settings: TargetSettings, decoder: Decoder) -> AttentionBackend
 
 
 def prompt_library(settings: TargetSettings, decoder: Decoder, attention: AttentionBackend) -> Library | None:
-    """Return the library that may compute the attention of long prompts.
+    """Return the attention library that may compute the attention of long prompts.
 
-    Return None if the library supports none of the model's layers. Prepare the library on the
-    thread that runs the passes.
+    Return None if the library supports none of the model's layers. Prepare the library on the thread that
+    runs the passes.
     """
     kept = decoder.cached
     if not isinstance(attention, KernelAttention) or decoder.device.type != "cuda":

@@ -16,10 +16,10 @@ three comparisons:
 3. After the first layer, it compares the tree with a causal chunk that has as many rows as the tree. Up to
    this stage, only attention may round differently in the two passes.
 
-`rounding_bounds.py` defines how large the errors may be. A correct model may exceed a bound with one prompt,
-for example if rounding selects another expert. A fault exceeds its bound with every prompt. The check
-therefore refuses a model (i.e. stops the start) only if the same row exceeds its bound at the same stage with
-each of several prompts.
+`rounding_bounds.py` defines a bound for each error. The error of a correct model may exceed its bound with
+one prompt, for example if rounding selects another expert. A fault causes an error above the bound with every
+prompt. The check therefore stops the start only if the same row exceeds its bound at the same stage with each
+of several prompts.
 
 With deterministic kernels, the tree and plain decoding must yield equal bits.
 """
@@ -64,13 +64,13 @@ _log = get_logger("outrider.target")
 
 @dataclass(frozen=True, slots=True)
 class Parity:
-    """Result of the check.
+    """Result of the parity check between the verification of a tree and plain decoding.
 
     Attributes:
-        error: Among all errors, the error with the largest ratio to its bound.
+        error: The error with the largest ratio to its bound, among all errors of the check.
         bound: The bound of `error`.
         stage: Stage of `error`: the index of a layer, or the number of layers if the stage is the logits.
-        depth: Depth of the node with this error.
+        depth: Depth of the tree node with this error.
         limits: The limits for the model's data types.
     """
 
@@ -91,8 +91,8 @@ def check_parity(runner: ModelRunner) -> Parity | None:
     """Check that verifying a tree yields the logits of plain decoding, and log the margin.
 
     Returns:
-        The error that is largest in relation to its bound. With deterministic kernels, the check requires
-        equal bits and returns None.
+        The error with the largest ratio to its bound. With deterministic kernels, the check requires equal
+        bits and returns None.
 
     Raises:
         UnavailableError: The logits or a layer's output differ by more than rounding can explain, or logits

@@ -1,4 +1,4 @@
-"""How much rounding may change the numbers of a model when the same token is computed in another pass.
+"""Bounds on rounding errors, i.e. on the differences between two passes that compute the same tokens.
 
 `parity_check.py` uses this module at startup. The check computes the same tokens in three ways: one at a time
 (plain decoding), as a path of a tree, and as an ordinary causal chunk with as many rows as the tree. A pass
@@ -70,14 +70,14 @@ row are nearly equal, the spread is too small, because rounding depends on the s
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits of the bounds for a model. Errors and bounds are fractions, so 0.05 is 5%.
+    """Limits of the rounding errors of a model. Errors and bounds are fractions, so 0.05 is 5%.
 
     Attributes:
         name: Name of the data type that determines the limits, for messages.
-        floor: Smallest bound.
-        ceiling: Largest bound.
-        slack: Factor on the measured error of a causal chunk. The bound is this product, limited by `floor`
-            and `ceiling`.
+        floor: Smallest bound on an error.
+        ceiling: Largest bound on an error.
+        slack: Factor by which the measured error of a causal chunk is multiplied. The bound is this product,
+            limited by `floor` and `ceiling`.
         may_route: True if the model may be a mixture of experts, where rounding may select another expert.
     """
 
@@ -100,7 +100,7 @@ _OTHER_EXPERTS = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Stages:
-    """Results of a pass for some rows, at all stages.
+    """Results of a forward pass for some rows, at all stages that the parity check compares.
 
     Attributes:
         layers: ``[rows, layers, hidden] fp32``, the residual stream after each layer.
@@ -131,10 +131,10 @@ def limits_of(decoder: Decoder, pool: KVPool) -> Limits:
 
 
 def errors(expected: Stages, found: Stages) -> torch.Tensor:
-    """Return the error of each row at each stage, ``[rows, layers + 1] fp32``. The last stage is the logits.
+    """Return the error of each row at each stage between two forward passes, ``[rows, layers + 1] fp32``.
 
-    The mean of each row's logits is subtracted first, because a common offset does not change any
-    probability.
+    The stages are the residual stream after each layer, and then the logits. The mean of each row's logits is
+    subtracted first, because a common offset does not change any probability.
     """
     layers = _rms(found.layers - expected.layers) / _rms(expected.layers).clamp(min=_tiny())
     size, spread = _rms(expected.logits), _rms(_centred(expected.logits))
@@ -144,11 +144,11 @@ def errors(expected: Stages, found: Stages) -> torch.Tensor:
 
 
 def bounds(chunk: torch.Tensor, limits: Limits) -> torch.Tensor:
-    """Return the bound of each stage, ``[stages] fp32``.
+    """Return the largest allowed rounding error of each stage of the parity check, ``[stages] fp32``.
 
     Args:
-        chunk: ``[rows, stages]``, the errors of a causal chunk in comparison with plain decoding.
-        limits: The model's limits.
+        chunk: ``[rows, stages]``, the errors between a causal chunk and plain decoding.
+        limits: The limits for the model's data types.
     """
     return (limits.slack * _rms(chunk.T)).clamp(limits.floor, limits.ceiling)
 

@@ -38,12 +38,12 @@ def with_running_requests(
     More running requests need more memory for logits and activations, which reduces the K/V cache.
 
     Args:
-        settings: The target's settings. A given `max_running_requests` is kept.
-        config: The target's configuration.
+        settings: The target's settings. If they contain `max_running_requests`, this number is kept.
+        config: The target's model configuration.
         dtype: Data type of the activations.
-        bytes_per_token: Bytes of all planes of the K/V cache per token, including feature rows.
-        max_model_len: Length of the longest sequence.
-        memory: The GPU's memory. None on a CPU, where the default is kept.
+        bytes_per_token: Bytes of the target's K/V cache per token, including feature rows.
+        max_model_len: Length of the longest sequence in tokens.
+        memory: The GPU's memory. None on a CPU, where the default number is kept.
         draft_bytes_per_token: Bytes of a draft's K/V per token, if the draft is in this process and its cache
             is not allocated yet. Otherwise 0.
     """

@@ -13,7 +13,7 @@ _log = get_logger("outrider.target")
 
 
 class StageTimes:
-    """Seconds of each stage, for the log line `start`.
+    """Measures the seconds of each stage of the target's start, for the log line `start`.
 
     Attributes:
         seconds: Seconds by stage, in the order of the stages. `imports` is the time from the start of the

@@ -22,7 +22,9 @@ class _NoSink(EventSink):
 
 
 def trial_sequence(runner: ModelRunner, attempt: int, length: int = PROMPT_LEN) -> Sequence:
-    """Return a sequence with a page lease and a prompt of `length` tokens. `attempt` selects the tokens.
+    """Return a sequence for a check at startup, with a page lease and a prompt of `length` tokens.
+
+    `attempt` selects the tokens of the prompt.
 
     Raises:
         OutriderError: The KV cache is too small.

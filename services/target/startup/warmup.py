@@ -54,12 +54,12 @@ class _EndSink(EventSink):
 
 @dataclass(frozen=True, slots=True)
 class WarmUpRequest:
-    """One request of the warm-up.
+    """One request of the warm-up at startup.
 
     Attributes:
-        speculation: Mode and shape.
-        temperature: Temperature of sampling.
-        tokens: Length of prompt and answer.
+        speculation: Speculation mode and tree shape.
+        temperature: Sampling temperature.
+        tokens: Largest number of tokens of the answer.
         optional: True if the request is skipped once the warm-up has taken long.
     """
 
@@ -72,8 +72,8 @@ class WarmUpRequest:
 def run_through(engine: TargetEngine, limits: SpeculationLimits) -> None:
     """Run short requests through the running engine and its drafter, so that both are warm for real requests.
 
-    The controller of speculation keeps the costs that it learns, and all counters are reset. Objects that
-    exist afterwards are exempted from garbage collection.
+    The speculation controller keeps the costs that it learns, and all counters are reset. Objects that exist
+    afterwards are exempted from garbage collection.
     """
     started = time.monotonic()
     for number, one in enumerate(warm_up_requests(limits, measures_shapes=not engine.recorder.enabled)):
@@ -102,13 +102,13 @@ def run_through(engine: TargetEngine, limits: SpeculationLimits) -> None:
 
 
 def warm_up_requests(limits: SpeculationLimits, *, measures_shapes: bool) -> list[WarmUpRequest]:
-    """Return the requests of the warm-up: greedy and sampled ones, with and without drafts.
+    """Return the requests of the warm-up at startup: greedy and sampled ones, with and without drafts.
 
     Args:
-        limits: The server's draft shapes.
-        measures_shapes: True to add a request for each further shape that mode `auto` may choose. Their
-            rounds measure the cost of the shape, so that real requests need not. This is useless on a GPU,
-            where the rounds of these shapes are faster later, when their graphs are recorded.
+        limits: The server's limits on tree shapes.
+        measures_shapes: True to add a request for each further tree shape that mode `auto` may choose. The
+            rounds of these requests measure the cost of the shape, so that real requests need not. This is
+            useless on a GPU, where these rounds become faster later, when their CUDA graphs are recorded.
     """
     auto, default = limits.resolve(SpeculationMode.AUTO), limits.resolve(SpeculationMode.ON)
     further = [
@@ -128,7 +128,7 @@ def warm_up_requests(limits: SpeculationLimits, *, measures_shapes: bool) -> lis
 def prompt_rehearsals(runner: ModelRunner) -> list[Callable[[], object]]:
     """Return passes over one or two prompts (`REHEARSED_PROMPTS`), to find the kernels that prompts need.
 
-    Passes that do not fit into the pool are left out. `compile_kernels` rehearses the returned passes.
+    Passes that do not fit into the KV pool are left out. `compile_kernels` rehearses the returned passes.
     """
     pool = runner.pool
     pages = {

@@ -37,13 +37,12 @@ def check_weights_fit(settings: TargetSettings) -> None:
     """Check that a rank's weights fit into the free memory of its GPU. Do nothing on a CPU.
 
     Args:
-        settings: The target's settings, of which `model`, `device`, `dtype`, `tp` and `quantization` are
-            used.
+        settings: The target's settings. `model`, `device`, `dtype`, `tp` and `quantization` are used.
 
     Raises:
         ConfigurationError: The weights do not fit. The message contains the needed memory, the free memory
             and possible fixes.
-        CheckpointError: The folder cannot be read.
+        CheckpointError: The model folder cannot be read.
     """
     device = settings.torch_device()
     memory = gpu_memory(device)
@@ -70,7 +69,7 @@ def check_weights_fit(settings: TargetSettings) -> None:
 
 
 class WeightSizes:
-    """Sizes of the weights in a model folder.
+    """Sizes in bytes of the weights in a model folder.
 
     Args:
         folder: The model folder.
@@ -114,10 +113,10 @@ class WeightSizes:
         """Return the bytes of each rank's weights.
 
         Args:
-            ranks: Number of ranks that the weights are split among.
-            rounded: Whether products use FP8 where supported. If so, each layer's matrices take one byte per
-                number, and the output head has an additional FP8 copy.
-            dtype: A data type that replaces the data type of this object.
+            ranks: Number of ranks among which the weights are split.
+            rounded: True if matrix products use FP8 where supported. Each layer's matrices then take one byte
+                per number, and the output head has an additional FP8 copy.
+            dtype: Data type of the weights, if it differs from the constructor's `dtype`.
         """
         dtype = dtype or self.dtype
         shard = Shard.of(self.config, 0, ranks) if ranks > 1 else None
@@ -133,12 +132,12 @@ class WeightSizes:
     def while_loading(
         self, ranks: int = 1, *, rounded: bool = False, dtype: torch.dtype | None = None
     ) -> int:
-        """Return the peak bytes per rank while loading.
+        """Return the peak bytes per rank while the weights are loaded.
 
         With FP8, the peak also includes one layer in its unrounded form.
 
         Args:
-            ranks, rounded, dtype: The same arguments as those of `of_rank`.
+            ranks, rounded, dtype: As in `of_rank`.
         """
         held = self.of_rank(ranks, rounded=rounded, dtype=dtype)
         if not (rounded and self.can_round):

@@ -25,15 +25,16 @@ class ConnectionLost(Exception):
 
 
 class Carrier(Protocol):
-    """Carries the messages of one connection.
+    """Transport of one connection to a draft service: sends and receives the draft protocol's messages.
 
-    The link's thread opens the connection and waits for its end. The engine thread sends and receives.
+    A separate thread opens the connection and waits for its end. The engine thread sends and receives.
 
     Attributes:
         ended: An event that is set when the connection has ended, before any call reports the end.
-        tensors: Puts the feature rows of a frame into the frame's message. Engine thread only.
-        rows_follow_open: True if rows from `send_rows` cannot overtake earlier messages. Such rows need not
-            wait for OpenAck.
+        tensors: Puts the feature rows of commits into the message that carries the commits. Engine thread
+            only.
+        rows_follow_open: True if feature rows that `send_rows` sends cannot overtake earlier messages. They
+            can then be sent before OpenAck has arrived.
         rounds: Carries the states and trees of rounds on the device. None if all rounds run through the host.
     """
 
@@ -43,11 +44,11 @@ class Carrier(Protocol):
     rounds: Exchange | None
 
     def hello(self, hello: draft_pb2.Hello) -> draft_pb2.HelloAck:
-        """Connect and perform the handshake.
+        """Connect to the draft service and perform the handshake.
 
         Raises:
-            ConnectionLost: The draft cannot be reached, or the connection ended.
-            OutriderError: The draft refuses this target. The message gives the reason.
+            ConnectionLost: The draft service cannot be reached, or the connection ended.
+            OutriderError: The draft service refuses this target. The message gives the reason.
         """
         ...
 
@@ -60,12 +61,14 @@ class Carrier(Protocol):
         ...
 
     def open_bulk(self, target_id: str, features: frozenset[Feature]) -> None:
-        """Open the bulk stream and the channel for tensors. Raise the same errors as `hello`.
+        """Open the bulk stream, i.e. the second stream for large messages, and the channel for tensors.
+
+        This method raises the same errors as `hello`.
 
         Args:
-            target_id: This target's id.
+            target_id: Identifier of this target.
             features: The protocol features that both sides support. Without SLOTTED_ROUNDS, the carrier
-                offers no rounds.
+                offers no rounds on the device.
         """
         ...
 
@@ -78,7 +81,7 @@ class Carrier(Protocol):
         ...
 
     def send_rows(self, message: draft_pb2.BulkRequest, rows: torch.Tensor) -> None:
-        """Send feature rows of a prompt in one or more messages, without waiting for the draft.
+        """Send the feature rows of a prompt in one or more messages, without waiting for the draft service.
 
         Args:
             message: Names the session and the position of the first row.

@@ -13,12 +13,12 @@ from outrider.shared.rpc.address import IpcAddress
 
 
 def carrier_of(address: str, device: torch.device, rounds: bool = False) -> Callable[[], Carrier]:
-    """Return a function that makes a carrier for each new connection to a draft's address.
+    """Return a function that makes the transport (`Carrier`) of each new connection to a draft service.
 
     Args:
-        address: The draft's address.
+        address: The draft service's address.
         device: The target's device.
-        rounds: True to offer rounds that stay on the device.
+        rounds: True to offer rounds whose states and trees stay on the devices.
     """
     ipc = IpcAddress.parse(address, "draft")
 

@@ -31,14 +31,14 @@ class Exchange(Protocol):
         limit_s: float,
         ahead: bool,
     ) -> None:
-        """Send the message and the state, and receive the trees. All device work runs in stream order.
+        """Send a round's message and state to the draft, and receive its trees, in stream order.
 
         Args:
-            message: The round's RoundsNext.
-            state: The states of all groups. The exchange writes the round's number into the header of the
-                state.
+            message: The message RoundsNext of the round.
+            state: The round states of all groups of sequences. This method writes the round's number into the
+                header of the state.
             trees: ``[n] uint8``, which receives the trees with their header.
-            expected: ``[1] int32``, which the exchange sets to the round's number.
+            expected: ``[1] int32``, which this method sets to the round's number.
             limit_s: Longest wait for the trees, in seconds, counted from the time when the state is complete.
             ahead: True if the device may wait for work of the host. See `ExchangedRound.exchange`.
         """

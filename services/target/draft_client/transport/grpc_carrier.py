@@ -1,8 +1,8 @@
 """Carries the draft protocol over gRPC: a session stream, a bulk stream for long prompts, weight transfers.
 
-Any thread may send on the session stream. The link's thread reads the session stream and passes the replies
-to the engine thread. On hosts where waits busy-poll (see `shared.rpc.polling`), the engine thread reads the
-stream itself.
+Any thread may send on the session stream. Usually, a separate thread receives the draft's replies on this
+stream and passes them to the engine thread. On hosts where waits busy-poll (see `shared.rpc.polling`), the
+engine thread receives the replies itself.
 """
 
 from __future__ import annotations
@@ -94,11 +94,14 @@ class WeightCalls:
 
 
 class GrpcCarrier(Carrier):
-    """Carries messages over two gRPC channels, so that commits do not queue behind the rows of long prompts.
+    """Carries the messages of the draft protocol over two gRPC channels.
+
+    Commits and the feature rows of long prompts use different channels, so that commits do not queue behind
+    these feature rows.
 
     Args:
-        address: The draft's address.
-        rounds: True to offer rounds that stay on the device.
+        address: The draft service's address.
+        rounds: True to offer rounds whose states and trees stay on the devices.
         device: The target's device.
     """
 
@@ -179,9 +182,9 @@ class GrpcCarrier(Carrier):
                 self._stream.give_back()
 
     def send_rows(self, message: draft_pb2.BulkRequest, rows: torch.Tensor) -> None:
-        """Send feature rows on the bulk stream, or on the session stream if there are few rows.
+        """Send feature rows on the bulk stream. If there are few rows, send them on the session stream.
 
-        The session stream is faster, and decoding waits until the rows of short prompts have arrived.
+        The session stream is faster. A sequence with a short prompt can therefore start to draft sooner.
         """
         if self._stream is None or self._bulk is None:
             return

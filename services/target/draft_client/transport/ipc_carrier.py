@@ -1,7 +1,7 @@
 """Carries the draft protocol on one host: unix sockets for messages, mailboxes for feature rows and rounds.
 
-The engine thread writes to the session socket and reads from it. On a second socket, the bulk socket, the
-link's thread receives pongs and detects the end of the connection.
+There are two unix sockets. The engine thread sends and receives on the session socket. A separate thread
+receives pongs on the bulk socket, and detects the end of the connection.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ log = get_logger("outrider.target.draft")
 
 
 class IpcCarrier(Carrier):
-    """Carries messages over two unix sockets and mailboxes.
+    """Carries the draft protocol on one host, over two unix sockets and mailboxes in shared memory.
 
     Args:
-        address: The draft's address.
+        address: The draft service's address.
         device: Device of the target's feature rows.
-        rounds: True to offer rounds that stay on the device.
+        rounds: True to offer rounds whose states and trees stay on the devices.
     """
 
     rows_follow_open = True
@@ -204,11 +204,11 @@ class IpcCarrier(Carrier):
 
 
 class MailboxExchange(Exchange):
-    """Carries states and trees through a mailbox, and carries the messages of rounds on the session socket.
+    """Carries round states and trees through a mailbox, and the rounds' messages on the session socket.
 
     Args:
-        mailbox: The mailbox that the draft has accepted.
-        send: The carrier's method that sends a message. The channel keeps only a weak reference to this
+        mailbox: The mailbox that the draft service has accepted.
+        send: The method of `IpcCarrier` that sends a message. This object keeps only a weak reference to the
             method.
     """
 

@@ -27,15 +27,15 @@ MAX_WAITING_BYTES = 1 << 30
 def parts_of(
     message: draft_pb2.BulkRequest, rows: torch.Tensor, most_bytes: int
 ) -> Iterator[tuple[draft_pb2.BulkRequest, torch.Tensor]]:
-    """Split rows into messages of at most `most_bytes`. Each message has at least one row.
+    """Split feature rows into messages of at most `most_bytes`. Each message has at least one row.
 
     Args:
         message: Names the session and the position of the first row.
-        rows: ``[rows, feature_size]``.
+        rows: The feature rows, ``[rows, feature_size]``.
         most_bytes: Limit in bytes for the rows of one message.
 
     Yields:
-        Pairs of a message, which contains no rows yet, and the rows that belong to this message.
+        Pairs of a message and the rows that belong to it. The message does not contain the rows yet.
     """
     per_part = max(1, most_bytes // max(1, rows.shape[1] * rows.element_size()))
     for start in range(0, rows.shape[0], per_part):
@@ -58,13 +58,13 @@ class _Waiting:
 
 
 class RowsOutbox:
-    """Sends rows in order, split into parts. Each part is sent as soon as a mailbox slot is free.
+    """Queue that sends feature rows in order and in parts, each as soon as a mailbox slot is free.
 
     Not thread-safe. Call `pump` regularly while `waiting` is True.
 
     Args:
-        tensors: Writes rows into the mailbox.
-        send: Sends a message on the session stream.
+        tensors: Writes feature rows into the mailbox.
+        send: Function that sends a message on the session stream.
     """
 
     def __init__(self, tensors: SlotTensorWriter, send: Callable[[draft_pb2.SessionRequest], None]) -> None:

@@ -1,15 +1,15 @@
 """Rounds on the device over a gRPC stream: sends each round's state to the draft and receives its trees.
 
-To save time, as much as possible happens early:
+To save time, as much work as possible happens early:
 
-- While the device computes the state, RoundsNext is sent, and the envelope around the state is encoded. Then
-  only the bytes of the state must be copied. Feature rows of rejected nodes are not sent
-  (`StateLayout.compact`).
-- On a GPU, the next verify pass is enqueued before its trees have arrived. The device waits for a word in
-  memory, which the host writes when the trees have arrived (`shared.rpc.relay`).
+- While the device computes the round's state, the host sends the message RoundsNext. It also encodes
+  everything in the state's message except the bytes of the state. A compact state (`StateLayout.compact`)
+  leaves out the feature rows of rejected nodes.
+- On a GPU, the host enqueues the next verify pass before the trees for this pass have arrived. The GPU waits
+  for a word in host memory. The host writes this word when the trees have arrived (`shared.rpc.relay`).
 - The host busy-polls (`shared.rpc.polling`), so that states and trees travel without a wake-up delay.
 
-`LEAD` explains how the target and the draft time-slice a shared GPU.
+The constant `LEAD` in this module explains how target and draft time-slice a shared GPU.
 """
 
 from __future__ import annotations
@@ -99,15 +99,17 @@ class _Round:
 
 
 class StreamExchange(Exchange):
-    """Carries states and trees over the session stream.
+    """Carries the round states and trees of one connection over its gRPC session stream.
 
     Args:
         stream: The session stream.
         poll_window: Makes the stream's waits busy-poll.
-        dispatch: The carrier's method that processes messages other than the trees of a round. The channel
-            receives such messages on the engine thread, and keeps only a weak reference to this method.
-        relay: Lets the device wait for the word that the host writes. With None, nothing is enqueued ahead.
-        compact: Whether the draft accepts compact states. If not, only the unused end of a state is left out.
+        dispatch: The method of `GrpcCarrier` that processes messages other than the trees of a round. It is
+            called on the engine thread. This object keeps only a weak reference to the method.
+        relay: Lets the device wait for a word that the host writes. With None, no pass is enqueued before its
+            trees have arrived.
+        compact: True if the draft accepts compact states. Otherwise, only the unused end of a state is left
+            out.
     """
 
     def __init__(
@@ -234,10 +236,9 @@ class StreamExchange(Exchange):
         return not self.broken
 
     def close(self) -> None:
-        """End every current and future wait of the device.
+        """End the device's current wait for trees, and all its later waits.
 
-        This method does not end a wait of the host for a message. Such a wait ends when the stream is
-        cancelled.
+        A wait of the host for a message continues until the gRPC stream is cancelled.
         """
         self._closed = True
         if self._relay is not None:
