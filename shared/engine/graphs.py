@@ -1,11 +1,11 @@
-"""Caches CUDA graphs by key. The first run of a key records a graph, and later runs replay it.
+"""Caches CUDA graphs by key. The first run of a function under a key records a graph. Later runs replay it.
 
 Without CUDA, the functions run eagerly.
 
 A replay uses the same memory addresses as the recording. A recorded function must therefore:
 
 - read its inputs from tensors that never move,
-- depend on a number of the host only if the key determines the number,
+- depend on a number in host memory only if the key determines this number,
 - never wait for the device,
 - return tensors that the next replay may overwrite.
 """
@@ -72,22 +72,22 @@ class GraphCache:
     graph may use the same addresses. To keep a value longer, let the function copy it to a tensor that was
     allocated outside the function.
 
-    Graphs that are recorded inside `keeping`, at start-up, are permanent. Client requests determine which
-    later keys occur, so the cache keeps only the `max_late_graphs` most recently used later graphs.
+    Graphs recorded inside `keeping`, at start-up, are permanent. After that, clients' requests determine
+    which keys occur. The cache keeps only the `max_late_graphs` most recently used of these late graphs.
 
     Args:
         device: The device that the functions run on.
         enabled: If False, every function runs eagerly on every device.
         observer: An observer to call for every recording, replay and drop, or None.
         max_late_graphs: Largest number of graphs to keep among those that were recorded outside `keeping`.
-        most_late_s: Longest expected time, in seconds, of a recording outside `keeping`. Applies to keys
-            whose work `run_eagerly` has run before.
+        most_late_s: Longest time, in seconds, that a recording outside `keeping` is expected to take. Applies
+            to keys whose work `run_eagerly` has run before.
 
     Attributes:
         enabled: True if functions are recorded, which requires CUDA.
         most_late_s: The value of the argument.
-        provisional_runs: Number of calls of `run_eagerly` whose key will be recorded soon. Such a run takes
-            longer than the replays that follow.
+        provisional_runs: Number of calls of `run_eagerly` whose key will be recorded soon. Such a call takes
+            longer than the later replays.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class GraphCache:
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes of device memory used by the recordings.
+        """Bytes of device memory that the CUDA graphs of this cache use.
 
         The number includes the workspaces and compiled kernels of the warm-up runs. It is measured as the
         decrease of the device's free memory, because torch's allocator does not count a graph's own
@@ -166,11 +166,11 @@ class GraphCache:
             self._keeping, self._started = False, True
 
     def due(self, key: Hashable, counted_as: Hashable | None = None) -> bool:
-        """Return whether to call `run` for this key now. Otherwise, the caller runs the function eagerly.
+        """Return True to call `run` for this key now, or False to call `run_eagerly` instead.
 
-        During start-up, a key is due immediately, unless it is counted under a name. A later key is due after
-        it has occurred `RECORD_AFTER` times, because it will then probably make up for the time of its
-        recording. If that would take longer than `most_late_s`, it is due after `RECORD_ANYWAY_AFTER` times.
+        During start-up, a key is due immediately, unless `counted_as` is given. After start-up, a key is due
+        when it has occurred `RECORD_AFTER` times, because a recording then probably pays off. If a recording
+        would take longer than `most_late_s`, the key is due after `RECORD_ANYWAY_AFTER` times.
 
         Args:
             key: The key of `run`.
@@ -230,10 +230,10 @@ class GraphCache:
         self.capture_parts(key, lambda: single_part(record))
 
     def capture_parts(self, key: Hashable, record: Callable[[], Parts[Any]]) -> None:
-        """Record work in several parts, like `capture`. `run_parts` replays them one by one.
+        """Record work in several parts, each as a CUDA graph. Otherwise, like `capture`.
 
-        Each part is a graph of its own. A part may read tensors that an earlier part has made. No other graph
-        of this cache may be replayed between two parts, because it may overwrite these tensors.
+        `run_parts` replays the parts one by one. A part may read tensors that an earlier part has made. No
+        other graph of this cache may be replayed between two parts, because it may overwrite these tensors.
         """
         if rehearsing():
             if key not in self._recorded:
@@ -340,7 +340,7 @@ class GraphCache:
         return result
 
     def run_parts(self, key: Hashable, record: Callable[[], Parts[Any]]) -> Iterator[None]:
-        """Return an iterator that does one part of some work for each item, and that must be exhausted.
+        """Return an iterator that runs one part of the work per item. The caller must exhaust it.
 
         Parts that `capture_parts` has recorded are replayed. Other parts run as in `run_eagerly`.
         """
@@ -371,7 +371,7 @@ class GraphCache:
             self._recorded[key] = self._recorded.pop(key)
 
     def drop(self, keys: Collection[Hashable]) -> None:
-        """Drop these graphs, e.g. because a tensor that they use was replaced.
+        """Drop the CUDA graphs of these keys, e.g. because a tensor that the graphs use was replaced.
 
         Graphs that are recorded later reuse the memory of the dropped graphs.
         """
