@@ -72,7 +72,7 @@ class GraphCache:
     graph may use the same addresses. To keep a value longer, let the function copy it to a tensor that was
     allocated outside the function.
 
-    Graphs recorded inside `keeping`, at start-up, are permanent. After that, clients' requests determine
+    Graphs recorded in a `keeping` block, at start-up, are permanent. After that, clients' requests determine
     which keys occur. The cache keeps only the `max_late_graphs` most recently used of these late graphs.
 
     Args:
@@ -80,8 +80,8 @@ class GraphCache:
         enabled: If False, every function runs eagerly on every device.
         observer: An observer to call for every recording, replay and drop, or None.
         max_late_graphs: Largest number of graphs to keep among those that were recorded outside `keeping`.
-        most_late_s: Longest time, in seconds, that a recording outside `keeping` is expected to take. Applies
-            to keys whose work `run_eagerly` has run before.
+        most_late_s: Limit, in seconds, on the expected time of a recording outside `keeping`. Applies to keys
+            whose work `run_eagerly` has run before.
 
     Attributes:
         enabled: True if functions are recorded, which requires CUDA.
