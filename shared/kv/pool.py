@@ -25,9 +25,9 @@ CacheSizing = Callable[[int], int]
 class KVPool:
     """Paged K/V storage of one model, and the allocator of its pages.
 
-    A *plane* is a tensor with the K or the V of one layer, for all pages. A *slot* is the place of one token in every
-    plane. Slots are numbered ``page * page_size + offset``. The token at index i of a sequence has the slot
-    ``pages[i // page_size] * page_size + i % page_size``.
+    A *plane* is a tensor with the K or the V of one layer, for all pages. A *slot* is the place of one token
+    in every plane. Slots are numbered ``page * page_size + offset``. The token at index i of a sequence has
+    the slot ``pages[i // page_size] * page_size + i % page_size``.
 
     Planes start as zeros and are written in place. The address of a plane never changes, so CUDA graphs may
     contain the address. The exception is the plane of feature rows, which `resize_features` replaces.

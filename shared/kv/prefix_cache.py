@@ -184,8 +184,7 @@ class PrefixCache:
         lease.shared = len(path.nodes)
 
     def publish(self, lease: PageLease, cached_len: int, feature_len: int) -> None:
-        """Let other sequences read the promised pages of a lease that lie within its first `cached_len`
-        tokens.
+        """Let other sequences read a lease's promised pages within the first `cached_len` tokens.
 
         Call this only after the forward passes that write these pages have been enqueued.
 
