@@ -1,9 +1,9 @@
-"""Deterministic decoders: a row's result has the same bits, whichever other rows are in the same step.
+"""Deterministic decoders: the result of a row (token) has the same bits, whatever the rest of the batch is.
 
 In other decoders, the order of additions depends on the number of rows. The vector units of a CPU also round
 the numbers at the end of a buffer differently. A token may therefore get slightly different logits in a tree,
-in a decode step and in a prompt chunk, which may decide between two nearly equal tokens. Two decoders avoid
-this:
+in a decode step and in a prompt chunk. The difference may decide between two nearly equal tokens. Two
+decoders avoid this:
 
 - `RowByRow` (CPU, any model) runs every row as a separate step.
 - `BatchInvariant` (GPU) uses products and norms whose order of addition depends only on the weight.
@@ -41,7 +41,7 @@ The number is fixed, because the rounding of sums over the vocabulary depends on
 
 
 def deterministic(decoder: Decoder) -> Decoder:
-    """Return a deterministic decoder over the same weights.
+    """Return a deterministic decoder that has the same weights as a given decoder.
 
     Raises:
         ConfigurationError: The model has layers that have no batch-invariant kernel on the GPU. `field` is

@@ -9,7 +9,7 @@ from outrider.shared.nn.checkpoint.experts_config import ExpertsConfig
 
 @dataclass(frozen=True, slots=True)
 class LatentConfig:
-    """Multi-head latent attention: K and V of all heads are projections of one cached latent row.
+    """Widths of multi-head latent attention: K and V of all heads are projections of one cached latent.
 
     Attributes:
         rank: Width of the latent.
@@ -32,7 +32,7 @@ class LatentConfig:
 
 @dataclass(frozen=True, slots=True)
 class Traits:
-    """Features of a family, read from the family's own keys in a config.json.
+    """Features of a model, read from the keys of a config.json that are specific to the model's family.
 
     Attributes:
         qkv_bias, o_bias, mlp_bias: True if the projections have a bias.
@@ -44,7 +44,7 @@ class Traits:
         sparse: For each layer, True if its MLP consists of experts. An empty tuple means that no layer has
             experts.
         latent: The widths of multi-head latent attention, or None for other attention.
-        rope_theta: The theta to use if config.json has no rope_theta.
+        rope_theta: Base of the rotary frequencies, to use if config.json has no rope_theta.
     """
 
     qkv_bias: bool = False

@@ -13,8 +13,8 @@ def read_generic(reader: ConfigReader, eos_token_ids: tuple[int, ...]) -> Generi
     """Return the configuration of a model that runs through `transformers`, or None for other models.
 
     Returns:
-        The configuration. It is None if a family in `families` reads the model, or if `transformers` does not
-        implement the model.
+        The configuration. None if one of this project's model families reads the model, or if `transformers`
+        does not implement the model.
 
     Raises:
         CheckpointError: `transformers` implements the model, but the model cannot be served. Or

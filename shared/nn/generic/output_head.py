@@ -33,7 +33,7 @@ class _Given(nn.Module):
 
 
 class OutputHead:
-    """A model's output head with its bias, scale and cap. It runs the model's own code and weights.
+    """The output head of a `transformers` model, with its bias, scale and cap. Runs the model's own code.
 
     Args:
         model: The model, which is not changed. The output head shares the model's weights.

@@ -11,7 +11,7 @@ from outrider.shared.nn.layers.routes import note_route
 
 
 class Router:
-    """Chooses the experts of each row, in fp32.
+    """Router of a sparse layer: chooses the experts of each row (token), in fp32.
 
     Args:
         weight: ``[experts, hidden] fp32``.
