@@ -52,14 +52,14 @@ class _Chunk:
 
 
 class ChunkAttention:
-    """Computes the attention of prompt chunks by tiles with a library, if this is estimated to be faster.
+    """Computes the attention of prompt chunks with a library, for chunks where this is probably faster.
 
     The library may keep its compiled plans per thread. The object therefore accepts chunks only on the thread
     that created the object.
 
     Args:
         attend: Computes the attention of one tile.
-        shapes: The tile shapes that `attend` may be called with. A chunk that needs another shape is not
+        shapes: The tile shapes with which `attend` may be called. A chunk that needs another shape is not
             accepted.
         most_rows: Largest number of rows of a tile.
         dtype: Dtype of queries, keys and values.
@@ -96,6 +96,8 @@ class ChunkAttention:
         others: Others,
     ) -> torch.Tensor | None:
         """Compute the attention of all rows of a causal batch. Return None if no sequence is accepted.
+
+        A sequence is accepted if the library is estimated to be faster for its rows.
 
         Args:
             batch: The planned batch. Its K/V is stored already.

@@ -7,7 +7,7 @@ engine therefore uses no CUDA graphs. It launches a round only after the previou
 `create.waits_for_device`).
 
 Trees are passed as custom masks in unpacked form. FlashInfer 0.6.11 interprets the bit offsets of packed
-masks as byte offsets, which produces wrong results if a batch has more than one sequence.
+masks as byte offsets. Packed masks would therefore produce wrong results for batches of several sequences.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ def cudnn_attention(
     """Compute the attention of one tile with cuDNN (see `chunks.Attend`). Query heads may share K/V heads.
 
     torch's `scaled_dot_product_attention` does not return the log-sum-exp. This function therefore calls the
-    operator that torch uses inside it for cuDNN.
+    operator that torch itself uses for cuDNN.
     """
     rows, heads, _ = q.shape
     result = torch.ops.aten._scaled_dot_product_cudnn_attention(

@@ -1,7 +1,7 @@
 """Divides the attention of a prompt chunk into tiles of a few fixed shapes, and estimates the tiles' time.
 
-A library such as cuDNN compiles a plan for each shape of its inputs, which takes tens to hundreds of
-milliseconds. A chunk may have any length. Its attention is therefore divided into tiles of the few shapes for
+A library such as cuDNN compiles a plan for each shape of its inputs. This takes tens to hundreds of
+milliseconds. A chunk may have any length. Its attention is therefore divided into tiles of a few shapes, for
 which plans exist already.
 """
 

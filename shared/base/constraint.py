@@ -40,8 +40,8 @@ class Constraint:
         kind: The kind of the constraint.
         source: The schema, expression, grammar or choices, as text.
         begins_after: Text, such as ``</think>``, that ends a free part of the output. The output must not end
-            before this text, and the form begins after it. If it is empty, the form begins with the first
-            token.
+            before this text, and the form begins after it. If `begins_after` is empty, the form begins with
+            the first token.
         opening: Text, such as ``<think>``, that begins the free part. There is a free part only if the output
             begins with this text or the prompt ends with it. If `opening` is empty, there is always a free
             part.

@@ -66,7 +66,7 @@ _log = logging.getLogger("outrider.engine")
 class GraphCache:
     """CUDA graphs of one device.
 
-    All graphs share one memory pool, so two replays must not overlap: replay all graphs on one stream.
+    All graphs share one memory pool. Replay them on one stream, because two replays must not overlap.
 
     A result of `run` is valid until the next `run` or `capture` of *any* key of this cache, because another
     graph may use the same addresses. To keep a value longer, let the function copy it to a tensor that was
@@ -140,7 +140,7 @@ class GraphCache:
 
         The number includes the workspaces and compiled kernels of the warm-up runs. It is measured as the
         decrease of the device's free memory, because torch's allocator does not count a graph's own
-        structures. It therefore also includes memory that other processes allocate during a recording.
+        structures. The number therefore also includes memory that other processes allocate meanwhile.
         """
         return self._memory_bytes
 
@@ -154,7 +154,7 @@ class GraphCache:
 
     @contextlib.contextmanager
     def keeping(self) -> Iterator[None]:
-        """Make the graphs recorded in this block permanent, unless they are dropped explicitly.
+        """Context manager: graphs recorded in this block are permanent, unless they are dropped explicitly.
 
         After the first such block has ended, the cache keeps at most `max_late_graphs` graphs that were
         recorded outside such a block.
@@ -192,7 +192,7 @@ class GraphCache:
         self._met[counted_as] = RECORD_AFTER
 
     def run_eagerly(self, key: Hashable, function: Callable[[], Result]) -> Result:
-        """Run a function without a graph, and measure how long the host takes to launch its work.
+        """Run a function without a CUDA graph, and measure how long the host takes to launch the work.
 
         Args:
             key: The key under which the function would be recorded.
@@ -214,15 +214,15 @@ class GraphCache:
         return LAUNCHES_PER_RECORDING * self._launch_s.get(key, 0.0) <= self.most_late_s
 
     def capture(self, key: Hashable, record: Callable[[], Any]) -> None:
-        """Record a graph for `key` unless there is one. Does nothing on a CPU. Waits for the device.
+        """Record a CUDA graph for `key` unless there is one. Does nothing on a CPU. Waits for the device.
 
         Before the capture, `record` runs eagerly `WARM_UP_RUNS` times, unless `run_eagerly` has run the work
         often enough. Call this method while the static inputs contain idle rows (lengths 0, slots -1),
         because the eager runs would otherwise overwrite data, such as K/V, that later passes read.
 
         Some functions cannot be captured, for example because they query the device. Without an observer, the
-        cache logs such a failure, and runs the function eagerly from then on. With an observer, it raises the
-        error.
+        cache logs such a failure, and runs the function eagerly from then on. With an observer, the cache
+        raises the error.
 
         In a rehearsal (`kernels.ahead`, a dry run that finds the kernels to compile), `record` runs once and
         no graph is recorded.

@@ -1,4 +1,4 @@
-"""The engine thread, which runs an engine's steps while there is work, and otherwise sleeps until an event.
+"""The engine thread: runs an engine's steps while there is work, and otherwise sleeps until an event.
 
 All forward passes run on this thread.
 """

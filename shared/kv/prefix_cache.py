@@ -238,7 +238,7 @@ class PrefixCache:
         """Store the full pages of a sequence that has ended or is preempted, and end its lease.
 
         Args:
-            lease: The lease.
+            lease: The lease of the sequence.
             tokens: The tokens whose K/V is stored.
             feature_len: Number of tokens whose feature rows are stored.
         """

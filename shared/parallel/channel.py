@@ -191,8 +191,8 @@ def accept_ranks(
     """On rank 0: listen on a port, publish the address in the store, and wait until all other ranks connect.
 
     Args:
-        store: The ranks' common store. The function writes rank 0's address and a secret to the store. A
-            connection is accepted only if its greeting contains the secret.
+        store: The ranks' common key-value store. The function writes rank 0's address and a secret to the
+            store. A connection is accepted only if its greeting contains the secret.
         host: This machine's address as seen by the other ranks.
         size: Number of ranks.
         timeout_s: Time limit in seconds for the whole wait, not for each rank.
@@ -238,10 +238,10 @@ def accept_ranks(
 
 
 def connect_rank(store: Store, rank: int, timeout_s: float) -> RankConnection:
-    """Connect this rank to rank 0. First wait until rank 0 has put its address in the store.
+    """Connect this rank to rank 0. First wait until the ranks' common store contains rank 0's address.
 
-    When torchrun restarts the ranks, its store still contains the address of the previous rank 0, until the
-    new rank 0 replaces it. This function therefore retries.
+    After torchrun has restarted the ranks, the store still contains the address of the previous rank 0, until
+    the new rank 0 replaces this address. The function therefore retries.
 
     Raises:
         UnavailableError: Rank 0 cannot be reached.

@@ -35,7 +35,7 @@ FailureHandler = Callable[[OutriderError], None]
 
 
 class Lead:
-    """Sends commands to the other ranks in order, and fails the group permanently when a rank is lost.
+    """Sends commands to the other ranks in order. Fails the group of ranks permanently if a rank is lost.
 
     Args:
         connections: One connection per rank, starting with rank 1.

@@ -1,7 +1,7 @@
 """Parses and checks the addresses ``host:port``, ``unix:/path`` and ``ipc:///path``.
 
-Also refuses a listen address of an internal service if other hosts could reach the address. An address
-``ipc:///path`` connects a target and a draft on one host.
+This module also refuses a listen address of an internal service if other hosts could reach the address. An
+address ``ipc:///path`` connects a target and a draft on one host.
 """
 
 from __future__ import annotations

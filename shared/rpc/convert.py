@@ -69,7 +69,7 @@ def error_to_status(error: OutriderError) -> status_pb2.Status:
     """Convert an `OutriderError` to a ``google.rpc.Status``.
 
     The status details always contain ErrorInfo. They contain BadRequest if the error names a field, and
-    RetryInfo if it names a delay.
+    RetryInfo if the error names a delay.
     """
     metadata = {"http_status": str(error.code.value)}
     details = [

@@ -178,7 +178,7 @@ class ClientStream:
         """Wait for the next message. Only the reader, which is one fixed thread, may call this method.
 
         A message that another thread reads in `receive_within` is not returned here. The result is None if
-        the stream ended with status OK. By the next call, the reader confirms that it has handled the
+        the stream ended with status OK. With its next call, the reader confirms that it has handled the
         previous message.
 
         Raises:

@@ -9,8 +9,8 @@ the mailbox is this process's own CPU. It copies blobs from messages and to mess
 When a message arrives, the copies and the graph after the wait are already enqueued, so they run immediately.
 
 While a wait is enqueued or running, the host must not call anything that waits for the device, such as a
-synchronisation, an allocation or the first launch of a kernel. Otherwise, the wait lasts until the watchdog
-ends it at its limit. A kernel that has run before can be launched safely on another stream; see
+synchronisation, an allocation or the first launch of a kernel. Otherwise, the wait lasts until its time
+limit, when the watchdog ends it. A kernel that has run before can be launched safely on another stream; see
 `StreamRelay.call`.
 """
 

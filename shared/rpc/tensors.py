@@ -1,8 +1,8 @@
 """Converts tensors to and from protobuf: one inline `TensorData`, or a stream of `TensorChunk`s for weights.
 
-Every field of a received message is checked before use: the dtype, whether the shape matches the number of
-bytes, the order of chunks, size limits, and the SHA-256. The gateway must not import this module, because the
-module imports torch.
+Every field of a received message is checked before use: the dtype, the shape, the number of bytes, the order
+of chunks, the size limits, and the SHA-256. The gateway must not import this module, because the module
+imports torch.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def torch_dtype(wire: int, name: str = "tensor") -> torch.dtype:
 
 
 def on_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy of a tensor in host memory, or the tensor itself if it is there already.
+    """Return a copy of a tensor in host memory, or the tensor itself if the tensor is there already.
 
     Copies from a GPU use pinned memory, which torch caches.
     """
@@ -116,7 +116,7 @@ class TensorReader(Protocol):
         """Return the ``[rows, columns]`` tensor of a message as a new tensor.
 
         Raises:
-            ProtocolError: The data is malformed, or its message uses another transport than this reader. The
+            ProtocolError: The data is malformed, or the message uses another transport than this reader. The
                 error text begins with `name`, the name of the field.
         """
         ...
@@ -160,7 +160,7 @@ def decode_tensor(
 
     Args:
         data: The message.
-        name: Name of the tensor, for errors.
+        name: Name of the tensor, for error messages.
         columns: If given, the shape of the tensor must be ``[rows, columns]``, with any number of rows.
         device: Device of the result. On a GPU, the tensor is ready in stream order. The copy uses pinned
             memory, which torch caches.

@@ -111,8 +111,8 @@ class Offer:
         Args:
             message: The message to complete.
             version: Value of `protocol_version`. In HelloAck, it is the agreed version. In Hello, it is the
-                lowest supported version, because releases that send no range accept only their own version
-                there.
+                lowest supported version, because old releases, which send no range, accept only their own
+                version in Hello.
         """
         message.protocol_version = version
         message.min_version, message.max_version = self.min_version, self.max_version

@@ -31,8 +31,8 @@ class SeatedGroup(Protocol):
     def draft(self, rows: GroupRows) -> DraftBatch:
         """Enqueue one round of drafting: process the sessions' new tokens and features, then grow the trees.
 
-        For each session, `rows.counts` is the number of new tokens, which equals the number of new feature
-        rows.
+        For each session, `counts` of the argument `rows` is the number of new tokens. The number of new
+        feature rows is the same.
 
         A CUDA graph must be able to capture this method. An implementation must therefore not synchronise
         with the host or branch on the contents of tensors. During a capture, all rows are idle. The method

@@ -156,7 +156,9 @@ requests the tree again in the next round, with the same `ProposalRow`."""
 
 
 class Drafter(Protocol):
-    """Proposes trees. The engine step uses only this interface for speculation.
+    """Interface that proposes draft trees.
+
+    An engine step uses only this interface for speculation.
 
     A failure of the draft never makes a method raise an error. After a failure, `propose` returns trees of
     one node (the root), and `fallback_reason` returns the cause. All methods except `state`, `describe` and
@@ -238,7 +240,7 @@ class Drafter(Protocol):
         ...
 
     def saved(self, seconds: float) -> None:
-        """Record time that draft trees have saved. Waits for later trees may use up this time.
+        """Report to the drafter time that draft trees have saved. Waits for later trees may use up this time.
 
         By default, this method does nothing, because only a drafter in another process can be late.
 

@@ -12,7 +12,7 @@ that the drafter uses (`shared.spec.drafter.FeatureSpec`).
 
 A sequence must have a *slot* at the drafter to draft in these rounds. A sequence gets or leaves its slot
 between two rounds. The slots that draft with the same tree shape in a round form a *group*. Each round
-transfers two blobs, where G is the number of rows of a group, and N is the number of nodes of its trees:
+transfers two blobs. G is the number of rows of a group, and N is the number of nodes of its trees:
 
     states    for each group `RoundState.packed`: header, committed_lens, counts, tokens, features
     trees     for each group: header, then int32: num_nodes [G], tokens [G, N], parents [G, N];

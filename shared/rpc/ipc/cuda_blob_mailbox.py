@@ -1,4 +1,4 @@
-"""Mailbox for the blobs of rounds between the GPU streams of two processes. The CPUs take no part.
+"""Mailbox for the blobs of rounds between the GPU streams of two processes, normally without the CPUs.
 
 Each stream writes words and waits for words (`doorbells`) in host memory that both processes have registered
 with CUDA. A CPU can write these words too. If a peer is dead, stopped or late, the `DoorbellWatchdog` of the
@@ -47,8 +47,8 @@ class StreamMailbox:
     Args:
         layout: Sizes of the slots.
         memory: Shared memory that contains the words (`shared.rpc.ipc.doorbells`).
-        slots: Memory of ``layout.slots_bytes``. If the memory belongs to the peer, it is unmapped when the
-            mailbox is released or cannot be created.
+        slots: GPU memory of ``layout.slots_bytes`` bytes for the slots. Memory of the peer is unmapped when
+            the mailbox is released or cannot be created.
         side: The side of this process: target or draft.
         device: The device of this process's blobs.
 

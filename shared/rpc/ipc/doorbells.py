@@ -5,10 +5,10 @@ In every round, the target sends the state of its batch and the draft replies wi
 increases. A side's wait for round n ends when the peer's word is at least n. The watchdog limits every wait.
 
     word            writer                               meaning
-    STATE           the target, after writing it         the state of round n is in slot n % 2
-    TREES           the draft, after writing them        the trees of round n are in slot n % 2
-    TARGET_PASSED   the target, after its wait           its wait for trees n is over
-    DRAFT_PASSED    the draft, after its wait            its wait for state n is over
+    STATE           the target, after writing the slot   the state of round n is in slot n % 2
+    TREES           the draft, after writing the slot    the trees of round n are in slot n % 2
+    TARGET_PASSED   the target, after its wait           the target's wait for trees n is over
+    DRAFT_PASSED    the draft, after its wait            the draft's wait for state n is over
 
 One round in time order:
 
@@ -141,7 +141,7 @@ class DoorbellWatchdog:
     The watchdog has its own thread, because the host's other threads may be waiting for the device.
 
     Args:
-        words: This side's view of the words for which streams wait.
+        words: This side's view of the doorbells for which streams wait.
         clock: Returns monotonic seconds.
 
     Attributes:

@@ -87,7 +87,7 @@ class FrameSocket:
             files: Descriptors to send with the frame. They stay open on this side.
 
         Raises:
-            EndOfStream: The peer is gone, or has left too much unread.
+            EndOfStream: The peer is gone, or the queue of bytes that the peer has not read is full.
             ProtocolError: The payload is too large.
         """
         if len(payload) > MAX_FRAME_BYTES:
@@ -125,7 +125,7 @@ class FrameSocket:
     def receive(self, timeout_s: float = 0.0, awake_s: float = SPIN_S) -> tuple[FrameKind, bytes] | None:
         """Return the next frame, or None if no frame is complete after `timeout_s`.
 
-        The wait polls for the first `awake_s` seconds, then sleeps. It also sends queued bytes.
+        The wait polls for the first `awake_s` seconds, then sleeps. Queued bytes are sent in the meantime.
 
         Raises:
             EndOfStream: The stream has ended.
