@@ -1,4 +1,4 @@
-"""Moves the FP8 cache scales of a checkpoint (``k_scale``, ``v_scale``) into its weights during loading.
+"""Moves a checkpoint's FP8 cache scales (``k_scale``, ``v_scale``) into the model's weights during loading.
 
 A scale s belongs to the keys or to the values of a layer. The KV cache stores K / s or V / s, so that the
 largest numbers just fit into the type e4m3. No kernel needs the scales, because the weights are changed as

@@ -126,7 +126,8 @@ class CheckedSource:
     """An open checkpoint whose headers match the configuration.
 
     Attributes:
-        source: Source of the tensors. It widens FP8 matrices and applies the scales of an FP8 cache.
+        source: Source of the tensors. This source converts FP8 matrices to a wider type, and applies the
+            scales of an FP8 KV cache.
         fingerprint: Identifies configuration and weights.
     """
 

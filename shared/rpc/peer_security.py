@@ -155,10 +155,11 @@ def load_security(
     """Read the certificate, key and token files that are named in a service's settings.
 
     Args:
-        certificate: PEM certificate chain.
-        key: PEM private key. Other users must not be able to read the file.
-        ca: PEM certificates of the authority.
-        token: File with the token that all services share. Other users must not be able to read the file.
+        certificate: File with the PEM certificate chain of this service, or None.
+        key: File with the PEM private key, or None. Other users must not be able to read the file.
+        ca: File with the PEM certificates of the authority, or None.
+        token: File with the token that all services share, or None. Other users must not be able to read the
+            file.
         prefix: Text before the names of the settings in error messages.
 
     Raises:

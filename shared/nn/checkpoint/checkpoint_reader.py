@@ -38,7 +38,7 @@ _log = get_logger("outrider.loader")
 
 
 class CheckpointReader(TensorSource):
-    """The tensors of a model folder, which has either one tensor file or shards that are listed in an index.
+    """Reader of the tensors in a model folder, from one tensor file or from the shards that an index lists.
 
     Opening a reader reads only the headers of the files. `check` compares all headers with the expected
     tensors, and reports every problem in one error. `take` copies a tensor to the device. Use the reader in a

@@ -29,7 +29,7 @@ class SeparateExperts:
         router: Name of the router's tensor, without the prefix of the layer.
         expert: Prefix of the tensors of one expert, with ``{}`` for the expert's index.
         gate, up, down: Names of an expert's matrices, without both prefixes.
-        grain: Granularity of the intermediate size; see `ExpertFiles`.
+        grain: Granularity of the intermediate size; see `ExpertFiles.grain`.
     """
 
     router: str = "mlp.gate"

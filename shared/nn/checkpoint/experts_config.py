@@ -92,7 +92,7 @@ class ExpertsConfig:
     """Configuration of a model's sparse layers, i.e. the layers with experts.
 
     Attributes:
-        num_experts, intermediate_size: Sizes of the routed experts.
+        num_experts, intermediate_size: Number of routed experts, and intermediate size of each.
         routing: How experts are chosen and weighted.
         files: Layout of the experts in the checkpoint.
         shared_size: Intermediate size of the shared expert, through which every row passes. 0 if there is no

@@ -20,8 +20,8 @@ class Family:
 
     Attributes:
         model_type, architectures: Names by which a config.json identifies the family.
-        traits: Function that reads the family's own keys of a config.json. Its second argument is the number
-            of layers.
+        traits: Function that reads the family's own keys of a config.json. The second argument of this
+            function is the number of layers.
         ignored: Function that returns a map from patterns of unused tensor names to the reason why these
             tensors are not used. The arguments are the same as those of `traits`.
         bundled_code: Names of Python modules that published repositories of the family contain and list in

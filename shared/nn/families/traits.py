@@ -19,7 +19,7 @@ class LatentConfig:
         rope_dim: Width per head of the part of queries and keys that is rotated.
         value_dim: Width per head of the values.
         interleaved: True if the checkpoint stores the rotated dimensions as adjacent pairs (x0, x1). False if
-            it stores them as two halves.
+            the checkpoint stores these dimensions as two halves.
     """
 
     rank: int
@@ -37,8 +37,8 @@ class Traits:
     Attributes:
         qkv_bias, o_bias, mlp_bias: True if the projections have a bias.
         head_norm: True if RMSNorm is applied to each head of Q and K before rotation.
-        windows: For each layer, the number of tokens that a row sees, including itself. 0 means that it sees
-            all tokens. An empty tuple means 0 for every layer.
+        windows: For each layer, the number of tokens that a row sees, including itself. 0 means that a row
+            sees all tokens. An empty tuple means 0 for every layer.
         sinks: True if each head has a learned logit that takes part in its softmax but has no value vector.
         experts: The configuration of the sparse layers, or None.
         sparse: For each layer, True if its MLP consists of experts. An empty tuple means that no layer has

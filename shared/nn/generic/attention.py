@@ -34,7 +34,7 @@ class Site:
     """Description of one layer's attention, attached to a module of `transformers`.
 
     Attributes:
-        layer: Index of the layer in the pool.
+        layer: Index of the layer in the KV pool.
         window: Number of tokens that a row sees, including itself. 0 means all tokens.
         step: The current forward pass, shared by all layers of a decoder.
     """

@@ -17,8 +17,8 @@ def read_generic(reader: ConfigReader, eos_token_ids: tuple[int, ...]) -> Generi
         does not implement the model.
 
     Raises:
-        CheckpointError: `transformers` implements the model, but the model cannot be served. Or
-            `transformers` is not installed.
+        CheckpointError: The model cannot be served through `transformers`, or `transformers` is not
+            installed.
     """
     if not may_use_transformers(reader):
         return None

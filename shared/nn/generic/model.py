@@ -132,7 +132,7 @@ class GenericDecoder(Decoder):
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return logits ``[rows, vocab]`` as the model computes them, including its own scale and cap.
+        """Return logits ``[rows, vocab]`` as the model computes them, including its own scale and softcap.
 
         The logits have the type that the model returns.
         """

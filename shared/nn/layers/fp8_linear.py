@@ -2,7 +2,7 @@
 
 Each output channel of a weight has a scale. The number of rows determines how the rows are multiplied:
 
-- One or two rows: the rows are not quantized, and the weights are widened in registers.
+- One or two rows: the rows are not quantized. The weights are converted to a wider type in registers.
 - Up to `FEW_ROWS` rows: the rows are quantized too, and a kernel of this project multiplies in FP8.
 - More rows: the rows are quantized too, and torch's own product multiplies in FP8.
 """
