@@ -20,35 +20,38 @@ MANY_ROWS = 256
 
 @dataclass(frozen=True, slots=True)
 class AttentionBatch:
-    """Describes which tokens each row of one forward pass sees, and where each row's K/V is stored.
+    """Inputs of attention for one forward pass: what each row sees, and where its K/V is stored.
 
-    Rows of one sequence are consecutive. Every row sees the whole prefix ``[0, prefix_len)`` of its sequence.
-    Which later tokens a row sees depends on `ancestors`:
+    A row is one token that the pass processes. Rows of one sequence are consecutive. Every row sees the whole
+    prefix of its sequence, i.e. the token indices ``[0, prefix_len)``. Which later tokens a row sees depends
+    on `ancestors`:
 
-    - With `ancestors`, a row sees token index ``prefix_len + j`` iff bit j of its mask is set.
+    - With `ancestors`, a row sees token index ``prefix_len + j`` if and only if bit j of the row's mask is
+      set.
     - Without `ancestors`, rows are causal. If a sequence has n rows, its row i sees all token indices up to
       and including ``kv_len - n + i``.
 
-    Callers may reuse the tensors as buffers of CUDA graphs. Backends therefore read the tensors while the
-    step runs, and keep no reference to them afterwards.
+    Callers may reuse the tensors as buffers of CUDA graphs. A backend must therefore read the tensors while
+    the pass runs, and must keep no reference to them afterwards.
 
     Attributes:
-        page_table: ``[bs, max_pages] int32``. With `table_rows`, it may have any number of rows.
+        page_table: ``[bs, max_pages] int32``, the page numbers of each sequence. With `table_rows`, the first
+            dimension may have any size.
         prefix_lens: ``[bs] int32``. Number of tokens that every row of the sequence sees.
-        kv_lens: ``[bs] int32``. Number of tokens of the sequence, including this step's rows. No row sees
-            more tokens.
+        kv_lens: ``[bs] int32``. Number of tokens of the sequence, including the rows of this pass. No row
+            sees more tokens.
         query_start: ``[bs + 1] int32``. Rows of sequence b are ``[query_start[b], query_start[b + 1])``.
         ancestors: ``[rows, words] int32`` bit masks, or None for causal rows.
-        slots: ``[rows] int64``. The slot of each row's K/V, or -1 to store nothing.
+        slots: ``[rows] int64``. The KV slot of each row's K/V, or -1 to store nothing.
         max_query_len: Upper bound of the number of rows of a sequence. It is a number on the host, so reading
             it does not wait for the device.
         max_kv_len: Upper bound of `kv_lens`, also a number on the host.
-        table_rows: ``[bs] int32``. The row of `page_table` that belongs to each sequence, or -1 for an idle
-            sequence. With None, sequence b uses row b.
-        ragged: True if sequences have different numbers of rows, stored on the device only. The backend then
-            plans its work on the device. The grid of its kernels does not depend on `max_kv_len`. A sequence
-            may have no rows. A sequence is idle if its table row is -1 or if it has no tokens. Rows of idle
-            sequences yield zeros.
+        table_rows: ``[bs] int32``. For each sequence, the index of its line in `page_table`, or -1 if the
+            sequence is idle. If `table_rows` is None, sequence b uses line b.
+        ragged: True if sequences may have different numbers of rows, and these numbers are stored only on the
+            device. The backend then plans its work on the device. The grid of the backend's kernels does not
+            depend on `max_kv_len`. A sequence may have no rows. A sequence is idle if its entry of
+            `table_rows` is -1 or if it has no tokens. Rows of idle sequences yield zeros.
         host_lens: For each sequence of a causal batch, the token index of its first row and its number of
             rows, as numbers on the host. None if the batch has `ancestors`, or if these numbers are known
             only on the device.
@@ -91,18 +94,18 @@ class AttentionBackend(Protocol):
         sinks: torch.Tensor | None = None,
         softcap: float = 0.0,
     ) -> torch.Tensor:
-        """Store the rows' K and V in the pool's planes of a layer, then attend.
+        """Run attention in one layer: store K and V of the new rows in the KV pool, then attend.
 
         Args:
-            layer: Index of the layer within the pool.
+            layer: Index of the layer in the KV pool.
             q: ``[rows, heads, head_dim]``. Rows may be strided.
-            k, v: ``[rows, kv_heads, head_dim]``. Rows may be strided. A latent pool stores only k and reads
-                values from k.
-            pool: The pool that stores K/V.
+            k, v: ``[rows, kv_heads, head_dim]``. Rows may be strided. A pool of latents (multi-head latent
+                attention) stores only k, and values are read from k.
+            pool: The KV pool that stores K and V.
             scale: Factor on the scores, usually head_dim ** -0.5.
             window: If above 0, a row at position p sees only positions above p - window. The position of a
-                tree row is its prefix length plus its number of ancestors. Every parent must have a lower
-                column than its children.
+                tree row is its prefix length plus its number of ancestors. The token index of a parent node
+                must be lower than those of its children.
             sinks: ``[heads] fp32``, or None. Each head has one logit that takes part in the softmax but has
                 no value vector.
             softcap: If above 0, scaled scores s become ``softcap * tanh(s / softcap)`` before the mask is
@@ -123,21 +126,21 @@ def build_batch(
     ancestors: torch.Tensor | None = None,
     prefix_lens: Sequence[int] | None = None,
 ) -> AttentionBatch:
-    """Build the batch of a step from lengths on the host.
+    """Build the `AttentionBatch` of one forward pass from lengths that are known on the host.
 
     The function makes one copy to the device per tensor and never waits for the device.
 
     Args:
-        pool: The pool of the leases.
+        pool: The KV pool to which the leases belong.
         leases: One lease per sequence, each long enough for ``starts[b] + counts[b]`` tokens.
-        starts: Token index of each sequence's first row. The rows use the slots of the token indices
+        starts: Token index of each sequence's first row. The rows use the KV slots of the token indices
             ``[start, start + count)``.
         counts: Number of rows of each sequence, ≥ 1.
         ancestors: ``[sum(counts), words] int32`` masks of tree rows, or None for causal rows. Bit j of a mask
             stands for token index prefix_len + j.
-        prefix_lens: Number of tokens that all rows of a sequence see. Defaults to `starts`. It is smaller if
-            a tree grows level by level: rows see the tree's earlier levels, between the prefix and the start,
-            only through bits of their masks.
+        prefix_lens: For each sequence, the number of tokens that all of its rows see. Defaults to `starts`.
+            Pass a smaller number if a tree grows level by level. The tree's earlier levels then lie between
+            the prefix and the start, and a row sees them only through bits of its mask.
 
     Raises:
         ValueError: A lease is too short.
@@ -190,7 +193,7 @@ def pack_rows(padded: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
 
 
 def causal_ancestors(count: int, words: int, device: torch.device | str = "cpu") -> torch.Tensor:
-    """Return masks ``[count, words] int32`` of causal rows. Row i has the bits 0 to i.
+    """Return ancestor masks ``[count, words] int32`` of causal rows. Mask i has the bits 0 to i.
 
     Use these masks in batches that contain both causal rows and tree rows.
 

@@ -1,8 +1,8 @@
-"""Attention of prompt chunks over K/V in the pool, computed by the attention function of a library.
+"""Attention of prompt chunks over K/V in the KV pool, computed by the attention function of a library.
 
-The attention of a chunk is divided into tiles (see `tiles`), and the library computes one tile at a time. The
-results of a row in several tiles are merged by their log-sum-exp, which is exact. All work is enqueued
-without waiting for the device.
+The attention of a chunk is divided into tiles (see `tiles`), and the library computes one tile at a time. A
+row that belongs to several tiles has one result per tile. These results are merged exactly, by their
+log-sum-exp. All work is enqueued without waiting for the device.
 """
 
 from __future__ import annotations
@@ -52,18 +52,18 @@ class _Chunk:
 
 
 class ChunkAttention:
-    """Computes the attention of prompt chunks by tiles, if this is estimated to be faster.
+    """Computes the attention of prompt chunks with a library, for chunks where this is probably faster.
 
-    A library may keep its plans per thread. The object therefore accepts chunks only on the thread that
-    created it.
+    The library may keep its compiled plans per thread. The object therefore accepts chunks only on the thread
+    that created the object.
 
     Args:
         attend: Computes the attention of one tile.
-        shapes: The tile shapes that `attend` may be called with. A chunk that needs another shape is not
+        shapes: The tile shapes with which `attend` may be called. A chunk that needs another shape is not
             accepted.
         most_rows: Largest number of rows of a tile.
         dtype: Dtype of queries, keys and values.
-        sizes: Sizes of tiles; see `tiles.tiles_of`.
+        sizes: Possible numbers of rows or tokens of a tile; see `tiles.tiles_of`.
         least_gain_us: Smallest estimated gain, in microseconds per layer, for which a chunk is accepted.
     """
 
@@ -95,17 +95,19 @@ class ChunkAttention:
         scale: float,
         others: Others,
     ) -> torch.Tensor | None:
-        """Attend from all rows of a causal batch. Return None if no sequence is accepted.
+        """Compute the attention of all rows of a causal batch. Return None if no sequence is accepted.
+
+        A sequence is accepted if the library is estimated to be faster for its rows.
 
         Args:
             batch: The planned batch. Its K/V is stored already.
             q: ``[rows, heads, dim]``.
-            k_plane, v_plane: ``[pages, page_size, kv_heads, dim]``.
+            k_plane, v_plane: The layer's K and V in the KV pool, ``[pages, page_size, kv_heads, dim]``.
             scale: Factor on the scores.
-            others: Called for the sequences that are not accepted, to attend from their rows.
+            others: Function that computes the attention of all sequences that this object does not accept.
 
         Returns:
-            ``[rows, heads, dim]`` in q's dtype. The strides may be any, but the last dimension is dense.
+            ``[rows, heads, dim]`` in q's dtype. Only the last dimension is certain to be contiguous.
         """
         chunks = self._chunks(batch, q, k_plane)
         if all(chunk.tiles is None for chunk in chunks):

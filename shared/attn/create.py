@@ -23,7 +23,7 @@ class AttentionKind(Enum):
 
 
 def create_backend(name: str | AttentionKind, device: torch.device | str) -> AttentionBackend:
-    """Create a backend. The name ``auto`` selects ``triton`` on CUDA and ``reference`` elsewhere.
+    """Create an attention backend by name. ``auto`` selects ``triton`` on CUDA and ``reference`` elsewhere.
 
     Raises:
         ConfigurationError: The name is unknown, or the backend cannot run on this device.
@@ -43,9 +43,9 @@ def create_backend(name: str | AttentionKind, device: torch.device | str) -> Att
 
 
 def waits_for_device(backend: AttentionBackend) -> bool:
-    """Return True if the backend reads lengths from the device when it plans a step.
+    """Return True if the attention backend waits for the device when it plans a forward pass.
 
-    Such a backend cannot be captured into a CUDA graph. The host also cannot enqueue a pass with this backend
-    before earlier passes are done.
+    Such a backend reads sequence lengths from the device. It therefore cannot be captured into a CUDA graph.
+    The host cannot enqueue a pass with such a backend before all earlier passes have finished.
     """
     return isinstance(backend, TorchAttention | FlashInferAttention)

@@ -2,11 +2,12 @@
 
 Only this file imports FlashInfer.
 
-FlashInfer's `plan` reads lengths on the host, so every pass waits for the device once. With this backend,
-there are therefore no CUDA graphs, and no round is launched ahead (see `create.waits_for_device`).
+FlashInfer's `plan` reads lengths on the host, so every pass waits for the device once. With this backend, the
+engine therefore uses no CUDA graphs. It launches a round only after the previous round has finished (see
+`create.waits_for_device`).
 
 Trees are passed as custom masks in unpacked form. FlashInfer 0.6.11 interprets the bit offsets of packed
-masks as byte offsets, which produces wrong results if a batch has more than one sequence.
+masks as byte offsets. Packed masks would therefore produce wrong results for batches of several sequences.
 """
 
 from __future__ import annotations
@@ -66,16 +67,17 @@ class _Variant:
 
 
 class FlashInferAttention:
-    """`AttentionBackend` on FlashInfer, for 16-bit types.
+    """Attention backend that runs FlashInfer's kernels, for bf16 and fp16.
 
-    Not supported: latents, attention sinks, and trees in models with a sliding window.
+    Not supported: multi-head latent attention, attention sinks, and draft trees in models with a sliding
+    window.
 
     Args:
         device: The model's device.
 
     Raises:
-        ConfigurationError: The device is not a GPU, or FlashInfer is not installed. `field` names the
-            setting.
+        ConfigurationError: The device is not a GPU, or FlashInfer is not installed. The error's `field` names
+            the setting.
     """
 
     def __init__(self, device: torch.device | str) -> None:
@@ -183,9 +185,9 @@ class FlashInferAttention:
 
 
 def step_layout(batch: AttentionBatch, page_size: int) -> _Layout:
-    """Return the layout of a step. Waits for the device.
+    """Return the lengths and pages of one forward pass in FlashInfer's form. Waits for the device.
 
-    The layout has no sequences without rows and no idle sequences, because FlashInfer cannot represent them.
+    Idle sequences and sequences without rows are left out, because FlashInfer cannot represent them.
     """
     starts, prefix_lens, kv_lens = (
         batch.query_start.tolist(),

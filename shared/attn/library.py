@@ -1,7 +1,8 @@
-"""Prepares attention of prompts by cuDNN through torch: checks cuDNN, builds its plans, decides on its use.
+"""Prepares the attention of prompts by cuDNN: checks cuDNN, builds cuDNN's plans, decides on cuDNN's use.
 
-cuDNN needs a plan for each shape of its inputs. A plan is built on the host, separately for each thread,
-which takes long. Plans are therefore built while the engine has no request. Only shapes with plans are used.
+cuDNN needs a compiled plan for each shape of its inputs. Building a plan takes long, uses the host, and must
+be repeated for each thread. Plans are therefore built while the engine has no request. Only shapes with plans
+are used.
 """
 
 from __future__ import annotations
@@ -37,10 +38,10 @@ _log = get_logger("outrider.attention")
 def cudnn_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend by cuDNN (see `chunks.Attend`). Several query heads may share a K/V head.
+    """Compute the attention of one tile with cuDNN (see `chunks.Attend`). Query heads may share K/V heads.
 
-    `scaled_dot_product_attention` does not return the log-sum-exp. This function therefore calls the operator
-    that `scaled_dot_product_attention` uses for cuDNN.
+    torch's `scaled_dot_product_attention` does not return the log-sum-exp. This function therefore calls the
+    operator that torch itself uses for cuDNN.
     """
     rows, heads, _ = q.shape
     result = torch.ops.aten._scaled_dot_product_cudnn_attention(
@@ -58,9 +59,10 @@ def cudnn_attention(
 
 
 class Library:
-    """Prepares a library's attention of prompt chunks, one plan at a time.
+    """Prepares a library, such as cuDNN, for the attention of prompt chunks. Builds one plan at a time.
 
-    Use it on the thread that runs the passes, because a library may keep its plans per thread.
+    A library may keep its compiled plans per thread. Use this object on the thread that runs the forward
+    passes.
 
     Args:
         heads, kv_heads, head_dim: Shape of the queries, keys and values of one token in one layer.
@@ -69,7 +71,7 @@ class Library:
         most_rows: Largest number of prompt tokens per pass.
         attend: Computes the attention of one tile. Defaults to cuDNN's attention if the device is a Hopper
             GPU.
-        sizes: Sizes of tiles; see `tiles.tiles_of`.
+        sizes: Possible numbers of rows or tokens of a tile; see `tiles.tiles_of`.
     """
 
     def __init__(
@@ -91,15 +93,16 @@ class Library:
 
     @torch.inference_mode()
     def prepare(self, use: Callable[[ChunkAttention | None], None]) -> Iterator[TileShape | None]:
-        """Check the library, then build its plans. Each step of the iterator does one of these tasks.
+        """Check the library, then build its plans. Each step of the returned iterator does one task.
 
         Args:
-            use: Called with the library's attention after a successful check. Each plan adds a shape to this
-                attention. If the library fails later, `use` is called with None.
+            use: Function that is called with the library's attention (`ChunkAttention`) after a successful
+                check. Each plan adds a tile shape to this object. If the library fails later, `use` is called
+                with None.
 
         Yields:
-            None after the check, then the shape of each plan that has been built. The most useful shapes come
-            first. If the library cannot be used, the iterator yields nothing and the reason is logged.
+            None after the check, then the tile shape of each new plan. The most useful shapes come first. If
+            the library cannot be used, the iterator yields nothing and the reason is logged.
         """
         heads, attend = self._heads, self._attend
         if attend is None:
@@ -137,10 +140,10 @@ def prepare_within(
     limit_s: float = BUILD_S,
     clock: Callable[[], float] = time.monotonic,
 ) -> None:
-    """Prepare a library now, but begin no further plan after `limit_s` seconds.
+    """Prepare a library for the attention of prompts, but begin no further plan after `limit_s` seconds.
 
     Args:
-        library: The library.
+        library: The library to prepare.
         use: See `Library.prepare`.
         limit_s: Number of seconds after which no further plan is begun. A plan that has been begun by then
             is finished.

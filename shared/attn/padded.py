@@ -1,6 +1,7 @@
-"""Padded inputs of a pass over one sequence's new rows, so that one CUDA graph serves different row counts.
+"""Padded inputs of a pass over one sequence's new tokens, so that one CUDA graph serves several lengths.
 
-All inputs have fixed addresses. A graph that was recorded for n rows serves passes of up to n rows.
+Each new token is one row of the inputs. All inputs have fixed addresses. A graph that was recorded for n rows
+serves passes of up to n rows.
 
 Padding rows come before the real rows, so the last row is always the newest token. Results of padding rows
 are ignored, and their K/V is not stored.
@@ -19,12 +20,14 @@ from outrider.shared.kv.pool import KVPool
 
 
 class PaddedRows:
-    """Inputs of a pass over at most `size` rows. One copy from the host fills their buffer.
+    """Inputs of a forward pass over at most `size` new tokens of one sequence, one token per row.
+
+    All inputs lie in one buffer, so a single copy from the host fills them.
 
     Args:
         size: Number of rows of the pass.
         pages: Number of columns of the page table.
-        pool: The pool that stores the rows' K/V.
+        pool: The KV pool that stores the rows' K and V.
         extra: Number of 32-bit words that the buffer has for the caller's own inputs. The words are aligned
             to 8 bytes.
 
@@ -32,7 +35,7 @@ class PaddedRows:
         size, pages: The arguments of the same names.
         tokens: ``[size] int32``.
         positions: ``[size] int32``.
-        batch: The batch to plan attention with.
+        batch: The `AttentionBatch` to pass to the attention backend's `plan`.
         extra: ``[extra] int32``, the caller's own inputs.
     """
 
@@ -70,11 +73,11 @@ class PaddedRows:
     def load(
         self, lease: PageLease, tokens: Sequence[int], start: int, extra: np.ndarray | None = None
     ) -> None:
-        """Copy the rows of token indices ``[start, start + len(tokens))`` to the device, in stream order.
+        """Copy the inputs of token indices ``[start, start + len(tokens))`` to the device, in stream order.
 
         Args:
             lease: The sequence's lease, which must cover the rows.
-            tokens: At least one token.
+            tokens: The token ids, at least one.
             start: Token index and rotary position of the first row.
             extra: ``[extra] int32``, the caller's own inputs. With None, they are zeros.
         """

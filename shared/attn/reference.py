@@ -1,6 +1,6 @@
-"""Attention in plain torch, optimised for the CPU. If a sequence's pages are consecutive, K/V is not copied.
+"""Attention backend in plain torch, optimised for the CPU. Reads consecutive pages of K/V without a copy.
 
-Views and masks are created once per step, not once per layer.
+Views and masks are created once per forward pass, not once per layer.
 """
 
 from __future__ import annotations

@@ -11,11 +11,9 @@ from outrider.shared.kv.pool import KVPool
 
 
 class StoredAttention(ABC):
-    """An `AttentionBackend` that can attend without storing K/V.
+    """An `AttentionBackend` that can attend without storing K/V."""
 
-    Every pass calls `isinstance` with this class. It is an abstract class rather than a Protocol, because
-    `isinstance` is slow for Protocols.
-    """
+    # An abstract class rather than a Protocol: every pass calls isinstance, which is slow for Protocols.
 
     @abstractmethod
     def plan(self, batch: AttentionBatch) -> None:

@@ -1,7 +1,7 @@
-"""Divides the attention of a prompt chunk into tiles of a few fixed shapes, and estimates their time.
+"""Divides the attention of a prompt chunk into tiles of a few fixed shapes, and estimates the tiles' time.
 
-A library such as cuDNN compiles a plan for each shape of its inputs, which takes tens to hundreds of
-milliseconds. A chunk may have any length. Its attention is therefore divided into tiles of the few shapes for
+A library such as cuDNN compiles a plan for each shape of its inputs. This takes tens to hundreds of
+milliseconds. A chunk may have any length. Its attention is therefore divided into tiles of a few shapes, for
 which plans exist already.
 """
 
@@ -40,13 +40,13 @@ class TileShape(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Attention of some rows to some tokens of their sequence.
+    """One tile: the attention of consecutive rows to consecutive tokens of the same sequence.
 
     Attributes:
         row: Token index of the first row.
         key: Token index of the first token that the rows attend to. In a causal tile, this is `row`. In other
             tiles, all rows see all tokens of the tile.
-        shape: Number of rows and tokens.
+        shape: Number of rows, and number of tokens that they attend to.
     """
 
     row: int
@@ -62,12 +62,12 @@ def shapes_of(most_rows: int, sizes: Sequence[int] = SIZES) -> list[TileShape]:
 
 
 def tiles_of(start: int, stop: int, most_rows: int, sizes: Sequence[int] = SIZES) -> list[Tile]:
-    """Return the tiles of rows ``[start, stop)`` of a sequence, in the order of their tokens.
+    """Divide the attention of rows ``[start, stop)`` of a sequence into tiles, in the order of the tokens.
 
-    The first and last rows are rounded outwards to multiples of the smallest size. The rows are divided into
-    blocks, and each block begins at a multiple of its size. The tokens before a block can therefore be
-    divided into tiles that are at least as long as the block, so few shapes suffice. The tiles of a row cover
-    all tokens up to and including the row.
+    `start` is rounded down, and `stop` is rounded up, to a multiple of the smallest size. The rows are
+    divided into blocks, and each block begins at a multiple of its size. The tokens before a block can
+    therefore be divided into tiles that are at least as long as the block. This limits the number of shapes.
+    The tiles of a row cover all tokens up to and including the row.
 
     Args:
         start, stop: Token indices, ``0 <= start < stop``.
@@ -85,7 +85,7 @@ def tiles_of(start: int, stop: int, most_rows: int, sizes: Sequence[int] = SIZES
 
 
 def gain_us(tiles: Sequence[Tile], start: int, stop: int, width: int) -> float:
-    """Return the estimated microseconds per layer that tiles save, compared with this project's kernel.
+    """Return the estimated time that tiles save over this project's kernel, in microseconds per layer.
 
     Args:
         tiles: The result of `tiles_of`.

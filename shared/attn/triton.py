@@ -30,10 +30,12 @@ class _Heads:
 
 
 class KernelAttention(StoredAttention):
-    """`AttentionBackend` on `kernels.kv_store` and `kernels.tree_attention`. Never waits for the device.
+    """Attention backend that runs the Triton kernels `kernels.kv_store` and `kernels.tree_attention`.
+
+    The backend never waits for the device.
 
     Attributes:
-        chunks: Computes the attention of long prompt chunks with a library that is faster for them than
+        chunks: Computes the attention of long prompt chunks with a library, where the library is faster than
             `tree_attention` (see `shared/attn/library.py`). None if no library is used.
     """
 
@@ -49,10 +51,10 @@ class KernelAttention(StoredAttention):
         return self._batch
 
     def plan(self, batch: AttentionBatch) -> None:
-        """Keep the batch. The kernels read its tensors.
+        """Prepare one forward pass: keep a reference to the batch, whose tensors the kernels read.
 
-        The work of a ragged batch is planned later, in the first layer, because it depends on the number of
-        heads.
+        For a ragged batch (`AttentionBatch.ragged`), the kernels' work depends on the number of heads. It is
+        therefore planned later, in the first layer.
         """
         self._batch = batch
         self._works = {}

@@ -11,11 +11,11 @@ from outrider.shared.kv.pool import KVPool
 
 
 class WholePromptAttention(KernelAttention):
-    """`KernelAttention` for a batch with one whole prompt, followed by padding rows.
+    """Attention backend for a batch with one whole prompt, followed by padding rows.
 
-    The library computes causal attention of all rows over all rows, including padding. No row of the prompt
-    sees the padding, because the padding comes last. Layers with windows, sinks or caps use this project's
-    kernel.
+    A library, such as cuDNN, computes causal attention of all rows over all rows, including padding. No row
+    of the prompt sees the padding, because the padding comes last. Layers with a sliding window, attention
+    sinks or a softcap use this project's kernel instead.
 
     Args:
         attend: The library's attention.

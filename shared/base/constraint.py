@@ -17,7 +17,7 @@ MAX_MARKER_CHARS = 256
 
 
 class ConstraintKind(Enum):
-    """The kinds of constraints, which differ in the meaning of the constraint's source.
+    """The kinds of constraints on an output. The kind determines the meaning of `Constraint.source`.
 
     Attributes:
         JSON_SCHEMA: A JSON schema, as JSON text.
@@ -34,14 +34,14 @@ class ConstraintKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """The form of an output. By default, the form begins with the first token.
+    """A constraint on the output of a request: the form that the output's text must have.
 
     Attributes:
-        kind: The kind of the source.
+        kind: The kind of the constraint.
         source: The schema, expression, grammar or choices, as text.
         begins_after: Text, such as ``</think>``, that ends a free part of the output. The output must not end
-            before this text, and the form begins after it. If it is empty, the form begins with the first
-            token.
+            before this text, and the form begins after it. If `begins_after` is empty, the form begins with
+            the first token.
         opening: Text, such as ``<think>``, that begins the free part. There is a free part only if the output
             begins with this text or the prompt ends with it. If `opening` is empty, there is always a free
             part.
@@ -55,7 +55,7 @@ class Constraint:
     field: str = field(default="constraint", compare=False)
 
     def check(self) -> None:
-        """Check that the source is not empty, and that no text is too large.
+        """Check that the constraint's `source` is not empty, and that none of its texts is too large.
 
         Raises:
             InvalidRequestError: The constraint is empty or too large. The error names the field.
@@ -75,7 +75,7 @@ class Constraint:
 
 
 def choices_of(constraint: Constraint) -> list[str]:
-    """Return the texts of a constraint of kind CHOICE.
+    """Return the permitted texts of a constraint of kind `CHOICE`.
 
     Raises:
         InvalidRequestError: The source is not a list of 1 to `MAX_CHOICES` texts. The error names the field.

@@ -1,7 +1,7 @@
 """The error hierarchy of all services, and the HTTP status of each kind of error.
 
-Domain code raises these errors. One gRPC interceptor (`shared.rpc.interceptors`) and one HTTP exception
-handler (in the gateway) convert the errors to replies.
+All code of the services raises these errors. One gRPC interceptor (`shared.rpc.interceptors`) and one HTTP
+exception handler (in the gateway) convert the errors to replies.
 """
 
 from __future__ import annotations

@@ -17,8 +17,8 @@ class SpeculationMode(Enum):
     """How a request uses speculation.
 
     Attributes:
-        AUTO: The target's controller chooses the tree shape of each round.
-        ON: Every round uses exactly the tree shape that the request specifies.
+        AUTO: The target chooses the shape of the draft tree in each round.
+        ON: Every round uses exactly the shape of the draft tree that the request specifies.
         OFF: Plain decoding.
     """
 
@@ -85,7 +85,7 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class TraceNode:
-    """One node of a verified tree.
+    """One node of a verified draft tree, as reported to a client that requested a trace.
 
     Attributes:
         token: Token id.
@@ -105,7 +105,7 @@ class TraceNode:
 
 @dataclass(frozen=True, slots=True)
 class RoundTrace:
-    """Trace of one speculation round.
+    """Trace of one speculation round of one request.
 
     Attributes:
         round: Number of the round. The target counts the rounds of all requests together.

@@ -2,8 +2,9 @@
 
 Every service shuts down in this order:
 
-1. Report NOT_SERVING. This must come first, because ``server.stop`` refuses new calls immediately.
-2. Wait for the notice period, so that callers notice the new status.
+1. Report the health status NOT_SERVING. This must come first, because gRPC's ``server.stop`` refuses new
+   calls immediately.
+2. Wait for the notice period, so that callers notice the new health status.
 3. Stop admitting requests.
 4. Let running streams finish.
 5. Stop the server.
@@ -26,7 +27,7 @@ _log = logging.getLogger("outrider.lifecycle")
 
 
 class StopSignal:
-    """Turns SIGTERM and SIGINT into an event.
+    """Event that is set by the signals SIGTERM and SIGINT.
 
     A second signal restores the default action, so that a third signal kills the process.
 

@@ -22,9 +22,9 @@ MAX_REQUESTED_IDS = 256
 class LogitRules:
     """Rules that change the logits of the next token. The defaults change nothing.
 
-    The rules apply in this order: bias, repetition penalty, frequency and presence penalty, forbidden tokens.
-    "Output" means the tokens that were generated before the next token. In a draft tree, these include the
-    tokens on the path from the root to the node after which the next token is chosen.
+    The rules are applied in this order: bias, repetition penalty, frequency and presence penalty, forbidden
+    tokens. "Output" means the tokens that were generated before the next token. In a draft tree, these
+    include the tokens on the path from the root to the node after which the next token is chosen.
 
     Attributes:
         presence_penalty: Number that is subtracted from the logit of each token that the output contains.

@@ -17,7 +17,7 @@ def exceeds_share(held: int, total: int, limit: int) -> bool:
 
     Args:
         held: Number of requests or tokens of this tenant, including the new ones.
-        total: Number of requests or tokens of all tenants, without the new ones.
+        total: Number of requests or tokens of all tenants, without the new ones of this tenant.
         limit: Size of the queue.
 
     >>> exceeds_share(held=75, total=74, limit=100), exceeds_share(held=80, total=79, limit=100)

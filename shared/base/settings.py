@@ -1,7 +1,7 @@
 """Settings of a service, resolved once from command-line flags, environment variables, a file and defaults.
 
-A flag overrides an environment variable, which overrides the file, which overrides the default. The resolved
-settings cannot be changed. Unknown keys are refused.
+The sources in order of precedence are: flag, environment variable, file, default. The resolved settings
+cannot be changed. Unknown keys are refused.
 
 Each service has its own prefix for environment variables (``OUTRIDER_GATEWAY_PORT``,
 ``OUTRIDER_TARGET_MODEL``, ``OUTRIDER_DRAFT_LISTEN``), so that one environment can configure all three

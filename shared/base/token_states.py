@@ -1,7 +1,7 @@
 """The data of single tokens that clients may request: hidden states and routed experts.
 
-The *states* of a token are those of the row that processed the token and predicted the next one. The last
-token of an answer therefore has no states.
+The *states* of a token are results of the forward pass that reads this token and predicts the next one. No
+pass reads the last token of an answer, so this token has no states.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class StateParams:
-    """The states that a client requests.
+    """A client's choice of token states: hidden states, routed experts, or both.
 
     Attributes:
         hidden_states: Whether to return the hidden states after the final norm.
@@ -35,7 +35,7 @@ NO_STATES = StateParams()
 
 @dataclass(frozen=True, slots=True)
 class TokenStates:
-    """The states of consecutive tokens. Numbers are little-endian.
+    """The hidden states and routed experts of consecutive tokens, as bytes. Numbers are little-endian.
 
     Attributes:
         first: Index of the first token. Token 0 is the first token of the prompt.

@@ -14,9 +14,9 @@ def power_of_2(count: int) -> int:
 def batch_buckets(limit: int) -> tuple[int, ...]:
     """Return the sizes to which batches are padded: powers of two, sizes half-way between them, and `limit`.
 
-    The smallest half-way size is 24. In smaller batches, padding is almost free, because a pass takes about
-    as long as a pass over one row. More sizes would save padding rows in large batches, but lengthen the
-    start-up.
+    The smallest half-way size is 24. In smaller batches, padding is almost free, because a forward pass takes
+    about as long as a pass over one row. More sizes would reduce the padding of large batches, but lengthen
+    the start-up.
     """
     powers = powers_of_2(limit)
     halfway = (size + size // 2 for size in powers if size >= 16)

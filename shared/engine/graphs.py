@@ -1,11 +1,11 @@
-"""Caches CUDA graphs by key. The first run of a key records a graph, and later runs replay it.
+"""Caches CUDA graphs by key. The first run of a function under a key records a graph. Later runs replay it.
 
 Without CUDA, the functions run eagerly.
 
 A replay uses the same memory addresses as the recording. A recorded function must therefore:
 
 - read its inputs from tensors that never move,
-- depend on a number of the host only if the key determines the number,
+- depend on a number in host memory only if the key determines this number,
 - never wait for the device,
 - return tensors that the next replay may overwrite.
 """
@@ -66,28 +66,28 @@ _log = logging.getLogger("outrider.engine")
 class GraphCache:
     """CUDA graphs of one device.
 
-    All graphs share one memory pool, so two replays must not overlap: replay all graphs on one stream.
+    All graphs share one memory pool. Replay them on one stream, because two replays must not overlap.
 
     A result of `run` is valid until the next `run` or `capture` of *any* key of this cache, because another
     graph may use the same addresses. To keep a value longer, let the function copy it to a tensor that was
     allocated outside the function.
 
-    Graphs that are recorded inside `keeping`, at start-up, are permanent. Client requests determine which
-    later keys occur, so the cache keeps only the `max_late_graphs` most recently used later graphs.
+    Graphs recorded in a `keeping` block, at start-up, are permanent. After that, clients' requests determine
+    which keys occur. The cache keeps only the `max_late_graphs` most recently used of these late graphs.
 
     Args:
         device: The device that the functions run on.
         enabled: If False, every function runs eagerly on every device.
         observer: An observer to call for every recording, replay and drop, or None.
         max_late_graphs: Largest number of graphs to keep among those that were recorded outside `keeping`.
-        most_late_s: Longest expected time, in seconds, of a recording outside `keeping`. Applies to keys
+        most_late_s: Limit, in seconds, on the expected time of a recording outside `keeping`. Applies to keys
             whose work `run_eagerly` has run before.
 
     Attributes:
         enabled: True if functions are recorded, which requires CUDA.
         most_late_s: The value of the argument.
-        provisional_runs: Number of calls of `run_eagerly` whose key will be recorded soon. Such a run takes
-            longer than the replays that follow.
+        provisional_runs: Number of calls of `run_eagerly` whose key will be recorded soon. Such a call takes
+            longer than the later replays.
     """
 
     def __init__(
@@ -136,11 +136,11 @@ class GraphCache:
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes of device memory used by the recordings.
+        """Bytes of device memory that the CUDA graphs of this cache use.
 
         The number includes the workspaces and compiled kernels of the warm-up runs. It is measured as the
         decrease of the device's free memory, because torch's allocator does not count a graph's own
-        structures. It therefore also includes memory that other processes allocate during a recording.
+        structures. The number therefore also includes memory that other processes allocate meanwhile.
         """
         return self._memory_bytes
 
@@ -154,7 +154,7 @@ class GraphCache:
 
     @contextlib.contextmanager
     def keeping(self) -> Iterator[None]:
-        """Make the graphs recorded in this block permanent, unless they are dropped explicitly.
+        """Context manager: graphs recorded in this block are permanent, unless they are dropped explicitly.
 
         After the first such block has ended, the cache keeps at most `max_late_graphs` graphs that were
         recorded outside such a block.
@@ -166,11 +166,11 @@ class GraphCache:
             self._keeping, self._started = False, True
 
     def due(self, key: Hashable, counted_as: Hashable | None = None) -> bool:
-        """Return whether to call `run` for this key now. Otherwise, the caller runs the function eagerly.
+        """Return True to call `run` for this key now, or False to call `run_eagerly` instead.
 
-        During start-up, a key is due immediately, unless it is counted under a name. A later key is due after
-        it has occurred `RECORD_AFTER` times, because it will then probably make up for the time of its
-        recording. If that would take longer than `most_late_s`, it is due after `RECORD_ANYWAY_AFTER` times.
+        During start-up, a key is due immediately, unless `counted_as` is given. After start-up, a key is due
+        when it has occurred `RECORD_AFTER` times, because a recording then probably pays off. If a recording
+        would take longer than `most_late_s`, the key is due after `RECORD_ANYWAY_AFTER` times.
 
         Args:
             key: The key of `run`.
@@ -192,7 +192,7 @@ class GraphCache:
         self._met[counted_as] = RECORD_AFTER
 
     def run_eagerly(self, key: Hashable, function: Callable[[], Result]) -> Result:
-        """Run a function without a graph, and measure how long the host takes to launch its work.
+        """Run a function without a CUDA graph, and measure how long the host takes to launch the work.
 
         Args:
             key: The key under which the function would be recorded.
@@ -214,15 +214,15 @@ class GraphCache:
         return LAUNCHES_PER_RECORDING * self._launch_s.get(key, 0.0) <= self.most_late_s
 
     def capture(self, key: Hashable, record: Callable[[], Any]) -> None:
-        """Record a graph for `key` unless there is one. Does nothing on a CPU. Waits for the device.
+        """Record a CUDA graph for `key` unless there is one. Does nothing on a CPU. Waits for the device.
 
         Before the capture, `record` runs eagerly `WARM_UP_RUNS` times, unless `run_eagerly` has run the work
         often enough. Call this method while the static inputs contain idle rows (lengths 0, slots -1),
         because the eager runs would otherwise overwrite data, such as K/V, that later passes read.
 
         Some functions cannot be captured, for example because they query the device. Without an observer, the
-        cache logs such a failure, and runs the function eagerly from then on. With an observer, it raises the
-        error.
+        cache logs such a failure, and runs the function eagerly from then on. With an observer, the cache
+        raises the error.
 
         In a rehearsal (`kernels.ahead`, a dry run that finds the kernels to compile), `record` runs once and
         no graph is recorded.
@@ -230,10 +230,10 @@ class GraphCache:
         self.capture_parts(key, lambda: single_part(record))
 
     def capture_parts(self, key: Hashable, record: Callable[[], Parts[Any]]) -> None:
-        """Record work in several parts, like `capture`. `run_parts` replays them one by one.
+        """Record work in several parts, each as a CUDA graph. Otherwise, like `capture`.
 
-        Each part is a graph of its own. A part may read tensors that an earlier part has made. No other graph
-        of this cache may be replayed between two parts, because it may overwrite these tensors.
+        `run_parts` replays the parts one by one. A part may read tensors that an earlier part has made. No
+        other graph of this cache may be replayed between two parts, because it may overwrite these tensors.
         """
         if rehearsing():
             if key not in self._recorded:
@@ -340,7 +340,7 @@ class GraphCache:
         return result
 
     def run_parts(self, key: Hashable, record: Callable[[], Parts[Any]]) -> Iterator[None]:
-        """Return an iterator that does one part of some work for each item, and that must be exhausted.
+        """Return an iterator that runs one part of the work per item. The caller must exhaust it.
 
         Parts that `capture_parts` has recorded are replayed. Other parts run as in `run_eagerly`.
         """
@@ -371,7 +371,7 @@ class GraphCache:
             self._recorded[key] = self._recorded.pop(key)
 
     def drop(self, keys: Collection[Hashable]) -> None:
-        """Drop these graphs, e.g. because a tensor that they use was replaced.
+        """Drop the CUDA graphs of these keys, e.g. because a tensor that the graphs use was replaced.
 
         Graphs that are recorded later reuse the memory of the dropped graphs.
         """

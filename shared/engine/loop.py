@@ -1,4 +1,4 @@
-"""The engine thread, which runs an engine's steps while there is work, and otherwise sleeps until an event.
+"""The engine thread: runs an engine's steps while there is work, and otherwise sleeps until an event.
 
 All forward passes run on this thread.
 """
@@ -60,7 +60,7 @@ class WakeUp(Protocol):
 
 
 class EngineThread:
-    """Runs one engine until `stop`. The method `wake` is cheap and may be called from any thread.
+    """Thread that runs one engine until `stop` is called. Any thread may call the cheap method `wake`.
 
     Args:
         engine: The engine to run.

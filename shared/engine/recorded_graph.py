@@ -39,9 +39,9 @@ def finish(work: Parts[Result]) -> Result | None:
 
 
 def end_broken_capture(pool: Any) -> None:
-    """Clean up in torch after a failed capture with this memory pool.
+    """Restore torch's state after the capture of a CUDA graph with this memory pool has failed.
 
-    torch stops the capture at the error and leaves its allocator and random generator in capture mode.
+    At the error, torch stops the capture, but leaves its allocator and random generator in capture mode.
     """
     torch.cuda.synchronize()
     device = torch.cuda.current_device()
@@ -52,7 +52,7 @@ def end_broken_capture(pool: Any) -> None:
 
 
 class GraphObserver(Protocol):
-    """Receives a call whenever a graph is recorded, replayed or dropped.
+    """Interface of an observer that is called whenever a CUDA graph is recorded, replayed or dropped.
 
     With tensor parallelism, the observer uses these calls to make the other ranks do the same with their
     graphs.
@@ -89,7 +89,7 @@ class GraphPart:
 
 @dataclass(frozen=True, slots=True)
 class RecordedGraph:
-    """The graphs of all parts of some work, their memory pool, and the result of the work.
+    """One recording: the CUDA graphs of its parts, their memory pool, and the result of the recorded work.
 
     Most recordings have a single part.
     """

@@ -22,9 +22,9 @@ Inputs = TypeVar("Inputs", bound=HasRows)
 
 
 class RecordedRows(ABC, Generic[Inputs]):
-    """Pads passes to a recorded number of rows, and keeps the static inputs for each of these numbers.
+    """Pads forward passes to row counts with recorded CUDA graphs, and keeps the graphs' static inputs.
 
-    Use from the engine thread only.
+    Use this object on the engine thread only.
 
     Args:
         graphs: Cache in which the passes are recorded.

@@ -1,4 +1,4 @@
-"""Allocates the pages of a KV pool: leases pages to sequences, in consecutive runs while there is room.
+"""Allocator of a KV pool's pages: leases pages to sequences, in consecutive runs while there is room.
 
 A lease (`PageLease`) is one sequence's right to its pages. Each page of a pool is in exactly one of three
 states:
@@ -43,10 +43,10 @@ class PageStore(Protocol):
 
 
 class PageAllocator:
-    """Leases the pages ``0 … num_pages - 1``. Not thread-safe: one engine thread owns it.
+    """Leases the pages ``0 … num_pages - 1`` of a KV pool. Not thread-safe: for the engine thread only.
 
-    Free pages are kept as runs of consecutive pages. Unless the pool is crowded, the pages of a lease are
-    consecutive, so that attention on the CPU can read K/V in place:
+    Free pages are kept as runs of consecutive pages. Attention on the CPU can read K/V in place if the pages
+    of a lease are consecutive. The allocator therefore chooses consecutive pages, unless the pool is crowded:
 
     - A lease grows into the page after its last page if that page is free.
     - A new lease starts in the middle of the largest free run, so that a lease that ends just before this run
@@ -54,7 +54,8 @@ class PageAllocator:
       at the beginning of the run.
 
     Attributes:
-        store: Keeps pages of ended leases. With None, the pages of an ended lease become free.
+        store: The `PageStore` that keeps pages of ended leases. With None, the pages of an ended lease become
+            free.
         prefers_runs: True if consecutive pages are faster to read. The store then leaves half of the pages
             free.
     """
@@ -89,8 +90,8 @@ class PageAllocator:
         """Lease `n` ≥ 0 pages. Return None and change nothing if fewer pages are available.
 
         Args:
-            n: Number of pages, without `shared`.
-            shared: Pages of the store, which become the first pages of the lease.
+            n: Number of new pages, without the pages in `shared`.
+            shared: Stored pages that become the first pages of the lease.
         """
         pages = self._take(n, after=shared[-1] if shared else None)
         if pages is None:
@@ -100,9 +101,9 @@ class PageAllocator:
         return lease
 
     def check(self) -> None:
-        """Assert that every page is free, in the store, or owned by exactly one lease.
+        """Assert that every page is free, in the page store, or owned by exactly one lease.
 
-        Assert also that runs of free pages are sorted, disjoint and not adjacent.
+        Assert also that the runs of free pages are sorted, disjoint and not adjacent.
         """
         seen = bytearray(self.num_pages)
         previous_end = -1
@@ -181,15 +182,15 @@ class PageAllocator:
 
 
 class PageLease:
-    """The pages of one sequence in token order.
+    """A lease: the pages of one sequence, in token order.
 
     Page i stores the tokens with indices ``[i · page_size, (i + 1) · page_size)``. Only
     `PageAllocator.allocate` creates leases. At the end of a ``with`` block, the lease is released.
 
     Attributes:
         pages: The page numbers. Empty after release. Only the lease itself may modify the list.
-        shared: Number of leading pages that belong to the store. Such a page must not be written after other
-            sequences may read it.
+        shared: Number of leading pages that belong to the page store. Such a page must not be written once
+            other sequences may read it.
         version: Changes whenever `pages` changes, so that callers can cache copies of the page table.
     """
 

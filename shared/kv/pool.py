@@ -25,24 +25,26 @@ CacheSizing = Callable[[int], int]
 class KVPool:
     """Paged K/V storage of one model, and the allocator of its pages.
 
-    A *slot* is ``page * page_size + offset``. The token at index i of a sequence is stored in slot
-    ``pages[i // page_size] * page_size + i % page_size`` of every plane.
+    A *plane* is a tensor with the K or the V of one layer, for all pages. A *slot* is the place of one token
+    in every plane. Slots are numbered ``page * page_size + offset``. The token at index i of a sequence has
+    the slot ``pages[i // page_size] * page_size + i % page_size``.
 
-    Planes start as zeros and are written in place. Their addresses never change, so CUDA graphs may contain
-    the addresses. The exception is the feature plane, which `resize_features` replaces.
+    Planes start as zeros and are written in place. The address of a plane never changes, so CUDA graphs may
+    contain the address. The exception is the plane of feature rows, which `resize_features` replaces.
 
     Args:
         num_pages: Number of pages of the pool.
         page_size: Number of tokens per page, ≥ 1.
         layers: Number of layers that cache K/V.
         kv_heads, head_dim: Shape of one token's K (and V) in one layer.
-        dtype: Element type of feature rows. With no `kv_dtype`, also the element type of K and V.
+        dtype: Element type of feature rows. If `kv_dtype` is None, also the element type of K and V.
         device: Device of the planes.
         feature_size: Width of a feature row. 0 means that there is no feature plane.
-        latent: True if a layer has one latent plane instead of two. `k_planes` then contains the latents,
-            `v_planes` is empty, and values are read from the keys.
-        kv_dtype: Element type of K and V. FP8 halves the memory of K and V. The kernels `tree_attention` and
-            `path_attention` can read FP8.
+        latent: True for multi-head latent attention, in which a layer has one plane of latents instead of two
+            planes. `k_planes` then contains the latents, `v_planes` is empty, and values are read from the
+            keys.
+        kv_dtype: Element type of K and V. With None, it is `dtype`. FP8 halves the memory of K and V. The
+            kernels `tree_attention` and `path_attention` can read FP8.
 
     Raises:
         ConfigurationError: The device has too little memory.
@@ -114,7 +116,7 @@ class KVPool:
         )
 
     def resize_features(self, feature_size: int) -> None:
-        """Replace the feature plane by a new plane of this width. All stored feature rows are lost.
+        """Replace the plane of feature rows by a plane of this width. All stored feature rows are lost.
 
         With a width of 0, the pool has no feature plane afterwards.
         """
@@ -148,9 +150,9 @@ class KVPool:
         num_accepted: torch.Tensor,
         table_rows: torch.Tensor | None = None,
     ) -> None:
-        """In every layer, move K and V of the accepted tree nodes to the committed slots (see `kv_compact`).
+        """In every layer, move K and V of the accepted tree nodes to the KV slots of the committed tokens.
 
-        Feature rows are not moved.
+        The kernel is `kv_compact`. Feature rows are not moved.
         """
         planes = [*self.k_planes, *self.v_planes]
         kv_compact(planes, page_table, cached_lens, path, num_accepted, table_rows)
@@ -161,11 +163,11 @@ class KVPool:
             plane[pages] = 0
 
     def slot_views(self, first_slot: int, count: int) -> tuple[torch.Tensor, ...]:
-        """Return views of `count` consecutive slots in all layers, each ``[1, kv_heads, count, head_dim]``.
+        """Return views ``[1, kv_heads, count, head_dim]`` of consecutive KV slots, for all layers.
 
-        The views share the planes' memory. Their order is K of layer 0, V of layer 0, K of layer 1, and so
-        on. In a latent pool, there is one view per layer. To save time, call this once per step instead of
-        once per layer.
+        The views share the pool's memory. The order of the views is K of layer 0, V of layer 0, K of layer 1,
+        and so on. In a pool of latents, there is one view per layer. To save time, call this method once per
+        forward pass instead of once per layer.
         """
         token = self.kv_heads * self.head_dim
         plane = self.num_pages * self.page_size * token
@@ -192,19 +194,21 @@ class KVPool:
     def page_table(self, leases: Sequence[PageLease]) -> torch.Tensor:
         """Return the page table of some leases, ``[bs, max_pages] int32``, on the pool's device.
 
-        Rows are padded with page 0. The padding is never read, because the sequences' lengths end before it.
+        Rows are padded with page 0. The padding is never read, because it lies after the end of the sequence.
         """
         width = max((len(lease.pages) for lease in leases), default=0)
         rows = [lease.pages + [0] * (width - len(lease.pages)) for lease in leases]
         return upload(rows, torch.int32, self.device).view(len(leases), width)
 
     def slots(self, page_table: torch.Tensor, start: torch.Tensor, n: int) -> torch.Tensor:
-        """Return the slots ``[bs, n] int64`` of token indices ``[start[b], start[b] + n)`` of every sequence.
+        """Return the KV slots of the token indices ``[start[b], start[b] + n)`` of each sequence b.
+
+        The shape is ``[bs, n]``, and the dtype is int64.
 
         Args:
             page_table: ``[bs, max_pages] int32``.
             start: ``[bs]``, any integer type.
-            n: Tokens per sequence.
+            n: Number of tokens per sequence.
         """
         index = start.to(torch.int64)[:, None] + torch.arange(n, device=page_table.device)  # [bs, n]
         pages = page_table.to(torch.int64).gather(1, index // self.page_size)
@@ -241,12 +245,14 @@ class KVPool:
     def scatter_features(
         self, rows: torch.Tensor, slots: torch.Tensor, places: torch.Tensor, out: torch.Tensor
     ) -> None:
-        """Write feature rows like `store_some_features`, and also to rows of `out` (see `scatter_rows`).
+        """Write feature rows to the pool, like `store_some_features`, and also to rows of `out`.
 
         Args:
             rows: ``[n, feature_size]``, or partial sums ``[splits, n, feature_size] fp32``.
-            slots: ``[n] int64``, each row's slot in the feature plane, or -1 to skip the row.
-            places: ``[n] int64``, each row's index among the rows of `out`, or -1 to skip the row.
+            slots: ``[n] int64``. For each row, the KV slot of its token, or -1 if the row is not to be
+                stored.
+            places: ``[n] int64``. For each row, its index among the rows of `out`, or -1 if it is not to be
+                written there.
             out: ``[..., feature_size]``, contiguous.
         """
         assert self.features is not None, "the pool has no feature plane; call resize_features first"

@@ -1,4 +1,4 @@
-"""Keeps the K/V of prefixes that sequences have computed, so that other sequences need not compute it again.
+"""Prefix cache: keeps the K/V that sequences have computed, for other sequences with the same prefix.
 
 Life of a stored page (see `prefix_tree` for the tree of pages):
 
@@ -9,8 +9,8 @@ Life of a stored page (see `prefix_tree` for the tree of pages):
 4. When the allocator needs pages, it evicts stored pages that no lease reads, the least recently used first.
    A page is evicted only after all its children in the tree.
 
-No pass writes a page that another sequence reads, for two reasons: a shared page is full, and all of its
-tokens are committed.
+No forward pass writes a page that another sequence reads, for two reasons: a shared page is full, and all of
+its tokens are committed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from outrider.shared.kv.prefix_tree import PrefixNode, PrefixTree
 
 @dataclass(frozen=True, slots=True)
 class PrefixMatch:
-    """The longest stored prefix of a sequence.
+    """Result of a search in the prefix cache: the longest stored prefix of a sequence.
 
     Attributes:
         salt: Selects the tree that was searched (see `prefix_tree`).
@@ -47,7 +47,7 @@ class PrefixMatch:
 
 @dataclass(frozen=True, slots=True)
 class PrefixStats:
-    """A snapshot of a prefix cache.
+    """Statistics of a prefix cache at one moment.
 
     Attributes:
         enabled: False if the cache is turned off.
@@ -84,10 +84,10 @@ class _Path:
 
 
 class PrefixCache:
-    """The stored prefixes of one pool, and the leases that use them. The allocator's thread owns the cache.
+    """The stored prefixes of one KV pool, and the leases that use them. Use it on the engine thread only.
 
     Args:
-        allocator: Allocates the pages.
+        allocator: Allocator of the KV pool's pages.
         page_size: Number of tokens per page.
         enabled: If False, the cache stores nothing and finds nothing.
 
@@ -184,9 +184,9 @@ class PrefixCache:
         lease.shared = len(path.nodes)
 
     def publish(self, lease: PageLease, cached_len: int, feature_len: int) -> None:
-        """Let other sequences read the promised pages of a lease whose tokens are below `cached_len`.
+        """Let other sequences read a lease's promised pages within the first `cached_len` tokens.
 
-        Call this only after the passes that write these pages have been enqueued.
+        Call this only after the forward passes that write these pages have been enqueued.
 
         Args:
             lease: The lease of the sequence that has computed the pages.
@@ -203,11 +203,12 @@ class PrefixCache:
             node.has_features = path.published * self._page_size <= feature_len
 
     def share(self, lease: PageLease, tokens: Sequence[int]) -> None:
-        """Let other sequences read the full pages of a sequence that goes on.
+        """Let other sequences read the full pages of a sequence that is still running.
 
         Args:
             lease: The lease of the sequence.
-            tokens: The tokens whose K/V is stored. The passes that write this K/V must have been enqueued.
+            tokens: The tokens whose K/V is stored. The forward passes that write this K/V must have been
+                enqueued.
         """
         path = self._paths.get(lease)
         if path is None or not path.trusted or (path.nodes and path.nodes[-1].parent is None):
@@ -216,9 +217,10 @@ class PrefixCache:
         self.publish(lease, len(tokens), len(tokens))
 
     def forget(self, tokens: Sequence[int], kept: int, salt: str = "") -> None:
-        """Remove the stored pages of a sequence after its first `kept` tokens.
+        """Remove from the cache the pages of a sequence that come after its first `kept` tokens.
 
-        Pages that a lease reads are not removed, nor are pages below them in the tree.
+        A page that a lease reads is not removed. The pages below such a page in the tree are not removed
+        either.
         """
         node, pages = self._tree.find_root(salt), len(tokens) // self._page_size
         if node is None or pages < 1 or next(self._tree.keys(tokens, 0, 1)) not in node.children:
@@ -236,7 +238,7 @@ class PrefixCache:
         """Store the full pages of a sequence that has ended or is preempted, and end its lease.
 
         Args:
-            lease: The lease.
+            lease: The lease of the sequence.
             tokens: The tokens whose K/V is stored.
             feature_len: Number of tokens whose feature rows are stored.
         """
@@ -258,7 +260,7 @@ class PrefixCache:
         self._tree.trim()
 
     def disown(self, lease: PageLease) -> None:
-        """Remove the pages that a lease has added to the tree, and all pages below them, from the tree.
+        """Remove from the tree the pages that a lease has added, and all pages below these pages.
 
         Call this if the contents of these pages may be wrong. Afterwards, the lease owns the removed pages,
         except those that other leases read. When the sequence ends, none of its pages are stored.
@@ -272,7 +274,7 @@ class PrefixCache:
         self.take_back(lease)
 
     def take_back(self, lease: PageLease) -> bool:
-        """Make a lease the owner of those last pages that are outside the tree and that no other lease reads.
+        """Make a lease the owner of its last pages, if they are outside the tree and read by no other lease.
 
         Return True if the lease then owns all of its pages.
         """

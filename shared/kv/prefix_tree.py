@@ -1,4 +1,4 @@
-"""The tree of stored pages: adds, pins, removes and evicts nodes. Each node is one full page of tokens.
+"""The tree of a prefix cache: adds, pins, removes and evicts nodes. Each node is one full page of tokens.
 
 There is one tree per salt. A salt is a text that separates requests whose prefixes must not be shared. The
 path from the root of a tree to a node is a prefix, and the node is the last page of this prefix.
@@ -27,7 +27,7 @@ SPARE_ENTRIES = 64
 
 
 class PrefixNode:
-    """One stored page.
+    """One node of a prefix tree: a stored page.
 
     Attributes:
         key: The tokens of the page. For a root, the salt.
@@ -58,10 +58,10 @@ class PrefixNode:
 
 
 class PrefixTree(PageStore):
-    """The trees of all salts, for one pool. Not thread-safe: only the allocator's thread may use this object.
+    """The prefix trees of all salts, for one KV pool. Not thread-safe: use it on the engine thread only.
 
     Args:
-        allocator: Allocates the pages. The tree becomes the allocator's store.
+        allocator: Allocator of the KV pool's pages. This object becomes the allocator's page store.
         page_size: Number of tokens per page.
 
     Attributes:
@@ -163,9 +163,9 @@ class PrefixTree(PageStore):
                 self.note_leaf(node)
 
     def take_out(self, node: PrefixNode) -> bool:
-        """Make the caller the owner of a node's page, if the node is outside the tree and has a single pin.
+        """Make the caller the owner of a node's page, if the node is outside the tree and pinned only once.
 
-        Return False, without any change, for all other nodes.
+        For any other node, change nothing and return False.
         """
         if node.pins != 1 or node not in self._outside:
             return False

@@ -47,11 +47,11 @@ OnLayer = Callable[[DecoderLayer], None]
 
 @dataclass(frozen=True, slots=True)
 class DecoderOutput:
-    """Result of a forward pass.
+    """Result of a decoder's forward pass.
 
     Attributes:
-        hidden: ``[rows, hidden_size]``, the hidden states after the final norm. `Decoder.logits` takes them
-            as its input.
+        hidden: ``[rows, hidden_size]``, the hidden states after the final norm. They are the input of
+            `Decoder.logits`.
         aux: ``[rows, n_aux * hidden_size]``, the residual stream after each captured layer. None if no layer
             was captured.
     """
@@ -61,7 +61,7 @@ class DecoderOutput:
 
 
 class Decoder:
-    """Embedding, decoder layers, final norm and output head.
+    """A decoder-only language model: embedding, decoder layers, final norm and output head.
 
     A decoder has no state of its own, because K/V is stored in the pool that is passed to each call.
 
@@ -69,11 +69,11 @@ class Decoder:
         config, device, dtype: The configuration, the device, and the type of weights and activations.
         embedding: ``[vocab, hidden]``.
         lm_head: ``[vocab, hidden]``, the output head in the type in which it was loaded. `logits` may use an
-            FP8 copy of it. If the weights are tied, `lm_head` is the same tensor as `embedding`.
+            FP8 copy of this tensor. If the weights are tied, `lm_head` is the same tensor as `embedding`.
         layers, norm, rotary: The decoder layers, the final norm and the rotary embedding.
         fingerprint: Identifies the configuration and the weights.
         fused: Fused kernels that replace the layers' own operations, or None.
-        kv_dtype: Type of K and V in the decoder's pools. With None, the type is `dtype`.
+        kv_dtype: Type of K and V in the decoder's KV pools. With None, the type is `dtype`.
     """
 
     kv_dtype: torch.dtype | None = None
@@ -108,9 +108,9 @@ class Decoder:
     def quantize_fp8(self) -> None:
         """Convert the layers' projections to FP8, and use an FP8 copy of the output head to compute logits.
 
-        Each output channel has a scale. The embedding and `lm_head` are not changed, because drafts borrow
-        these tensors, and because they may be the same tensor. Call this method before the first pass,
-        because CUDA graphs that are already recorded would still read the old weights.
+        Each output channel of a weight has a scale. The embedding and `lm_head` are not changed, because
+        draft models borrow these tensors, and because the two may be the same tensor. Call this method before
+        the first forward pass. CUDA graphs that are already recorded would still read the old weights.
 
         Raises:
             ConfigurationError: The layers do not consist of plain attention and a dense MLP, the weights are
@@ -166,7 +166,7 @@ class Decoder:
         )  # fmt: skip
 
     def token_bytes(self, feature_size: int = 0) -> int:
-        """Return the number of bytes per token in this process's part of the pool.
+        """Return the number of bytes that one token occupies in this process's part of the KV pool.
 
         Args:
             feature_size: Width of the feature row that is stored with each token for a drafter (see
@@ -179,7 +179,7 @@ class Decoder:
         )  # fmt: skip
 
     def weight(self, name: str) -> torch.Tensor:
-        """Return a weight that a draft may borrow: the embedding or the output head.
+        """Return a weight that a draft model may borrow: the embedding or the output head.
 
         Args:
             name: The weight's name in the checkpoint.
@@ -210,16 +210,16 @@ class Decoder:
         pool: KVPool,
         aux_layer_ids: Sequence[int] = (),
     ) -> DecoderOutput:
-        """Run all layers over the rows of a planned step.
+        """Run one forward pass: all layers over the rows (tokens) for which attention is planned.
 
         Args:
             tokens: ``[rows]``, int32 or int64.
             positions: ``[rows]``, rotary positions. The position of a tree node is the position of the root
                 plus the depth of the node.
-            attention: Backend for which `AttentionBackend.plan` was called with exactly these rows.
-            pool: Pool that contains the K/V of earlier tokens. The K/V of the rows is written to the slots of
-                the planned batch.
-            aux_layer_ids: Indices of the layers whose outputs are captured, in ascending order.
+            attention: Attention backend whose `plan` was called with exactly these rows.
+            pool: KV pool that contains the K/V of earlier tokens. The K/V of the rows is written to the KV
+                slots of the planned batch.
+            aux_layer_ids: Indices of the layers whose outputs are returned as `aux`, in ascending order.
         """
         rotation = self.rotary(positions)
         if self.fused is not None and isinstance(attention, StoredAttention):
@@ -237,13 +237,13 @@ class Decoder:
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return logits ``[rows, vocab]`` in the weights' type.
+        """Compute the logits ``[rows, vocab]`` of hidden states, in the type of the weights.
 
         No fp32 copy of the logits is made, because it would be the largest tensor of a round. The kernels
         that read logits convert each number to fp32 when they load it.
 
         Args:
-            hidden: ``[rows, hidden_size]`` after the final norm.
+            hidden: ``[rows, hidden_size]``, hidden states after the final norm.
         """
         if self.fused is not None:
             return self.fused.logits(hidden)

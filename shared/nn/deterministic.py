@@ -1,11 +1,11 @@
-"""Deterministic decoders: a row's result has the same bits, whichever other rows are in the same step.
+"""Deterministic decoders: the result of a row (token) has the same bits, whatever the rest of the batch is.
 
 In other decoders, the order of additions depends on the number of rows. The vector units of a CPU also round
 the numbers at the end of a buffer differently. A token may therefore get slightly different logits in a tree,
-in a decode step and in a prompt chunk, which may decide between two nearly equal tokens. Two decoders avoid
-this:
+in a decode step and in a prompt chunk. The difference may decide between two nearly equal tokens. Two
+decoders avoid this:
 
-- `RowByRow` (CPU, any model) runs every row as a separate step.
+- `RowByRow` (CPU, any model) runs every row as a separate forward pass.
 - `BatchInvariant` (GPU) uses products and norms whose order of addition depends only on the weight.
 
 Both decoders use `DeterministicAttention`.
@@ -41,17 +41,17 @@ The number is fixed, because the rounding of sums over the vocabulary depends on
 
 
 def deterministic(decoder: Decoder) -> Decoder:
-    """Return a deterministic decoder over the same weights.
+    """Return a deterministic decoder that has the same weights as a given decoder.
 
     Raises:
-        ConfigurationError: The model has layers that have no batch-invariant kernel on the GPU. `field` is
-            the setting.
+        ConfigurationError: The model has layers that have no batch-invariant kernel on the GPU. The error's
+            `field` is the setting.
     """
     return RowByRow(decoder) if decoder.device.type == "cpu" else BatchInvariant(decoder)
 
 
 class RowByRow(Decoder):
-    """Runs each row as a separate step, for any model.
+    """Deterministic decoder for any model: runs each row (token) as a separate forward pass.
 
     The K/V of a row is stored when the row runs. A tree node must therefore come after its parent.
 
@@ -130,7 +130,7 @@ class RowByRow(Decoder):
 
 
 class BatchInvariant(Decoder):
-    """Runs a dense decoder with kernels that add in the same order for any number of rows.
+    """Deterministic decoder for dense models: its kernels add in the same order for any number of rows.
 
     Args:
         decoder: Decoder that supplies the weights. It is not changed.
@@ -178,7 +178,7 @@ class BatchInvariant(Decoder):
     def choose_from(
         self, logits: torch.Tensor, sampling: SamplingTensors, positions: torch.Tensor
     ) -> torch.Tensor:
-        """Choose the rows' tokens; see `Decoder.choose_from`.
+        """Choose the next token from each row of logits; see `Decoder.choose_from`.
 
         If sampling filters are used, rows are processed in groups of `FILTER_ROWS`. The last group is padded.
         """

@@ -18,9 +18,9 @@ SPREAD = 0.02
 
 
 class RandomTensors(TensorSource):
-    """A `TensorSource` that generates tensors: ones for norms, zeros for biases, normal noise for all others.
+    """A `TensorSource` of random weights: ones for norms, zeros for biases, normal noise for all others.
 
-    A tensor depends only on its name and shape, so all processes generate the same tensor.
+    The content of a tensor depends only on its name and shape, so all processes generate the same tensors.
 
     Args:
         device: Device of the tensors.
@@ -67,7 +67,7 @@ class RandomTensors(TensorSource):
 
 @torch.inference_mode()
 def random_decoder(config: ModelConfig, device: torch.device | str, dtype: torch.dtype) -> Decoder:
-    """Return a decoder of this configuration with random weights.
+    """Return a decoder with this configuration and random weights.
 
     Args:
         config: Configuration of one of the families (Llama, Mistral, Qwen …).

@@ -17,17 +17,18 @@ _FC_NORM = re.compile(r"fc_norm\.(\d+)\.weight")
 
 
 class FeatureProjector:
-    """Applies a drafter's projector (norms, then ``fc``) to the target's hidden states.
+    """Turns the target's hidden states into feature rows with a drafter's projector (norms, then ``fc``).
 
     Args:
         spec: Describes the features that the drafter needs, and contains the projector's tensors.
-        device: Device of the target.
-        dtype: Type of the stored rows.
+        device: Device of the target model.
+        dtype: Type of the stored feature rows.
         hidden_size: Hidden size of the target. The spec must match it.
         num_layers: Number of layers of the target. The spec must match it.
 
     Raises:
-        CheckpointError: The spec is inconsistent or does not fit the target. `field` names the tensor or key.
+        CheckpointError: The spec is inconsistent or does not fit the target. The error's `field` names the
+            tensor or key.
     """
 
     def __init__(
@@ -65,10 +66,10 @@ class FeatureProjector:
         return states if self._fc is None else self._fc(states)
 
     def parts(self, output: DecoderOutput) -> torch.Tensor:
-        """Return the rows to store, or their fp32 partial sums ``[splits, rows, feature_size]``.
+        """Return the feature rows to store, or their fp32 partial sums ``[splits, rows, feature_size]``.
 
-        Partial sums are returned only on a GPU, and only for up to `MANY_ROWS` rows. The caller must add them
-        up.
+        Partial sums are returned only on a GPU, and only for up to `MANY_ROWS` rows. The caller must add the
+        partial sums.
         """
         states, fc = self._entering(output), self._fc
         if fc is None or fc.bias is not None or not states.is_cuda or states.shape[0] > MANY_ROWS:

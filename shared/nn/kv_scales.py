@@ -1,11 +1,13 @@
-"""Moves the FP8 cache scales of a checkpoint (``k_scale``, ``v_scale``) into its weights during loading.
+"""Moves a checkpoint's FP8 cache scales (``k_scale``, ``v_scale``) into the model's weights during loading.
 
-A scale s belongs to the keys or to the values of a layer. The cache stores K / s or V / s, so that the
-largest numbers just fit into e4m3. No kernel needs the scales, because the weights are changed as follows:
+A scale s belongs to the keys or to the values of a layer. The KV cache stores K / s or V / s, so that the
+largest numbers just fit into the type e4m3. No kernel needs the scales, because the weights are changed as
+follows:
 
-- Keys are divided by their s, and queries are multiplied by the same s. The scores do not change.
-- Values are divided by their s, and the output projection is multiplied by the same s. The results of
-  this projection do not change.
+- Keys are divided by the scale of the keys, and queries are multiplied by the same scale. The attention
+  scores do not change.
+- Values are divided by the scale of the values, and the weight of the output projection is multiplied by the
+  same scale. The results of this projection do not change.
 
 Scales are rounded up to powers of two. In fp32 and bf16, multiplication by a power of two is exact. If the
 cache is not FP8, the outputs of the model therefore stay bit-identical.
@@ -33,7 +35,9 @@ SPELLINGS = ("{0}_scale", "{0}_proj.{0}_scale", "{0}_proj.output_scale")
 
 
 def find_scales(stored: Mapping[str, TensorInfo], config: ModelConfig) -> dict[str, Shape]:
-    """Return the names and shapes of the cache scales among `stored`. Latent attention has no such scales.
+    """Return the names and shapes of the FP8 cache scales (``k_scale``, ``v_scale``) among `stored`.
+
+    Models with multi-head latent attention have no such scales.
 
     Raises:
         CheckpointError: A scale is not a single number.
@@ -54,14 +58,15 @@ def find_scales(stored: Mapping[str, TensorInfo], config: ModelConfig) -> dict[s
 
 
 def read_scales(reader: CheckpointReader, found: Collection[str]) -> dict[str, float]:
-    """Read the scales and round them up to powers of two.
+    """Read the FP8 cache scales of a checkpoint, and round them up to powers of two.
 
     Args:
         reader: The open checkpoint.
         found: Names from `find_scales`.
 
     Returns:
-        The scales. A key is the prefix of the attention's tensors, followed by k or v (``….self_attn.k``).
+        The scales, by name. A name is the prefix of the tensors of one attention layer, followed by k or v
+        (``….self_attn.k``).
 
     Raises:
         CheckpointError: A scale is not a positive number.
@@ -80,15 +85,16 @@ def read_scales(reader: CheckpointReader, found: Collection[str]) -> dict[str, f
 
 
 class ScaledSource(TensorSource):
-    """A `TensorSource` whose attention weights produce K and V that are divided by their scales.
+    """A `TensorSource` whose attention weights produce K and V that are divided by the FP8 cache scales.
 
     All other tensors of the source are passed on unchanged.
 
     Args:
         source: Supplies the stored tensors.
-        scales: See `read_scales`.
-        head_norm: True if each head of Q and K is normed after its projection. The scale of K is then applied
-            to the weights of these norms. Otherwise, it is applied to the projections of K and Q.
+        scales: The result of `read_scales`.
+        head_norm: True if the model norms each head of Q and K after the projection. The scale of K is then
+            applied to the weights of these norms. Otherwise, the scale of K is applied to the projections of
+            K and Q.
     """
 
     def __init__(self, source: TensorSource, scales: Mapping[str, float], *, head_norm: bool) -> None:

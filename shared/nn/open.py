@@ -48,7 +48,7 @@ def read_model_config(path: Path | str) -> ModelConfig:
 
     Raises:
         CheckpointError: The folder or a file is missing, a file is not JSON, or the model cannot be served.
-            `field` is the file or key at fault.
+            The error's `field` is the file or key at fault.
     """
     folder = Path(path)
     raw = read_json(folder / CONFIG_FILE)
@@ -69,15 +69,16 @@ def load_decoder(
     progress: Progress | None = None,
     on_layer: OnLayer | None = None,
 ) -> Decoder:
-    """Load a Hugging Face model folder.
+    """Load the decoder in a Hugging Face model folder.
 
     Args:
         path: Folder with ``config.json`` and ``*.safetensors`` (or ``pytorch_model*.bin``).
-        device: Device for the weights. They are loaded file by file, without a second copy in host memory.
+        device: Device for the weights. The files are loaded one by one, without a second copy of the weights
+            in host memory.
         dtype: Type of weights and activations. With None, the type is fp32 on a CPU and bf16 on CUDA.
         progress: Called with the number of bytes loaded so far and the total number.
-        on_layer: Function that changes each layer right after it is loaded. Not called for models that run
-            through `transformers`.
+        on_layer: Function that may change each layer right after it is loaded. Not called for models that run
+            through `transformers`. With None, layers are not changed.
 
     Raises:
         CheckpointError: A file or tensor is missing, unexpected, misshaped, corrupt or unsupported. Headers
@@ -125,7 +126,8 @@ class CheckedSource:
     """An open checkpoint whose headers match the configuration.
 
     Attributes:
-        source: Source of the tensors. It widens FP8 matrices and applies the scales of an FP8 cache.
+        source: Source of the tensors. This source converts FP8 matrices to a wider type, and applies the
+            scales of an FP8 KV cache.
         fingerprint: Identifies configuration and weights.
     """
 
@@ -141,17 +143,17 @@ def checked_source(
     dtype: torch.dtype,
     progress: Progress | None = None,
 ) -> Iterator[CheckedSource]:
-    """Open a checkpoint of one of the families and check its headers.
+    """Open the checkpoint of a supported model family, and check the headers of its files.
 
     Args:
-        path: As for `load_decoder`.
+        path: The model folder.
         config: Configuration of the model.
-        device: As for `load_decoder`.
+        device: Device for the weights.
         dtype: Type of the weights.
-        progress: As for `load_decoder`.
+        progress: Called with the number of bytes loaded so far and the total number.
 
     Raises:
-        CheckpointError: As for `load_decoder`.
+        CheckpointError: A file or tensor is missing, unexpected, misshaped, corrupt or unsupported.
     """
     with CheckpointReader(path, device=device, dtype=dtype, progress=progress) as reader:
         expected = expected_headers(config)

@@ -1,9 +1,10 @@
 """FP8 products (W8A8, ``--quantization fp8``): rounds a model's weights and activations to e4m3.
 
-Weights have one scale per output channel. Activations have one scale per row, computed when they are needed.
+Weights have one scale per output channel. Activations have one scale per row, computed during the forward
+pass.
 
 A GPU has kernels for FP8 products. On a CPU, the operands are rounded in the same way and multiplied in a
-wide type. This is slow, and only shows how rounding changes a model's output.
+wide type. This is slow. It only serves to show how rounding changes a model's output.
 
 The embedding and the norms keep their type. Logits are computed with a rounded copy of the output head.
 """
@@ -27,7 +28,7 @@ SMALLEST_SCALE = 1e-12  # scale of a row of zeros
 
 
 def round_rows(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Round each row to e4m3.
+    """Round each row of a tensor to e4m3, with one scale per row.
 
     Args:
         tensor: ``[rows, size]``.
@@ -42,10 +43,10 @@ def round_rows(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class RoundedLinear(Linear):
-    """``x @ weight.T + bias`` on a CPU. Both operands of the product are rounded to FP8, and sums are fp32.
+    """Linear layer on a CPU whose operands are rounded to FP8: ``x @ weight.T + bias``, with sums in fp32.
 
     Args:
-        linear: Layer to round. No reference to this layer is kept.
+        linear: Layer whose weight is rounded. No reference to this layer is kept.
     """
 
     __slots__ = ("_scale", "_wide")
@@ -84,11 +85,13 @@ class RoundedLinear(Linear):
 def fp8_rounding(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> OnLayer:
     """Return a function that rounds the weights of a layer to FP8.
 
-    The function can run while a model is loaded, or afterwards. During loading, at most one layer at a time
-    is in its original type. The function raises ConfigurationError for layers without FP8 products.
+    The returned function can run during the loading of a model, or afterwards. During loading, at most one
+    layer at a time is in its original type. The returned function raises ConfigurationError for layers
+    without FP8 products.
 
     Raises:
-        ConfigurationError: The model, its GPU or its type has no FP8 products. `field` is the setting.
+        ConfigurationError: The model, its GPU or its type has no FP8 products. The error's `field` is the
+            setting.
     """
     if isinstance(config, GenericConfig):
         raise _refused(
@@ -120,12 +123,13 @@ def _round_layer(layer: DecoderLayer, *, on_gpu: bool) -> None:
 
 @torch.inference_mode()
 def quantize_decoder(decoder: Decoder) -> None:
-    """Compute the products of a decoder's layers in FP8 from now on. Call this before the first pass.
+    """Compute the matrix products of a decoder's layers in FP8. Call this before the first forward pass.
 
     Layers that were already rounded while they were loaded are not changed.
 
     Raises:
-        ConfigurationError: The decoder's layers, GPU or type have no FP8 products. `field` is the setting.
+        ConfigurationError: The decoder's layers, GPU or type have no FP8 products. The error's `field` is the
+            setting.
     """
     round_layer = fp8_rounding(decoder.config, decoder.device, decoder.dtype)
     for layer in decoder.layers:

@@ -54,7 +54,7 @@ class OtelSpan(Span):
 
 
 class OtelTracer(Tracer):
-    """Records spans.
+    """Tracer that records OpenTelemetry spans.
 
     Args:
         service: gateway, target or draft.

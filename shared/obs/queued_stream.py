@@ -23,13 +23,13 @@ MAX_WRITE_BYTES = 64 * 1024
 class QueuedStream(io.TextIOBase):
     """A text stream whose `write` never blocks and never raises.
 
-    A thread writes the text to the underlying stream. While that stream is not read, up to `max_chars`
-    characters are kept, and further text is dropped. Text that cannot be written, for example because the
-    disk is full, is dropped too. A line in the output reports how many lines are missing.
+    A separate thread writes the text to the underlying stream. While the underlying stream blocks, up to
+    `max_chars` characters are queued, and further text is dropped. Text that cannot be written, for example
+    because the disk is full, is dropped too. A line in the output reports how many lines are missing.
 
     Args:
         behind: The underlying stream.
-        max_chars: Largest number of characters to keep.
+        max_chars: Largest number of characters to queue.
     """
 
     def __init__(self, behind: TextIO, max_chars: int = MAX_QUEUED_CHARS) -> None:

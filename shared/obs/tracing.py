@@ -2,8 +2,8 @@
 
 The trace of a request begins with a span of the gateway. The target adds a child span for each sequence, and
 a draft in its own process adds a span below the target's. The W3C header ``traceparent``, which the services
-pass on, joins the spans to one trace. A service without an endpoint for traces uses the tracer of this
-module.
+pass on, joins the spans to one trace. A service that has no endpoint for traces uses the tracer that records
+nothing.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class Span:
     """A span that records nothing.
 
     Attributes:
-        traceparent: The value to send to the next service. With tracing, the value names this span. Without
-            tracing, it is the value that this service received.
+        traceparent: Value of the W3C header ``traceparent`` to send to the next service. With tracing, the
+            value names this span. Without tracing, it is the value that this service has received.
     """
 
     __slots__ = ("traceparent",)

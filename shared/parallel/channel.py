@@ -1,4 +1,4 @@
-"""The control channel between rank 0 and each other rank. Ends a rank's process when rank 0 is gone.
+"""The control channel between rank 0 and each other rank. Ends the other rank's process if rank 0 is gone.
 
 Each rank has one TCP connection to rank 0. Rank 0 sends commands over the connection, and the rank sends
 reports. A frame is a length of four bytes, followed by that many bytes.
@@ -61,7 +61,7 @@ class RankReport:
 
 
 class RankConnection:
-    """Sends and receives frames over a socket. Only one thread may receive, but any thread may send.
+    """Connection between two ranks: sends and receives frames. Any thread may send, but only one may receive.
 
     Attributes:
         awake_s: Seconds for which `receive` polls the socket before it blocks. Polling avoids the wake-up of
@@ -108,7 +108,7 @@ class RankConnection:
         return self._take(length)
 
     def receive_by(self, deadline: float, most: int) -> bytes | None:
-        """Wait for one frame from a peer that is not trusted yet.
+        """Wait for one frame from a peer that has not proved its identity yet.
 
         Return None in three cases: the frame is longer than `most`, the frame is incomplete at `deadline`, or
         the peer closes the connection.
@@ -188,11 +188,11 @@ class RankConnection:
 def accept_ranks(
     store: Store, host: str, size: int, timeout_s: float, check: Callable[[], None] = lambda: None
 ) -> dict[int, RankConnection]:
-    """Listen on a port, publish the address in the store, and wait until ranks 1 … size - 1 have connected.
+    """On rank 0: listen on a port, publish the address in the store, and wait until all other ranks connect.
 
     Args:
-        store: The ranks' common store. The function writes rank 0's address and a secret to the store. A
-            connection is accepted only if its greeting contains the secret.
+        store: The ranks' common key-value store. The function writes rank 0's address and a secret to the
+            store. A connection is accepted only if its greeting contains the secret.
         host: This machine's address as seen by the other ranks.
         size: Number of ranks.
         timeout_s: Time limit in seconds for the whole wait, not for each rank.
@@ -238,10 +238,10 @@ def accept_ranks(
 
 
 def connect_rank(store: Store, rank: int, timeout_s: float) -> RankConnection:
-    """Connect this rank to rank 0. First wait until rank 0 has put its address in the store.
+    """Connect this rank to rank 0. First wait until the ranks' common store contains rank 0's address.
 
-    When torchrun restarts the ranks, its store still contains the address of the previous rank 0, until the
-    new rank 0 replaces it. This function therefore retries.
+    After torchrun has restarted the ranks, the store still contains the address of the previous rank 0, until
+    the new rank 0 replaces this address. The function therefore retries.
 
     Raises:
         UnavailableError: Rank 0 cannot be reached.
@@ -264,7 +264,7 @@ def connect_rank(store: Store, rank: int, timeout_s: float) -> RankConnection:
 
 
 def store_of_these(store: Store) -> Store:
-    """Return a section of the store that no earlier set of ranks has used.
+    """Return a section of the ranks' common store that no earlier set of ranks has used.
 
     The ranks must be connected already. The section is named after the secret that the ranks share, because
     torchrun's counts of restarts may differ between hosts.
@@ -273,7 +273,7 @@ def store_of_these(store: Store) -> Store:
 
 
 def beat_until_gone(connection: RankConnection, grace_s: float) -> None:
-    """Start a thread that sends rank 0 a beat each second and ends this process when rank 0 is gone.
+    """Start a thread that sends rank 0 a heartbeat each second, and ends this process when rank 0 is gone.
 
     A collective whose peer has died never returns. The thread must therefore end the whole process.
 

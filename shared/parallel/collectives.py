@@ -25,7 +25,7 @@ that other processes use may become unusable.
 
 
 class Collectives(Protocol):
-    """Operations in which all ranks take part.
+    """Interface of the collective operations, in which all ranks take part.
 
     Every rank must make the same calls in the same order with tensors of the same shapes.
     """

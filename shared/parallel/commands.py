@@ -24,15 +24,15 @@ class MakePool:
 
 @dataclass(frozen=True, slots=True)
 class Forward:
-    """Take part in a forward pass. The step's inputs follow as one broadcast (see `packing`).
+    """Command to take part in a forward pass. The inputs of the pass follow as one broadcast.
 
     Attributes:
-        rows, bs, max_pages: Number of token rows, number of sequences, and width of the page table.
+        rows, bs, max_pages: Number of tokens (rows), number of sequences, and width of the page table.
         mask_words: Number of words in each row's ancestor mask. 0 means that the rows are causal.
         wide_tokens, wide_positions: 1 if the tokens (or positions) are int64, 0 if they are int32.
         max_query_len, max_kv_len: The attributes of `AttentionBatch` with the same names.
-        tables: Number of rows of the page table if the batch has `table_rows`. The broadcast then contains
-            `table_rows` too. 0 if the batch has no `table_rows`.
+        tables: Number of rows of the page table if the batch has `AttentionBatch.table_rows`. The broadcast
+            then contains `table_rows` too. 0 if the batch has no `table_rows`.
         ragged: 1 if the batch is ragged (see `AttentionBatch.ragged`).
         one_chunk: 1 if the batch has a single sequence whose lengths are known on the host. The sequence then
             has exactly `max_query_len` rows, and its last row is the token with index ``max_kv_len - 1``.
@@ -53,7 +53,7 @@ class Forward:
 
 @dataclass(frozen=True, slots=True)
 class Logits:
-    """Compute this rank's columns of the logits and send these columns to rank 0.
+    """Command to compute a rank's columns of the logits and send these columns to rank 0.
 
     Attributes:
         rows: Number of rows of hidden states that rank 0 broadcasts after the command. With 0, the ranks use
@@ -67,7 +67,9 @@ class Logits:
 
 @dataclass(frozen=True, slots=True)
 class Compact:
-    """Move the accepted rows in the pool. The accepted paths and their lengths follow by broadcast.
+    """Command to move the K/V of accepted tree nodes to committed KV slots, in each rank's KV pool.
+
+    The accepted paths and their lengths follow by broadcast.
 
     Attributes:
         bs, width: Shape of the tensor of paths.

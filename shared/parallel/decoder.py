@@ -24,7 +24,7 @@ HeadReader = Callable[[], torch.Tensor]
 
 
 class ShardedDecoder(Decoder):
-    """This rank's share of a `Decoder`. `config` describes the whole model.
+    """A rank's share of a decoder with tensor parallelism. `config` describes the whole model.
 
     All ranks must run `forward` together, because `forward` sums over the ranks. `columns` returns this
     rank's part of the logits.
@@ -63,9 +63,10 @@ class ShardedDecoder(Decoder):
             self.fused.reduce = self.reduce
 
     def quantize(self) -> None:
-        """Compute this rank's products in FP8 from now on. Every rank must call this method.
+        """Compute this rank's matrix products in FP8 from now on. Every rank must call this method.
 
-        Each rank computes the scales of its own columns of o and down, so scales differ between ranks.
+        Each rank computes the scales of its own columns of the o and down projections. These scales therefore
+        differ between ranks.
 
         Raises:
             ConfigurationError: `quantize_decoder` rejects the model.
@@ -136,10 +137,10 @@ class ShardedDecoder(Decoder):
 
 
 def best_of(gathered: torch.Tensor) -> torch.Tensor:
-    """Return the greedy token of each row, ``[rows] int64``, from all ranks' results of `best`.
+    """Return the greedy token of each row, ``[rows] int64``, from all ranks' `ShardedDecoder.best`.
 
-    The tokens are those that `choose_tokens` would choose from the whole logits. In a tie, the lowest id
-    wins. The token of a row is -1 if any rank's `best` has the token id -1 for this row.
+    The result equals the greedy choice from the whole logits. In a tie, the lowest token id wins. The token
+    of a row is -1 if any rank's `best` has the token id -1 for this row.
 
     Args:
         gathered: ``[ranks, rows, 2] int32``.
@@ -161,7 +162,7 @@ def build_rank(
     reduce: Reduce,
     on_layer: OnLayer | None = None,
 ) -> Rank:
-    """Build a rank's decoder from a source of whole tensors. This rank's part is cut out on the device.
+    """Build a rank's decoder from a source of whole tensors. The rank's part is cut out on the device.
 
     `on_layer` is called for each layer, as in `load_decoder`.
     """

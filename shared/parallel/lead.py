@@ -35,7 +35,7 @@ FailureHandler = Callable[[OutriderError], None]
 
 
 class Lead:
-    """Sends commands to the other ranks in order, and fails the group permanently when a rank is lost.
+    """Sends commands to the other ranks in order. Fails the group of ranks permanently if a rank is lost.
 
     Args:
         connections: One connection per rank, starting with rank 1.
@@ -90,10 +90,10 @@ class Lead:
 
     @contextmanager
     def together(self, command: Command) -> Iterator[None]:
-        """Send a command to all ranks. Run this rank's part of the command in the `with` block.
+        """Context manager: send a command to all other ranks. Run rank 0's part of it in the `with` block.
 
-        After an error in the block, the other ranks have run a command that this rank has not finished. The
-        group therefore fails permanently.
+        If the block raises an error, the other ranks have run a command that rank 0 has not finished. The
+        group of ranks therefore fails permanently.
         """
         self.send(command)
         self._together = True
@@ -118,7 +118,7 @@ class Lead:
             self._in_step = False
 
     def wait_done(self, timeout_s: float) -> dict[int, str]:
-        """Wait until every rank has reported that its command is done. Return each rank's reported text.
+        """Wait until every other rank has reported the end of its command. Return the text of each report.
 
         Raises:
             OutriderError: A rank failed or did not report in time.
@@ -138,9 +138,9 @@ class Lead:
         return texts
 
     def fail(self, error: OutriderError) -> OutriderError:
-        """Mark the group as failed, call the handler, and return the error.
+        """Mark the group of ranks as failed, call `on_failure`, and return the error.
 
-        If the group has failed already, only return the first error.
+        If the group has failed already, only return the error of the first failure.
         """
         with self._lock:
             if self.failure is not None or self._closing:

@@ -1,4 +1,4 @@
-"""Rank 0's decoder and K/V pool, which the engine uses. Each call also runs on the other ranks.
+"""Rank 0's decoder and KV pool, for use by the engine. Each call also runs on the other ranks.
 
 When the engine records or replays a CUDA graph, `LeadDecoder` makes the other ranks record or replay a graph
 of their own at the same point.
@@ -57,7 +57,7 @@ class LeadDecoder(ShardedDecoder):
         return self._lead.failure
 
     def make_pool(self, num_pages: int, page_size: int, feature_size: int = 0) -> KVPool:
-        """Make the pool on every rank. Feature rows are stored on rank 0 only.
+        """Create a KV pool on every rank. Feature rows are stored on rank 0 only.
 
         Raises:
             ConfigurationError: Rank 0 has too little memory.
@@ -137,10 +137,10 @@ class LeadDecoder(ShardedDecoder):
             self.collectives.broadcast(pack(parts))
 
     def spread_scrub(self, pages: torch.Tensor) -> None:
-        """Make the other ranks zero pages.
+        """Make the other ranks fill pages of their KV pools with zeros.
 
-        The engine scrubs pages after invalid logits. If this rank has missed another rank's data, which makes
-        logits invalid, fail the group instead.
+        The engine calls this method after invalid logits (NaN or infinite numbers). Logits are also invalid
+        if rank 0 has missed another rank's data. In that case, this method fails the group of ranks instead.
         """
         if self.collectives.lost():
             raise self._lead.fail(missed(0))

@@ -10,11 +10,13 @@ from outrider.shared.parallel.reduce import Reduce
 
 
 class RowParallelLinear(Linear):
-    """A linear layer whose columns are split over the ranks. A call returns the whole product on every rank.
+    """A row-parallel linear layer: each rank has some columns of the weight ``[out, in]``.
+
+    A call returns the whole product on every rank.
 
     Args:
-        inner: Layer with this rank's columns, ``[out, in / ranks]``, and the whole bias. The bias is moved
-            from `inner` to this object, which adds the bias after the sum over the ranks.
+        inner: Layer with this rank's columns of the weight, ``[out, in / ranks]``, and the whole bias. The
+            bias is moved from `inner` to this object, and is added after the sum over the ranks.
         reduce: Computes the sum over the ranks.
     """
 
@@ -65,7 +67,7 @@ class RowParallelMLP:
     """An MLP or experts whose intermediate dimension is split over the ranks. The ranks sum their outputs.
 
     Args:
-        inner: This rank's part.
+        inner: This rank's part of the MLP or of the experts.
         reduce: Computes the sum over the ranks.
     """
 
@@ -105,7 +107,7 @@ def parallelise(layer: DecoderLayer, reduce: Reduce) -> DecoderLayer:
 
 
 def unparallelise(layer: DecoderLayer) -> DecoderLayer:
-    """Undo `parallelise` in place, so that the rank's matrices can be replaced. Return the layer.
+    """Undo `parallelise` in place, so that this rank's matrices can be replaced. Return the layer.
 
     The layer no longer sums over the ranks. Its results are wrong until `parallelise` is called again.
     """

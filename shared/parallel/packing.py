@@ -53,11 +53,11 @@ class StepInputs:
 
     @classmethod
     def unpack(cls, buffer: torch.Tensor, command: Forward) -> StepInputs:
-        """Return the inputs as views of a buffer with `packed_words` words.
+        """Return the inputs of a forward pass as views of a received buffer with `packed_words` words.
 
-        Only a batch with a single sequence gets `AttentionBatch.host_lens`. In other batches, this rank may
-        use another attention kernel than rank 0. This is harmless, because each rank computes different
-        heads.
+        Only a batch with a single sequence gets `AttentionBatch.host_lens`. In all other batches, this rank
+        may therefore use another attention kernel than rank 0. This is harmless, because each rank computes
+        different heads.
         """
         parts = iter(unpack(buffer, _layout(command)))
         named = {name: next(parts) for name in _order(command)}

@@ -34,12 +34,12 @@ class Reduce(ResidualReduce, Protocol):
 
 
 class ReduceKind(Enum):
-    """How ranks exchange data.
+    """The ways in which ranks exchange data.
 
     Attributes:
         AUTO: Small sums and messages use peer memory if the GPUs can access each other's memory and a trial
             succeeds.
-        ONE_SHOT: Small sums use the kernel of torch's symmetric memory. NCCL does everything else.
+        ONE_SHOT: Small sums use a kernel of torch's symmetric memory. NCCL does everything else.
         GROUP: The process group (gloo or NCCL) does everything.
     """
 

@@ -73,7 +73,8 @@ class Shard:
         rank, size: The number of this rank, and the number of ranks.
         config: Config of the whole model.
         local: The same config with this rank's number of heads and MLP sizes.
-        kv_heads, columns: This rank's part of the K/V heads, and of the experts' intermediate size.
+        kv_heads, columns: The K/V heads that this rank has, and its columns of the experts' intermediate
+            size.
     """
 
     rank: int

@@ -15,13 +15,13 @@ _WORD = 4
 
 
 def spread_tiles(collectives: Collectives, tried: Sequence[Tried], device: torch.device) -> list[Tried]:
-    """Use rank 0's tiles on every rank. Waits for the device.
+    """Use rank 0's choice of GEMM tiles on every rank. Waits for the device.
 
     Every rank must call this function at the same point.
 
     Args:
         collectives: Collectives over all ranks.
-        tried: Rank 0's tiles. Other ranks' values are ignored.
+        tried: On rank 0, the tiles that were chosen in trials. The values of other ranks are ignored.
         device: This rank's device.
 
     Returns:

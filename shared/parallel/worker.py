@@ -49,7 +49,7 @@ class RankLost(Exception):
 
 
 class Worker:
-    """Mirrors rank 0 until the `Stop` command.
+    """Runs rank 0's commands on another rank, until the `Stop` command.
 
     Args:
         decoder: This rank's share of the decoder.

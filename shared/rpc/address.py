@@ -1,7 +1,7 @@
 """Parses and checks the addresses ``host:port``, ``unix:/path`` and ``ipc:///path``.
 
-Also refuses a listen address of an internal service if other hosts could reach the address. ``ipc:///path``
-connects a target and a draft on one host.
+This module also refuses a listen address of an internal service if other hosts could reach the address. An
+address ``ipc:///path`` connects a target and a draft on one host.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ IPC_SUFFIX = ".ipc"
 class IpcAddress:
     """An ``ipc:///path`` address, from which the paths of two unix sockets follow.
 
-    One socket carries the streams between target and draft. The other one, in the same folder, serves gRPC.
+    One socket carries the streams between target and draft. The other socket, in the same folder, serves
+    gRPC.
 
     Attributes:
         path: The path in the address, as the user wrote it.
@@ -41,7 +42,7 @@ class IpcAddress:
 
     @classmethod
     def parse(cls, address: str, field: str) -> IpcAddress | None:
-        """Parse ``ipc:///path``. Return None if `address` is of another kind.
+        """Parse an address ``ipc:///path``. Return None if `address` has another form.
 
         Raises:
             ConfigurationError: The path is not absolute or is too long. The message names `field`.

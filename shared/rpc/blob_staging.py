@@ -1,6 +1,6 @@
-"""Copies blobs between a device and gRPC messages through pinned memory, which is allocated once per size.
+"""Copies blobs between a GPU and gRPC messages, through pinned buffers that are allocated once per size.
 
-A blob contains the bytes of a round's state or trees (`shared.spec.resident`).
+A blob is one block of bytes that contains a round's states or its draft trees (`shared.spec.resident`).
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ class BlobStaging:
         self._places: dict[tuple[str, int], torch.Tensor] = {}
 
     def fetch(self, blob: torch.Tensor) -> torch.Tensor:
-        """Start copying a blob to the host.
+        """Start to copy a blob from the device to the host.
 
-        The returned tensor is complete after `settle`. The tensor stays valid until the next `fetch` of a
-        blob of that size.
+        The returned tensor is complete after a call of `settle`. It stays valid until the next `fetch` of a
+        blob of the same size.
         """
         place = self._place("out", blob)
         place.copy_(blob, non_blocking=True)
@@ -42,7 +42,7 @@ class BlobStaging:
         least_bytes: int | None = None,
         expand: Expand | None = None,
     ) -> None:
-        """Copy the bytes of a message to a blob, and write the round's number into its header.
+        """Copy the bytes of a message to a blob, and write the round's number into the blob's header.
 
         The previous copy to a blob of this size must have finished, because all copies of one size use the
         same pinned buffer.
@@ -50,7 +50,7 @@ class BlobStaging:
         Args:
             data: The message's bytes, which become the content of the blob.
             number: The number of the round.
-            blob: The destination.
+            blob: The destination, on the device.
             least_bytes: Smallest accepted length of `data`. If `data` is shorter than the blob, the end of
                 the blob stays unchanged. With None, `data` must be as long as the blob.
             expand: Writes `data` to its places in the blob. With None, `data` is copied to its start.

@@ -28,10 +28,10 @@ class Certificates:
 
 
 class CertificateFiles:
-    """The files of a server's certificates. Thread-safe.
+    """The files that contain a server's certificates and key. Thread-safe.
 
     Args:
-        paths: The files.
+        paths: Paths of the files.
         read: Reads the files and checks them. Raises ConfigurationError if they are not valid.
         clock: Returns the time in seconds.
     """
@@ -50,7 +50,7 @@ class CertificateFiles:
         self._stamps = self._look()
 
     def changed(self) -> Certificates | None:
-        """Return the new certificates if the files have changed since the last call, or None.
+        """Return the new certificates if the files have changed since the last call. Otherwise, return None.
 
         While the new files are not valid, for example because only one of them has been replaced, the
         old certificates stay in use. The files are checked at most once a second.

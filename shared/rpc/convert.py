@@ -1,6 +1,6 @@
 """Converts `OutriderError` to and from its two wire formats.
 
-The formats are common.v1.ErrorDetail inside a stream, and google.rpc.Status at the end of a call.
+Inside a stream, an error is a ``common.v1.ErrorDetail``. At the end of a call, it is a ``google.rpc.Status``.
 """
 
 from __future__ import annotations
@@ -66,10 +66,10 @@ def error_from_proto(detail: common_pb2.ErrorDetail) -> OutriderError:
 
 
 def error_to_status(error: OutriderError) -> status_pb2.Status:
-    """Return the error as google.rpc.Status.
+    """Convert an `OutriderError` to a ``google.rpc.Status``.
 
     The status details always contain ErrorInfo. They contain BadRequest if the error names a field, and
-    RetryInfo if it names a delay.
+    RetryInfo if the error names a delay.
     """
     metadata = {"http_status": str(error.code.value)}
     details = [
@@ -87,9 +87,9 @@ def error_to_status(error: OutriderError) -> status_pb2.Status:
 
 
 def error_from_status(status: status_pb2.Status, code: grpc.StatusCode) -> OutriderError:
-    """Return the error in a google.rpc.Status.
+    """Convert a ``google.rpc.Status`` to an `OutriderError`.
 
-    `code` is the status code of the call, which determines the kind of error if the peer sent no ErrorInfo.
+    `code` is the status code of the call. It determines the kind of error if the peer sent no ErrorInfo.
     """
     error = OutriderError(status.message, code=CODE_OF_STATUS.get(code, ErrorCode.INTERNAL))
     for detail in status.details:

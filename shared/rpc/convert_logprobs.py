@@ -7,7 +7,7 @@ from outrider.shared.base.logit_rules import LogitRules, LogprobParams, TokenLog
 
 
 def rules_from_proto(options: common_pb2.SamplingOptions) -> LogitRules:
-    """Return the rules of a request. A field that is absent leaves its rule neutral.
+    """Return the logit rules of a request message. A rule whose field is absent changes nothing.
 
     Raises:
         InvalidRequestError: A value is outside its range. The error names the field.

@@ -1,14 +1,14 @@
 """Client side of low-latency bidirectional gRPC streams, with fewer thread switches than grpcio's streams.
 
 In grpcio's own streams, each side passes a message between threads three times, and each thread must first
-get the GIL. Here, the sending thread itself starts the send operation in gRPC's core. The thread that
-receives the core's completion event handles the message:
+get the GIL. Here, the sending thread itself starts the send operation in gRPC's C core ("core" below). The
+thread that receives the core's completion event handles the message:
 
     client to server   sending thread → core ~~~ core → server's polling thread, which calls `on_message`
     server to client   sending thread → core ~~~ core → client's thread in `receive`
 
-`shared.rpc.direct_server` contains the server side. Client and server use the layer below grpcio's public
-interface (`grpc._cython.cygrpc`), as grpcio's own calls do. They send the same bytes as grpcio does.
+`shared.rpc.direct_server` contains the server side. Like grpcio's own calls, both sides use the layer below
+grpcio's public interface (`grpc._cython.cygrpc`). The bytes on the network are the same as with grpcio.
 """
 
 from __future__ import annotations
@@ -73,15 +73,17 @@ class _Tag(Enum):
 
 
 class ClientStream:
-    """A call of a bidirectional method. The call starts when the object is created.
+    """Client side of one bidirectional gRPC call. The call starts when this object is created.
 
-    `send` and `cancel` may be called from any thread. Two threads may read:
+    Any thread may call `send` and `cancel`. Two threads may read messages:
 
     - The reader: one fixed thread, always in `receive`.
-    - The borrower: another thread, e.g. the engine's, in `receive_within`. While the borrower reads, the
-      reader only enforces the borrower's deadline, because the core's wait for events has no timeout.
+    - The borrower: another thread, e.g. the engine thread, in `receive_within`. While the borrower reads, the
+      reader only enforces the borrower's deadline, because gRPC's C core cannot wait for events with a
+      timeout.
 
-    How the borrower takes the stream and returns it, in time order:
+    The diagram shows in time order how the borrower takes the stream and returns it. `LOOK` is an event that
+    one thread posts to wake the other thread:
 
         borrower                              reader
                                               in `receive`, waits for events
@@ -94,8 +96,8 @@ class ClientStream:
 
     Args:
         channel: Made by `connect`.
-        method: ``/package.Service/Method``.
-        poll_window: Decides whether a wait polls or sleeps.
+        method: Name of the gRPC method, ``/package.Service/Method``.
+        poll_window: Decides whether waits for messages poll or sleep.
     """
 
     def __init__(self, channel: grpc.Channel, method: str, poll_window: PollWindow) -> None:
@@ -173,11 +175,11 @@ class ClientStream:
         self.look()  # without a reading thread, the event that ends the current send would stay unprocessed
 
     def receive(self) -> bytes | None:
-        """Wait for the next message that the borrower does not read. Only the reader may call this method.
+        """Wait for the next message. Only the reader, which is one fixed thread, may call this method.
 
-        Return None if the stream ended with status OK.
-
-        The next call of `receive` means that the reader has handled the previous message.
+        A message that another thread reads in `receive_within` is not returned here. The result is None if
+        the stream ended with status OK. With its next call, the reader confirms that it has handled the
+        previous message.
 
         Raises:
             StreamEndedError: The stream ended with another status.
@@ -210,10 +212,10 @@ class ClientStream:
         )
 
     def receive_within(self, seconds: float) -> bytes | None:
-        """Wait for the next message for at most `seconds`.
+        """Wait for the next message for at most `seconds`, on a thread other than the reader.
 
-        Return None if no message arrived in time, if the reader handled a message in the meantime, or if the
-        stream has ended. In the last case, `receive` reports the status.
+        Return None in three cases: no message arrived in time, the reader (the thread in `receive`) handled a
+        message in the meantime, or the stream has ended. After the end, `receive` reports the status.
         """
         deadline = time.monotonic() + seconds
         with self._lock:
@@ -251,12 +253,11 @@ class ClientStream:
         return messages
 
     def look(self) -> None:
-        """Process the events that the core has finished, without waiting.
+        """Process, without waiting, the operations of this stream that gRPC's C core has completed.
 
-        Does nothing while another thread reads, because that thread processes them.
-
-        May be called from any thread. Starts to send the next queued message, updates `ended`, and keeps
-        received messages for the next reading call.
+        The method updates `ended`, starts to send the next queued message, and keeps received messages for
+        the next call that reads. While another thread reads, the method does nothing, because that thread
+        processes the operations. Any thread may call this method.
         """
         if not self._reading.acquire(blocking=False):
             return

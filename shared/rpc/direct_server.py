@@ -21,23 +21,23 @@ _NO_CALLBACKS: _Callbacks = (None, ())
 
 
 class ServerStream:
-    """Exchanges the messages of a bidirectional call, except the first ones. grpcio exchanges those.
+    """Server side of one bidirectional gRPC call. grpcio itself exchanges the call's first messages.
 
-    The call's handler is an ordinary grpcio handler:
+    The handler of the call is an ordinary grpcio handler:
 
     1. It reads the first messages from its iterator, and yields at least one reply.
-    2. It calls `start`. From then on, it neither reads nor yields.
-    3. It calls `flush` before it returns or raises.
+    2. It calls `start` on this object. From then on, it neither reads nor yields.
+    3. It calls `flush` on this object before it returns or raises.
 
     Args:
-        context: The call's context.
+        context: grpcio's context of the call.
         on_message: Called with every further message, one at a time, on the server's only polling thread.
-            While it blocks, all other calls of the server wait. The draft's `on_message` may wait for the
-            draft's GPU, which finishes after one pass.
+            While this function blocks, all other calls of the server wait. A wait for one forward pass of a
+            draft's GPU is short enough.
         on_end: Called at least once after the stream's end, on any thread. The argument is the exception that
             `on_message` raised, or None if the peer has ended the stream.
-        max_unsent: Largest number of messages to queue for a peer that does not read. The next message ends
-            the stream.
+        max_unsent: Largest number of messages to queue for a peer that does not read. If the queue is full,
+            the next message ends the stream.
         poll_window: Decides whether the server's polling thread busy-polls or sleeps while it waits.
     """
 
@@ -74,7 +74,7 @@ class ServerStream:
         May be called from any thread, after the handler's first reply.
 
         Args:
-            message: The bytes.
+            message: The bytes of the message.
             then: Called on the server's polling thread when the message is on its way. Never called if the
                 stream ends earlier.
         """

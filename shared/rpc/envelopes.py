@@ -1,11 +1,11 @@
-"""Encodes and decodes messages of a few numbers and one blob. Copies the blob as rarely as possible.
+"""Encodes and decodes protobuf messages that consist of a few numbers and one blob, with few copies.
 
-A protobuf message class copies a blob two or three times when the message is sent, and again when it is
-received. Here, the bytes around the blob are encoded in advance. Sending then copies the blob once, and
+A protobuf message class copies a blob two or three times when the message is sent, and again when the message
+is received. Here, the bytes around the blob are encoded in advance. Sending then copies the blob once, and
 receiving returns a view.
 
-The encoded bytes are those that protobuf would produce. The blob must be the last field of an inner message,
-and the inner message must be the only field of the message that is sent.
+The encoded bytes are the same as those of protobuf. The blob must be the last field of an inner message, and
+the inner message must be the only field of the message that is sent.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ LENGTHS_KEPT = 1024
 
 @dataclass(frozen=True, slots=True)
 class Envelope:
-    """The bytes around the blob of one message.
+    """The encoded bytes around the blob of one protobuf message.
 
     Attributes:
         outer_tag: Tag bytes of the outer message's only field.
@@ -44,7 +44,7 @@ class Envelope:
 
     @staticmethod
     def around(outer_field: int, others: bytes, blob_field: int) -> Envelope:
-        """Make an envelope.
+        """Encode the bytes around the blob of a message.
 
         Args:
             outer_field: Field number of the inner message in the message that is sent.

@@ -1,8 +1,8 @@
-"""gRPC interceptors that turn an `OutriderError` into a status, and the functions that restore it in clients.
+"""gRPC interceptors that turn an `OutriderError` into a status, and functions that undo this in clients.
 
-Servicers raise `OutriderError`. They never call ``context.abort``, because that call raises a bare Exception,
-which broad handlers swallow. A request message that does not parse becomes INVALID_ARGUMENT. Any other
-exception becomes INTERNAL, and its traceback appears only in this service's log.
+Servicers raise `OutriderError`. They never call ``context.abort``, because this call raises a bare
+`Exception` that broad handlers would swallow. A request message that does not parse becomes INVALID_ARGUMENT.
+Any other exception becomes INTERNAL. The traceback of such an exception appears only in this service's log.
 """
 
 from __future__ import annotations

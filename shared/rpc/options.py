@@ -21,11 +21,11 @@ def _limits(max_message_bytes: int, max_received_bytes: int | None = None) -> Op
 def server_options(
     max_message_bytes: int = INTERNAL_MESSAGE_LIMIT, max_received_bytes: int | None = None
 ) -> Options:
-    """Return the server's options.
+    """Return the options of a gRPC server.
 
     `max_received_bytes` is the largest message to receive. With None, it equals the limit of sent messages.
-    The options allow keepalive pings on quiet streams, which close the connection with gRPC's defaults
-    (GOAWAY, too_many_pings).
+    The options allow keepalive pings on quiet streams. With gRPC's defaults, such pings would close the
+    connection (GOAWAY, too_many_pings).
     """
     return [
         *_limits(max_message_bytes, max_received_bytes),

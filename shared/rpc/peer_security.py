@@ -1,6 +1,6 @@
-"""TLS and the shared token between services, for TCP addresses only.
+"""TLS and the shared token between the services, for TCP addresses only.
 
-The command line imports this file for its flags, so gRPC is imported only where it is used.
+This module imports gRPC only inside functions, because the command line imports this module for its flags.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class PeerSecurity:
         ca: PEM certificates of the authority that signed the peers' certificates. A server with a CA requires
             client certificates (mTLS). A client with a CA connects by TLS.
         token: Secret that all services share. A server with a token refuses calls without it.
-        files: The files of the certificates, which may change while the service runs. None if the
-            certificates are not from files.
+        files: The files from which the certificates were read. These files may change while the service runs.
+            None if the certificates are not from files.
     """
 
     certificate: bytes = field(default=b"", repr=False)
@@ -53,10 +53,10 @@ class PeerSecurity:
         return bool(self.certificate and (self.token or self.ca))
 
     def server_credentials(self) -> grpc.ServerCredentials | None:
-        """Return the credentials of a server, or None if there is no certificate.
+        """Return gRPC's credentials for a server, or None if there is no certificate.
 
-        If the certificates are from files, every handshake uses the current contents of the files, if these
-        are valid.
+        If the certificates are from files, every TLS handshake uses the current contents of the files. While
+        these contents are not valid, the earlier contents stay in use.
         """
         import grpc
 
@@ -82,9 +82,9 @@ class PeerSecurity:
         )
 
     def channel_credentials(self) -> grpc.ChannelCredentials | None:
-        """Return the credentials of a channel, including the token, or None if there is no CA.
+        """Return gRPC's credentials for a channel, including the token, or None if there is no CA.
 
-        A channel keeps the certificates that it was opened with.
+        A channel keeps the certificates with which it was opened, even if their files change.
         """
         import grpc
 
@@ -123,7 +123,7 @@ def of_this_process() -> PeerSecurity:
 
 
 def refusal_of(code: str, details: str) -> str:
-    """Return why a peer does not trust this service or is not trusted by it, or an empty text.
+    """Return the reason if a call failed because one side does not trust the other. Otherwise, return "".
 
     Args:
         code: Name of the gRPC status with which a call failed.
@@ -152,13 +152,14 @@ def refusal_of(code: str, details: str) -> str:
 def load_security(
     certificate: Path | None, key: Path | None, ca: Path | None, token: Path | None, prefix: str = "peer_"
 ) -> PeerSecurity:
-    """Read the files of a service's settings.
+    """Read the certificate, key and token files that are named in a service's settings.
 
     Args:
-        certificate: PEM certificate chain.
-        key: PEM private key. Other users must not be able to read the file.
-        ca: PEM certificates of the authority.
-        token: File with the token. Other users must not be able to read the file.
+        certificate: File with the PEM certificate chain of this service, or None.
+        key: File with the PEM private key, or None. Other users must not be able to read the file.
+        ca: File with the PEM certificates of the authority, or None.
+        token: File with the token that all services share, or None. Other users must not be able to read the
+            file.
         prefix: Text before the names of the settings in error messages.
 
     Raises:

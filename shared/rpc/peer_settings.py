@@ -28,7 +28,7 @@ class PeerSettings(TracedSettings):
     )
 
     def peer_security(self) -> PeerSecurity:
-        """Read the certificates, the key and the token from their files.
+        """Read the service's certificates, key and token from their files.
 
         Raises:
             ConfigurationError: A file cannot be read, is not valid, or can be read by other users.
@@ -48,11 +48,11 @@ class ListenerSettings(PeerSettings):
     )
 
     def check_listen(self, address: str) -> None:
-        """Check the address of this service, and the files.
+        """Check the listen address of this service, and its certificate, key and token files.
 
         Raises:
-            ConfigurationError: A file is wrong (`peer_security`), or other hosts could reach the address
-                although the certificate or the token is missing.
+            ConfigurationError: One of these files is not valid (see `peer_security`), or other hosts could
+                reach the address although the certificate or the token is missing.
         """
         trusted = self.peer_security().guards_servers
         check_listen_address(address, "listen", allow_remote=self.insecure or trusted)

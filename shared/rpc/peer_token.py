@@ -1,6 +1,6 @@
 """The shared token of the services: checks it in servers, and adds it to calls on channels without TLS.
 
-The token is part of a call's metadata. The credentials of a channel with TLS add the token themselves
+The token is sent in the metadata of a call. On channels with TLS, the channel's credentials add the token
 (`peer_security`).
 """
 
@@ -22,7 +22,7 @@ _metadata_of: WeakKeyDictionary[grpc.Channel, Metadata] = WeakKeyDictionary()
 
 
 def check_token(token: str, details: grpc.HandlerCallDetails) -> None:
-    """Check the token of a call in constant time. Health checks need no token.
+    """Check the token of a gRPC call in constant time. Health checks need no token.
 
     Raises:
         OutriderError: The token is missing or wrong. The code is UNAUTHENTICATED.

@@ -1,9 +1,9 @@
-"""Makes gRPC's waiting threads watch the sockets themselves and busy-poll while a message is due.
+"""Makes gRPC's waiting threads watch the sockets themselves, and busy-poll while they expect a message.
 
 By default, the threads of grpcio's event engine watch the sockets, and wake the waiting Python thread. On a
 virtual machine, waking a sleeping core takes 150 µs. Between target and draft, the waiting thread therefore
-watches the sockets itself (`watch_sockets`), and does not sleep while a message is due within milliseconds
-(`PollWindow`). The polling loop is C code that does not hold the GIL.
+watches the sockets itself (`watch_sockets`). It does not sleep while a message is expected within
+milliseconds (`PollWindow`). The polling loop is C code that does not hold the GIL.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ def watch_sockets() -> None:
 
 
 class PollWindow:
-    """Decides whether the waits of this process poll or sleep.
+    """Decides whether this process's waits for messages poll or sleep.
 
-    Waits sleep unless `expect` was called. A wait that is already running keeps its mode (polling or
-    sleeping) until its next event.
+    Waits sleep unless `expect` has announced a message. A wait that is already running keeps its mode
+    (polling or sleeping) until its next event.
 
     Args:
-        enabled: Whether waits may poll. With None, waits may poll if the host has enough cores and the
+        enabled: True if waits may poll. With None, waits may poll if the host has enough cores and the
             waiting threads watch the sockets themselves.
     """
 

@@ -1,15 +1,17 @@
-"""Enqueues rounds before their data arrives over gRPC. The CUDA stream waits until the host writes a word.
+"""Enqueues rounds on a GPU before their data arrives over gRPC. The GPU's stream waits for the data.
 
-The stream uses the same mailbox and words as two processes on one host (`shared.rpc.ipc.doorbells`). Here,
-however, the other side of the mailbox is this process's own CPU, which copies blobs to and from messages:
+The CUDA stream waits until the host writes a word, which is a number in host memory. The stream uses the same
+mailbox and words as two processes on one host (`shared.rpc.ipc.doorbells`). Here, however, the other side of
+the mailbox is this process's own CPU. It copies blobs from messages and to messages:
 
     peer's message arrives  →  host copies it to pinned memory  →  host writes the word  →  stream continues
 
 When a message arrives, the copies and the graph after the wait are already enqueued, so they run immediately.
 
 While a wait is enqueued or running, the host must not call anything that waits for the device, such as a
-synchronisation, an allocation or the first launch of a kernel. Otherwise, the watchdog ends the wait at its
-limit. A kernel that has run before can be launched safely on another stream; see `StreamRelay.call`.
+synchronisation, an allocation or the first launch of a kernel. Otherwise, the wait lasts until its time
+limit, when the watchdog ends it. A kernel that has run before can be launched safely on another stream; see
+`StreamRelay.call`.
 """
 
 from __future__ import annotations
@@ -61,7 +63,7 @@ class PinnedSlots:
 
 
 class StreamRelay:
-    """One end of the rounds that two processes exchange over gRPC, in a process with a GPU.
+    """One side of the rounds that two processes exchange over gRPC, in a process with a GPU.
 
     Threads:
 
@@ -149,7 +151,7 @@ class StreamRelay:
     def settle(self, number: int, num_bytes: int) -> NDArray[np.uint8]:
         """Wait until the device has copied this side's blob of a round to the host, and return the blob.
 
-        The array for round n is valid until round n + 2 is enqueued.
+        The blob of round n is valid until round n + 2 is enqueued.
         """
         self._given[number % SLOTS].synchronize()  # polls without holding the GIL
         start = self._out(number)
@@ -160,7 +162,7 @@ class StreamRelay:
 
         Args:
             number: The number of the round.
-            data: The blob. A state may lack unused rows at its end.
+            data: The bytes of the blob. A state may lack unused rows at its end.
             expand: Writes `data` to its places in the slot. With None, `data` is copied to its start.
 
         Raises:
@@ -179,10 +181,10 @@ class StreamRelay:
         self._peer.give(number)
 
     def release(self, number: int) -> None:
-        """End the wait for a round without a blob.
+        """End the stream's wait for a round, although the peer's blob has not arrived.
 
-        The reader of the slot detects this, because the header in the slot still contains the number of an
-        earlier round.
+        The reader of the mailbox's slot detects this, because the header in the slot still contains the
+        number of an earlier round.
         """
         self._peer.give(number)
 

@@ -31,11 +31,12 @@ NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
 class PatientHealth(health.HealthServicer):  # type: ignore[misc]  # the library has no types
-    """Health checks whose watchers may leave at any time.
+    """gRPC health service whose watchers may disconnect at any time.
 
-    grpc's health library removes a watcher under a lock, on the thread that also completes sends. It holds
-    the same lock while it waits until a status has been sent. A watcher that leaves at that moment would
-    therefore block the whole server. This class removes watchers on the threads of the health checks instead.
+    grpc's own health service removes a watcher under a lock, on the thread that also completes sends. It
+    holds the same lock while it waits until a status has been sent. A watcher that disconnects at that moment
+    would therefore block the whole server. This class removes watchers on the threads of the health checks
+    instead.
     """
 
     def __init__(self) -> None:
@@ -139,12 +140,13 @@ def sync_server(
     interceptors: Sequence[grpc.ServerInterceptor] = (),
     security: PeerSecurity | None = None,
 ) -> SyncServer:
-    """Build and bind a threaded server.
+    """Build a gRPC server that uses threads, and bind it to its address.
 
     Args:
         address: ``host:port`` (port 0 picks a free one) or ``unix:/path``, whose file gets mode 0600.
         servicers: The servicers to add.
-        service_names: Full names, e.g. ``outrider.target.v1.Target``, for health and reflection.
+        service_names: Full names of the services, e.g. ``outrider.target.v1.Target``, for health and
+            reflection.
         max_workers: Number of threads. Every open stream occupies one thread.
         max_message_bytes: Largest message to send or receive, in bytes.
         interceptors: Interceptors that run inside the error interceptor, so they may raise `OutriderError`.
@@ -179,10 +181,10 @@ def aio_server(
     interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
     security: PeerSecurity | None = None,
 ) -> AioServer:
-    """Build and bind an asyncio server.
+    """Build a gRPC server for asyncio, and bind it to its address.
 
-    Call this inside the running loop. `max_received_bytes` is the largest message to receive, by default
-    `max_message_bytes`. The other arguments and the errors are those of `sync_server`.
+    Call this inside the running event loop. `max_received_bytes` is the largest message to receive, by
+    default `max_message_bytes`. The other arguments and the errors are those of `sync_server`.
     """
     security = _applied(security, address)
     checks = [AioTokenCheck(security.token)] if security.token else []

@@ -39,7 +39,7 @@ def offer_to(reply: target_pb2.GetInfoReply) -> None:
 
 
 def agree_with_target(reply: target_pb2.GetInfoReply) -> frozenset[TargetFeature]:
-    """Return the features that this gateway and the target that sent `reply` both support.
+    """Return the features that both this gateway and the target support, according to its `reply`.
 
     If a target sends no range of versions, it supports version 1 without features. Unknown features are
     ignored.

@@ -1,8 +1,8 @@
 """Converts tensors to and from protobuf: one inline `TensorData`, or a stream of `TensorChunk`s for weights.
 
-Every field of a received message is checked before use: the dtype, whether the shape matches the number of
-bytes, the order of chunks, size limits, and the SHA-256. The gateway must not import this module, because the
-module imports torch.
+Every field of a received message is checked before use: the dtype, the shape, the number of bytes, the order
+of chunks, the size limits, and the SHA-256. The gateway must not import this module, because the module
+imports torch.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ def wire_dtype(dtype: torch.dtype) -> common_pb2.DataType.ValueType:
 
 
 def torch_dtype(wire: int, name: str = "tensor") -> torch.dtype:
-    """Return the torch dtype of a protobuf value.
+    """Return the torch dtype for a dtype value in a protobuf message.
 
     Raises:
         ProtocolError: This build does not support the value. The error text begins with `name`, the name of
-            the field.
+            the message's field.
     """
     dtype = DTYPE_OF_WIRE.get(wire)
     if dtype is None:
@@ -59,7 +59,7 @@ def torch_dtype(wire: int, name: str = "tensor") -> torch.dtype:
 
 
 def on_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy of a tensor in host memory, or the tensor itself if it is there already.
+    """Return a copy of a tensor in host memory, or the tensor itself if the tensor is there already.
 
     Copies from a GPU use pinned memory, which torch caches.
     """
@@ -96,13 +96,13 @@ def fill_tensor(data: common_pb2.TensorData, tensor: torch.Tensor) -> None:
 
 
 class TensorWriter(Protocol):
-    """Writes rows into a message, or into memory that the reader of the message has mapped.
+    """Interface to send tensors: writes rows into a message, or into memory that the reader has mapped.
 
-    Used by one thread at a time.
+    Only one thread at a time may use a writer.
     """
 
     def write(self, parts: Sequence[torch.Tensor]) -> common_pb2.TensorData:
-        """Return the message for ``[rows, columns]`` tensors of one dtype, which are concatenated by rows.
+        """Concatenate tensors ``[rows, columns]`` of one dtype by rows, and return the message for them.
 
         The caller may change the tensors after this call.
         """
@@ -116,7 +116,7 @@ class TensorReader(Protocol):
         """Return the ``[rows, columns]`` tensor of a message as a new tensor.
 
         Raises:
-            ProtocolError: The data is malformed, or its message uses another transport than this reader. The
+            ProtocolError: The data is malformed, or the message uses another transport than this reader. The
                 error text begins with `name`, the name of the field.
         """
         ...
@@ -127,7 +127,7 @@ class TensorReader(Protocol):
 
 
 class InlineTensors:
-    """The `TensorWriter` and `TensorReader` for messages that contain the tensor's bytes.
+    """A `TensorWriter` and `TensorReader` for messages that contain the tensors' bytes.
 
     Args:
         device: Device of the tensors that `read` returns. If it is a GPU, `read` enqueues the copy and does
@@ -156,11 +156,11 @@ def decode_tensor(
     columns: int | None = None,
     device: torch.device = CPU,
 ) -> torch.Tensor:
-    """Return the tensor of an inline message as a new tensor.
+    """Return the tensor whose bytes a message contains, as a new tensor.
 
     Args:
         data: The message.
-        name: Name of the tensor, for errors.
+        name: Name of the tensor, for error messages.
         columns: If given, the shape of the tensor must be ``[rows, columns]``, with any number of rows.
         device: Device of the result. On a GPU, the tensor is ready in stream order. The copy uses pinned
             memory, which torch caches.

@@ -53,7 +53,7 @@ A peer of version 2 has no slots (`shared.spec.resident`), so rounds with this p
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """The versions and features that one side supports.
+    """An offer: the protocol versions and features that one side, target or draft, supports.
 
     Attributes:
         side: The side that makes the offer.
@@ -73,7 +73,7 @@ class Offer:
 
     @classmethod
     def of(cls, message: draft_pb2.Hello | draft_pb2.HelloAck) -> Offer:
-        """Read the offer in a peer's Hello or HelloAck.
+        """Read the offer in a Hello or HelloAck message of a peer.
 
         If a peer sends no range, it supports only its `protocol_version`. Unknown features are ignored.
 
@@ -106,13 +106,13 @@ class Offer:
         return cls(side, lowest, highest, frozenset(feature for feature in Feature if feature in sent))
 
     def write(self, message: draft_pb2.Hello | draft_pb2.HelloAck, version: int) -> None:
-        """Write this offer into Hello or HelloAck.
+        """Write this offer into a Hello or HelloAck message.
 
         Args:
             message: The message to complete.
             version: Value of `protocol_version`. In HelloAck, it is the agreed version. In Hello, it is the
-                lowest supported version, because releases that send no range accept only their own version
-                there.
+                lowest supported version, because old releases, which send no range, accept only their own
+                version in Hello.
         """
         message.protocol_version = version
         message.min_version, message.max_version = self.min_version, self.max_version
@@ -130,7 +130,7 @@ class Offer:
 
 @dataclass(frozen=True, slots=True)
 class Agreed:
-    """The version and the features that two sides have agreed on.
+    """The protocol version and the features that target and draft have agreed on.
 
     Attributes:
         version: The highest version that both sides support.
@@ -146,7 +146,9 @@ class Agreed:
 
 
 def agree(theirs: Offer, ours: Offer) -> Agreed:
-    """Return the highest common version and the common features. Both sides get the same result.
+    """Return the highest common version and the common features of two offers.
+
+    Target and draft get the same result.
 
     Raises:
         ProtocolError: There is no common version. The message names both ranges and the side to update.
@@ -164,7 +166,7 @@ def agree(theirs: Offer, ours: Offer) -> Agreed:
 
 
 def agree_with_ack(ack: draft_pb2.HelloAck) -> Agreed:
-    """Return the version and features that this target and the draft that sent `ack` have agreed on.
+    """Return the version and features on which this target and the sender of `ack`, a draft, agree.
 
     Raises:
         ProtocolError: There is no common version, or the draft did not choose the highest one.

@@ -39,15 +39,15 @@ class Algorithm(Enum):
 
     @property
     def needs_draft(self) -> bool:
-        """Whether a draft folder is required.
+        """True if the algorithm requires a folder with a draft model.
 
-        Some algorithms need no draft folder, because they use no draft model or the target's own checkpoint.
+        Other algorithms use no draft model, or use layers of the target's own checkpoint.
         """
         return self in (Algorithm.AUTO, Algorithm.STANDALONE)
 
 
 def check_given(asked: Algorithm, draft: Path | None, target_weights: Path | None) -> None:
-    """Check those rules of the draft settings that need no look into the model folders.
+    """Check the draft settings, as far as this is possible without reading the model folders.
 
     Raises:
         ConfigurationError: The settings contradict each other, or a setting is missing. The message names the

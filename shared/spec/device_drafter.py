@@ -12,11 +12,12 @@ from outrider.shared.spec.tree import DraftBatch, DraftShape
 
 
 class SeatedGroup(Protocol):
-    """Sessions that draft together in one round, with one tree shape.
+    """Draft sessions that draft together in one round, with the same tree shape.
 
     Attributes:
-        key: Identifies everything that a recorded graph of `draft` depends on, except the sizes that were
-            passed to `seat`. The key also identifies the addresses of the drafter's static tensors.
+        key: Identifies everything that a recorded CUDA graph of `draft` depends on, except the sizes that
+            were passed to `DeviceDrafter.seat`. The key also identifies the addresses of the drafter's static
+            tensors.
         refused: Indices of sessions that cannot draft in this round, because memory is short.
     """
 
@@ -30,30 +31,32 @@ class SeatedGroup(Protocol):
     def draft(self, rows: GroupRows) -> DraftBatch:
         """Enqueue one round of drafting: process the sessions' new tokens and features, then grow the trees.
 
-        For each session, `rows.counts` is the number of new tokens and features.
+        For each session, `counts` of the argument `rows` is the number of new tokens. The number of new
+        feature rows is the same.
 
-        A CUDA graph must be able to capture this method. It never synchronises with the host or branches on
-        the contents of tensors. During a capture, all rows are idle, and this method must not write data that
-        a later call would read.
+        A CUDA graph must be able to capture this method. An implementation must therefore not synchronise
+        with the host or branch on the contents of tensors. During a capture, all rows are idle. The method
+        must then not write data that a later call would read.
 
         Returns:
-            ``[G, N]`` trees, where N is the shape's `max_nodes` and node 0 is the root. Idle rows have
-            ``num_nodes`` 1. `DraftBatch.logprobs` may be None.
+            One tree for each of the group's G rows, in tensors ``[G, N]``. N is the tree shape's `max_nodes`,
+            and node 0 of a tree is the root. Idle rows have ``num_nodes`` 1. `DraftBatch.logprobs` may be
+            None.
         """
         ...
 
 
 class DeviceDrafter(Protocol):
-    """The part of a `Drafter` that drafts on the target's device, in stream order. Engine thread only.
+    """Interface of a drafter that drafts on the target's device, in stream order. Engine thread only.
 
-    The tokens and features of one round are the next round's input on the device, so a round is drafted
-    before the host has read the previous one. A session that did not draft in the last round lacks feature
-    rows. `lacking` returns their positions, and `catch_up` processes them, so that the session can draft
-    again.
+    The tokens and feature rows of one round stay on the device, as input of the next round. A round is
+    therefore drafted before the host has read the results of the previous round. A session that did not draft
+    in the last round lacks feature rows. `lacking` returns the positions of the missing rows. `catch_up`
+    processes these rows, so that the session can draft again.
     """
 
     def lacking(self, session_id: int) -> range | None:
-        """Return the positions of the feature rows that a session needs before it can draft.
+        """Return the positions of the feature rows that a draft session lacks and needs before it can draft.
 
         Returns:
             A range of positions, which is empty if no row is missing. None if the session is unknown.
@@ -76,7 +79,7 @@ class DeviceDrafter(Protocol):
         batch_size: int,
         columns: int,
     ) -> SeatedGroup:
-        """Prepare sessions for one round: reserve the memory that they need.
+        """Prepare draft sessions for one round: reserve the memory that they need.
 
         Args:
             session_ids: The sessions. Session i drafts in row i of the group. If there are no sessions, all
@@ -85,16 +88,16 @@ class DeviceDrafter(Protocol):
                 start of the round.
             shape: Shape of every tree.
             batch_size: G, the number of rows of the group. Rows after the sessions are idle.
-            columns: Largest number of tokens that a session may have chosen in the last round.
+            columns: Largest number of tokens that the last round may have added to a session.
         """
         ...
 
     def committed(self, session_id: int, tokens: Sequence[int], *, drafted: bool) -> None:
-        """Receive the tokens that a pass chose, after the host has read them.
+        """Pass to the drafter the tokens that a verify pass chose for a session, as read by the host.
 
         Args:
             session_id: The session. Unknown sessions are ignored.
-            tokens: The tokens, without tokens after a stop.
-            drafted: True if the session drafted in that round.
+            tokens: The chosen tokens. Tokens after a stop are left out.
+            drafted: True if the session had a draft tree in this pass.
         """
         ...

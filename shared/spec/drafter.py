@@ -58,7 +58,7 @@ class FeatureSpec:
 
 @dataclass(frozen=True, slots=True)
 class SequenceOpen:
-    """A request that the drafter start to follow a sequence, so that it can draft for the sequence.
+    """A request to the drafter to follow a new sequence, so that it can draft for this sequence.
 
     The sequence's features are sent with `Drafter.features`. Its first chosen token is sent with
     `Drafter.commit`.
@@ -70,10 +70,11 @@ class SequenceOpen:
         seed, temperature, choice_index: Parameters of the target's sampling noise, for coupled drafting.
         traceparent: W3C trace context of the target's span for the request. Empty if the request is not
             traced.
-        cache_salt: The drafter may keep what it computes for later sequences with the same salt. With None,
-            it keeps and reuses nothing.
+        cache_salt: Text that separates sequences that must not share stored work. The drafter may store its
+            K/V of this sequence, and reuse it only for sequences with the same salt. With None, the drafter
+            stores and reuses nothing.
         stored_len: Number of leading tokens that the target has found in its prefix cache or has computed.
-            For these tokens, the drafter may reuse what it has kept of earlier sequences.
+            For these tokens, the drafter may reuse K/V that it has stored for earlier sequences.
     """
 
     fence: Fence
@@ -88,7 +89,7 @@ class SequenceOpen:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """Tokens that one round chose for one sequence.
+    """A commit: the tokens that one round chose for one sequence.
 
     Attributes:
         fence: The sequence's fence *after* the round.
@@ -117,12 +118,13 @@ class Commits:
 
 @dataclass(frozen=True, slots=True)
 class ProposalRow:
-    """One row of a `ProposalRequest`: a sequence that needs a tree.
+    """One row of a `ProposalRequest`: a sequence of the batch that needs a draft tree.
 
     The row contains the sequence's current fence, its root token, and the shape of the tree.
 
-    With `must_wait` (speculation mode ON), the row may skip rounds until its tree arrives, and the drafter
-    decides how long the row waits. Without `must_wait`, the row waits until the request's deadline at most.
+    With `must_wait` (speculation mode ON), the sequence may skip rounds until its tree arrives. The drafter
+    then decides how long the sequence waits. Without `must_wait`, the sequence waits at most until the
+    deadline of the `ProposalRequest`.
     """
 
     fence: Fence
@@ -133,7 +135,7 @@ class ProposalRow:
 
 @dataclass(frozen=True, slots=True)
 class ProposalRequest:
-    """The request for the trees of one round.
+    """The request for the draft trees of one round. Each row stands for one sequence.
 
     The engine waits at most `deadline_s` seconds for the trees of rows without `must_wait`. If `deadline_s`
     is None, the engine waits for the trees of all rows.
@@ -154,16 +156,19 @@ requests the tree again in the next round, with the same `ProposalRow`."""
 
 
 class Drafter(Protocol):
-    """Proposes trees. The engine step uses only this interface for speculation.
+    """Interface that proposes draft trees.
 
-    The methods never raise an error because the draft has failed. In that case, `propose` returns trees of
+    An engine step uses only this interface for speculation.
+
+    A failure of the draft never makes a method raise an error. After a failure, `propose` returns trees of
     one node (the root), and `fallback_reason` returns the cause. All methods except `state`, `describe` and
     `refusal` are called from the engine thread only.
 
-    Drafters inherit from this class. The members that have a default are needed by some drafters only.
+    Drafters inherit from this class. Only some drafters override the members that have a default.
 
     Attributes:
-        slots: The slots of a drafter that exchanges rounds with the target's device. None for others.
+        slots: The slots of a drafter in another process that exchanges rounds with the target's device. None
+            for all other drafters.
     """
 
     slots: ExchangedSlots | None = None
@@ -182,9 +187,9 @@ class Drafter(Protocol):
         return None
 
     def feature_spec(self) -> FeatureSpec | None:
-        """Return the features to capture, or None if they are unknown because no draft has connected yet.
+        """Return the features that the drafter needs, or None if no draft service has connected yet.
 
-        The result changes if a different draft connects.
+        The result changes if a draft service with another model connects.
         """
         ...
 
@@ -204,12 +209,13 @@ class Drafter(Protocol):
         ...
 
     def absorb(self, session_ids: Sequence[int]) -> None:
-        """Enqueue the work on these sequences' received feature rows, except on each sequence's last row.
+        """Start to process the received feature rows of sequences, except the last row of each sequence.
 
-        By default, this method does nothing, because a drafter in another process works on its own.
+        The work is enqueued, and the call does not wait for it. The call only saves time later. The drafted
+        trees are the same without it. After the call, the engine sends more feature rows of these sequences,
+        or a commit with the first token after a prompt.
 
-        Does not wait. The call only saves time later; the drafted trees are the same without it. After the
-        call, the engine sends more rows of these sequences, or a commit (the first token after a prompt).
+        By default, this method does nothing, because a drafter in another process starts by itself.
         """
         return
 
@@ -227,14 +233,14 @@ class Drafter(Protocol):
     def propose(self, request: ProposalRequest) -> DraftBatch:
         """Return one tree per row, on the target's device.
 
-        Waits as long as `ProposalRow` and `ProposalRequest` allow. A preceding `announce` is optional. If a
-        row's fallback reason is `AWAITED`, its request stays open after the call, and its tree may still
-        arrive.
+        Waits as long as `ProposalRow` and `ProposalRequest` allow. A preceding call of `announce` is
+        optional. If the fallback reason of a row is `AWAITED`, the tree of this row may still arrive after
+        the call.
         """
         ...
 
     def saved(self, seconds: float) -> None:
-        """Note that trees have saved time, which waits for later trees may lose again.
+        """Report to the drafter time that draft trees have saved. Waits for later trees may use up this time.
 
         By default, this method does nothing, because only a drafter in another process can be late.
 
@@ -244,7 +250,7 @@ class Drafter(Protocol):
         return
 
     def wants_reopen(self) -> Sequence[int]:
-        """Return the ids of sessions that the draft has lost, and clear the list.
+        """Return the ids of the sessions that the draft service has lost, and clear this list of ids.
 
         A draft loses a session by a restart, an eviction or a fence mismatch.
 

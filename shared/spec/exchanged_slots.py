@@ -1,4 +1,4 @@
-"""The slots of a drafter in another process. The target's device sends states and receives trees.
+"""Interface to the slots of a drafter in another process: the target's device sends states, receives trees.
 
 `shared.spec.resident` defines the terms state, slot, group and tree.
 """
@@ -15,12 +15,12 @@ from outrider.shared.spec.tree import DraftBatch, DraftShape
 
 @dataclass(frozen=True, slots=True)
 class ExchangedGroup:
-    """The sessions that draft with the same tree shape in a round.
+    """A group of slots: the draft sessions that draft with the same tree shape in a round.
 
     Attributes:
         shape: Shape of every tree.
         batch_size: Number of rows. Rows after the sessions are idle.
-        columns: Largest number of tokens that a session may have chosen in the last pass.
+        columns: Largest number of tokens that the last pass may have added to a session.
         session_ids: The session of each row.
         committed_upper: For each session, an upper bound of the number of its committed tokens at the start
             of the round.
@@ -39,12 +39,12 @@ class ExchangedGroup:
 
 
 class ExchangedRound(Protocol):
-    """One round whose trees come from another process.
+    """One round whose draft trees come from another process.
 
     Attributes:
         number: The number of the round, at least 1.
         states: The state of each group. The caller fills the states in stream order before `exchange`.
-        refused: Sessions that cannot draft in this round. Their rows must be idle.
+        refused: Ids of sessions that cannot draft in this round. The rows of these sessions must be idle.
     """
 
     number: int
@@ -52,7 +52,7 @@ class ExchangedRound(Protocol):
     refused: Collection[int]
 
     def exchange(self, limit_s: float | None, ahead: bool) -> None:
-        """Send the states and receive the trees, in stream order. Never captured.
+        """Send the round states and receive the draft trees, in stream order. Never part of a CUDA graph.
 
         Some implementations block the host until the trees have arrived, and others only enqueue the wait. If
         the trees do not arrive within the limit, `trees` returns trees of one node.
@@ -72,7 +72,7 @@ class ExchangedRound(Protocol):
 
 
 class ExchangedSlots(Protocol):
-    """The slots of a drafter in another process, and the rounds of the sessions in them.
+    """The slots of a drafter in another process, and the rounds of the sessions in these slots.
 
     Engine thread only. After every `ExchangedRound.exchange`, call `send_state` and `receive_trees`, even if
     the work enqueued between these calls raises an error.
@@ -84,9 +84,9 @@ class ExchangedSlots(Protocol):
         ...
 
     def are_open(self) -> bool:
-        """Return True if rounds can be exchanged now. Must be cheap, because every step calls it.
+        """Return True if rounds can be exchanged now. Implementations must be cheap: every step calls this.
 
-        False without a connection, and during the pause after late rounds or a fault.
+        The result is False without a connection, and during the pause that follows late rounds or a fault.
         """
         ...
 
@@ -102,9 +102,9 @@ class ExchangedSlots(Protocol):
         ...
 
     def begin(self, groups: Sequence[ExchangedGroup]) -> ExchangedRound | None:
-        """Announce the next round to the drafter. A session without a slot gets one.
+        """Announce the next round to the drafter. Each session without a slot gets a slot.
 
-        Before this call, the caller must send the drafter all committed tokens and feature rows of the
+        Before this call, the caller must send the drafter the committed tokens and feature rows of all
         sessions without a slot, as far as the host has read them.
 
         Returns:
@@ -119,7 +119,7 @@ class ExchangedSlots(Protocol):
             session_id: The session. Sessions without a slot are ignored.
             number: The number of the round in which the session drafted; 0 if it did not draft.
             base_len: Number of committed tokens before `tokens`.
-            tokens: The tokens, without tokens after a stop.
+            tokens: The chosen tokens. Tokens after a stop are left out.
         """
         ...
 
@@ -138,7 +138,8 @@ class ExchangedSlots(Protocol):
     def measure(self, *, exchanged: bool) -> None:
         """Measure the time between rounds.
 
-        Called after the host has read a pass. `exchanged` is True if the pass was a round of these slots.
+        The caller calls this method after the host has read the results of a verify pass. `exchanged` is True
+        if this pass was a round of these slots.
         """
         ...
 

@@ -12,10 +12,9 @@ MASK_64 = (1 << 64) - 1
 
 
 def extend_prefix_hash(prefix_hash: int, token_ids: Iterable[int]) -> int:
-    """Extend the FNV-1a 64-bit hash of a token sequence. The hash of no tokens is `FNV_OFFSET`.
+    """Extend the FNV-1a 64-bit hash of a token sequence by more tokens. The empty hash is `FNV_OFFSET`.
 
-    Each id is hashed as four little-endian bytes. To extend the hash, target and draft need only the new
-    tokens.
+    Each token id is hashed as four little-endian bytes. The earlier tokens are not needed to extend the hash.
     """
     for token_id in token_ids:
         for byte in struct.pack("<I", token_id):
@@ -27,8 +26,9 @@ def extend_prefix_hash(prefix_hash: int, token_ids: Iterable[int]) -> int:
 class Fence:
     """Identifies the state of a sequence at one moment.
 
-    If a message's fence differs from the receiver's fence of that sequence, the receiver drops the message,
-    and only that sequence is opened again.
+    Messages between target and draft contain a fence. If this fence differs from the receiver's own fence of
+    the sequence, the receiver drops the message. The draft session of this sequence is then opened again.
+    Other sequences are not affected.
 
     Attributes:
         session_id: Id of the sequence, unique within one target process.

@@ -1,7 +1,7 @@
-"""Device rounds between a target and a draft in another process: the states and trees that they exchange.
+"""The states and trees that a target and a draft in another process exchange in each round.
 
 The target's host enqueues each round before it reads the result of the previous round. The enqueued work
-sends the state, receives the trees and runs the verify pass.
+sends the states, receives the trees and runs the verify pass.
 
 A draft in another process implements the interface in `shared.spec.exchanged_slots`. A drafter in the
 target's own process implements the interface in `shared.spec.device_drafter`.
@@ -10,9 +10,9 @@ Terms: the root of a tree is the last committed token of its sequence, and commi
 committed tokens, including the root. A feature row is the target's hidden state at one position, in the form
 that the drafter uses (`shared.spec.drafter.FeatureSpec`).
 
-A sequence must have a *slot* at the drafter to draft in these rounds. It gets or leaves the slot between two
-rounds. The slots that draft with the same tree shape in a round form a *group*. Each round transfers two
-blobs, where G is the number of rows of a group, and N is the number of nodes of its trees:
+A sequence must have a *slot* at the drafter to draft in these rounds. A sequence gets or leaves its slot
+between two rounds. The slots that draft with the same tree shape in a round form a *group*. Each round
+transfers two blobs. G is the number of rows of a group, and N is the number of nodes of its trees:
 
     states    for each group `RoundState.packed`: header, committed_lens, counts, tokens, features
     trees     for each group: header, then int32: num_nodes [G], tokens [G, N], parents [G, N];
@@ -55,11 +55,11 @@ def _aligned(num_bytes: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class GroupLayout:
-    """Layout of one `RoundState.packed`.
+    """Memory layout of the state of one group of slots (`RoundState.packed`).
 
     Attributes:
-        counts: The binary layout of the counts.
-        columns: R, the number of columns of the state.
+        counts: Binary format of `RoundState.counts`.
+        columns: R, the number of columns of `RoundState.tokens`.
         features_start: Byte offset of the first feature row.
         row_bytes: Bytes of one feature row.
         num_bytes: Size of the state in bytes.
@@ -88,7 +88,7 @@ class GroupLayout:
 
 @dataclass(frozen=True, slots=True)
 class StateLayout:
-    """Layout of a round's states, one group after the other in one block of memory.
+    """Memory layout of a round's states: one group of slots after the other in one block of memory.
 
     A *compact* state contains the parts of this block that are in use: for each group, all bytes before the
     feature rows, and then the valid feature rows.
@@ -117,7 +117,7 @@ class StateLayout:
         return parts
 
     def expand(self, compact: Buffer, packed: memoryview) -> None:
-        """Write a compact state to its places in a block. The rest of the block stays unchanged.
+        """Write the parts of a compact state to their places in a block. Leave the rest of it unchanged.
 
         Raises:
             ProtocolError: The compact state has a wrong size. In this case, the block stays unchanged.
@@ -288,7 +288,7 @@ def trees_starts(sizes: Sequence[GroupSize]) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class TreesBlob:
-    """The trees of one group with their header, at a fixed memory address.
+    """The draft trees of one group of slots, with a header, at a fixed memory address.
 
     Attributes:
         blob: ``[n] uint8``, the whole blob. The other attributes are views of it.

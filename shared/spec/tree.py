@@ -65,7 +65,8 @@ class DraftBatch:
         parents: ``[bs, N] int32``; index of the parent node within the row, or -1 for the root.
         depths: ``[bs, N] int32``; 0 for the root.
         num_nodes: ``[bs] int32``; at least 1.
-        ancestors: ``[bs, N, words] int32``, the ancestor masks that the module docstring describes.
+        ancestors: ``[bs, N, words] int32``. In the mask of node n, bit j of word w is set if node 32·w + j is
+            node n itself or one of its ancestors.
         logprobs: ``[bs, N] fp32``, the draft's own log-probabilities, or None. Used only for tracing.
         draft_ms: Time, in milliseconds, that the draft reports for making the trees. Used only for tracing.
     """

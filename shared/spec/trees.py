@@ -15,7 +15,7 @@ WORD_BYTES = MASK_WORD_BITS // 8
 
 @dataclass(slots=True)
 class HostTree:
-    """One tree, whose node 0 is the root. Grow the tree with `add`, and add parents before their children.
+    """One draft tree in host memory. Node 0 is the root. Call `add` for parents before their children.
 
     Attributes:
         tokens, parents, depths, logprobs: One entry per node.
@@ -45,9 +45,9 @@ class HostTree:
 
 
 def pad_trees(trees: Sequence[HostTree], device: torch.device, draft_ms: float = 0.0) -> DraftBatch:
-    """Return the trees as one batch. Every tree is padded to the size of the largest tree.
+    """Copy draft trees into one batch of tensors. Every tree is padded to the size of the largest tree.
 
-    All fields are copied to the device together.
+    All tensors are copied to the device together.
     """
     bs, width = len(trees), max(len(tree.tokens) for tree in trees)
     words = mask_words(width)
@@ -101,7 +101,7 @@ def root_trees(root_tokens: Sequence[int], device: torch.device) -> DraftBatch:
 def scatter_trees(
     parts: Sequence[tuple[DraftBatch, Sequence[int]]], root_tokens: Sequence[int]
 ) -> DraftBatch:
-    """Place batches of trees into one larger batch.
+    """Merge batches of draft trees into one larger batch.
 
     Args:
         parts: At least one pair (batch, rows). Tree i of the batch becomes row ``rows[i]`` of the result.
@@ -109,8 +109,8 @@ def scatter_trees(
             of one node.
 
     Returns:
-        The batch, on the device of the first part. Its trees are padded to the size of the widest part. If
-        the only part already contains all rows in order, that part is returned unchanged.
+        The merged batch, on the device of the first part. All trees are padded to the size of the widest
+        part. If the only part already contains all rows in order, that part is returned unchanged.
     """
     bs = len(root_tokens)
     first, rows = parts[0]

@@ -17,7 +17,7 @@ LAYOUTS = (
 
 
 class CheckpointFiles:
-    """The open tensor files of a checkpoint.
+    """The open tensor files of a model's checkpoint.
 
     Args:
         path: A tensor file or a model folder (see `CheckpointReader`).

@@ -1,6 +1,7 @@
-"""Reads the tensors of a checkpoint, and checks every name, shape and type before it allocates memory.
+"""Reader of checkpoints: checks the name, shape and type of every tensor before memory is allocated.
 
-The reader also rejects NaN and infinite weights, logs the load speed, and computes the weights' fingerprint.
+The reader also rejects NaN and infinite weights, logs the load speed, and computes a fingerprint of the
+weights.
 """
 
 from __future__ import annotations
@@ -37,18 +38,18 @@ _log = get_logger("outrider.loader")
 
 
 class CheckpointReader(TensorSource):
-    """The tensors of a model folder, which has either one tensor file or shards that are listed in an index.
+    """Reader of the tensors in a model folder, from one tensor file or from the shards that an index lists.
 
     Opening a reader reads only the headers of the files. `check` compares all headers with the expected
     tensors, and reports every problem in one error. `take` copies a tensor to the device. Use the reader in a
-    ``with`` statement, which unmaps the files at its end.
+    ``with`` statement. The end of this statement unmaps the files.
 
     Args:
         path: A tensor file or a folder. The folder must contain ``model.safetensors``,
             ``model.safetensors.index.json``, ``pytorch_model.bin``, ``pytorch_model.bin.index.json``, or
             exactly one ``*.safetensors`` file.
         device: Device to copy tensors to. On ``meta``, headers are checked but no data is read.
-        dtype: Type to which floating-point tensors are converted. With None, tensors keep their stored type.
+        dtype: Type to which floating-point tensors are converted. With None, they keep their stored type.
         progress: Called after each tensor with the number of bytes taken so far and the total number.
 
     Attributes:
@@ -123,7 +124,7 @@ class CheckpointReader(TensorSource):
         floating: bool = True,
         dtypes: Mapping[str, torch.dtype] | None = None,
     ) -> None:
-        """Compare the headers with the expected tensors before any memory is allocated.
+        """Compare the files' headers with the expected tensors, before any memory is allocated.
 
         Args:
             expected: Maps the name of every tensor that must be present to its shape.
@@ -222,10 +223,10 @@ class CheckpointReader(TensorSource):
         return out
 
     def check_finite(self) -> None:
-        """Wait for the copies, and reject tensors that contain NaN or infinite numbers.
+        """Wait for the copies of all tensors, and reject tensors that contain NaN or infinite numbers.
 
-        On a CPU, every `take` calls this method. On a GPU, it is called only once, at the end of the ``with``
-        block, because each call waits for the device.
+        On a CPU, every `take` calls this method. On a GPU, this method is called only once, at the end of the
+        reader's ``with`` block, because each call waits for the device.
 
         Raises:
             CheckpointError: A tensor contains NaN or infinite numbers, in the file or after its conversion.
@@ -241,7 +242,7 @@ class CheckpointReader(TensorSource):
         return float(self._files.file_of[name].read(name).float())
 
     def finish(self, *, ignored: Collection[str] = ()) -> None:
-        """Check that every tensor has been taken.
+        """Check that every tensor of the checkpoint has been taken with `take`.
 
         Args:
             ignored: Names of tensors that need not be taken. A name may be a pattern with ``*``.

@@ -1,4 +1,4 @@
-"""Loads the experts of a layer from all layouts that checkpoints use for them, and de-quantizes MXFP4.
+"""Loads the experts of a layer from each layout that checkpoints use for experts, and de-quantizes MXFP4.
 
 Every layout is converted to the stacked tensors of `ExpertWeights`.
 """
@@ -23,13 +23,13 @@ MXFP4_SCALES = "_scales"  # suffix of the names of scale tensors
 
 @dataclass(frozen=True, slots=True)
 class SeparateExperts:
-    """Layout with three matrices per expert.
+    """Layout of experts in a checkpoint, with three matrices per expert.
 
     Attributes:
         router: Name of the router's tensor, without the prefix of the layer.
         expert: Prefix of the tensors of one expert, with ``{}`` for the expert's index.
-        gate, up, down: Names of an expert's matrices, without these prefixes.
-        grain: Granularity of the intermediate size; see `ExpertFiles`.
+        gate, up, down: Names of an expert's matrices, without both prefixes.
+        grain: Granularity of the intermediate size; see `ExpertFiles.grain`.
     """
 
     router: str = "mlp.gate"
@@ -60,7 +60,7 @@ class SeparateExperts:
 
 @dataclass(frozen=True, slots=True)
 class FusedExperts:
-    """Layout of gpt-oss in bf16, in which a single tensor contains the matrices of all experts.
+    """Layout of the experts of gpt-oss in bf16: a single tensor contains the matrices of all experts.
 
     The input dimension of each matrix comes before the output dimension. In a gate_up matrix, columns of gate
     and up alternate.
@@ -85,7 +85,7 @@ class FusedExperts:
 
 @dataclass(frozen=True, slots=True)
 class Mxfp4Experts:
-    """Layout in which gpt-oss was released: MXFP4, which is de-quantized during loading.
+    """Layout of the experts of gpt-oss as released: MXFP4, which is de-quantized during loading.
 
     An MXFP4 block consists of 32 four-bit values and an eight-bit exponent that they share.
     """
@@ -115,9 +115,9 @@ class Mxfp4Experts:
 
 
 def check_mxfp4_scales(name: str, scales: torch.Tensor) -> None:
-    """Reject MXFP4 scales that are NaN. Their format, E8M0, has one code for NaN and none for infinity.
+    """Reject MXFP4 scales that are NaN. The scales' format, E8M0, has a code for NaN but none for infinity.
 
-    Scales are loaded as bytes, so they are not covered by the reader's check for NaN weights.
+    Scales are loaded as bytes. The checkpoint reader's check for NaN weights therefore does not cover them.
 
     Raises:
         CheckpointError: A scale is NaN. The message names the tensor.
@@ -131,7 +131,7 @@ def check_mxfp4_scales(name: str, scales: torch.Tensor) -> None:
 
 
 def dequantise_mxfp4(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return the de-quantized weights ``[experts, rows, groups * 32]``.
+    """De-quantize MXFP4 weights. Return the weights ``[experts, rows, groups * 32]``.
 
     The function processes one expert at a time to limit the temporary memory. The values (E2M1) and scales
     (E8M0) are those of the OCP Microscaling Formats (MX) specification 1.0.

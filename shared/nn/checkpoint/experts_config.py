@@ -20,11 +20,11 @@ class Scoring(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """How a router chooses and weights the experts of each row.
+    """Rule by which a router chooses and weights the experts of each row (token).
 
     Attributes:
         top_k: Number of experts per row.
-        scoring: How logits become scores. The function is applied over all experts.
+        scoring: Function that turns the router's logits into scores. It is applied over all experts.
         normalise: True if the weights of the chosen experts are normalized to a sum of one before they are
             multiplied by `scale`.
         scale: Factor by which the weights are multiplied.
@@ -48,7 +48,7 @@ class Routing:
 
 
 class ExpertWeights(NamedTuple):
-    """Weights of one layer's routed experts.
+    """Weights of all routed experts of one layer.
 
     Attributes:
         gate_up: ``[experts, 2 * intermediate, hidden]``. The rows of gate come before those of up.
@@ -73,9 +73,10 @@ class ExpertFiles(Protocol):
 
     @property
     def grain(self) -> int:
-        """Granularity of the intermediate size in the files.
+        """Granularity of an expert's intermediate size in the checkpoint's files.
 
-        With tensor parallelism, the size of a rank's part of an expert must be a multiple of this number.
+        With tensor parallelism, each rank has a part of the intermediate size. The size of this part must be
+        a multiple of the granularity.
         """
         ...
 
@@ -88,10 +89,10 @@ class ExpertFiles(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ExpertsConfig:
-    """The sparse layers of a model.
+    """Configuration of a model's sparse layers, i.e. the layers with experts.
 
     Attributes:
-        num_experts, intermediate_size: Sizes of the routed experts.
+        num_experts, intermediate_size: Number of routed experts, and intermediate size of each.
         routing: How experts are chosen and weighted.
         files: Layout of the experts in the checkpoint.
         shared_size: Intermediate size of the shared expert, through which every row passes. 0 if there is no

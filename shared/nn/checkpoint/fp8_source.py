@@ -1,8 +1,8 @@
-"""Widens FP8 weights that have one scale per block (DeepSeek-V3, Qwen3-FP8) while they are loaded.
+"""Converts FP8 weights with one scale per block (DeepSeek-V3, Qwen3-FP8) to a wider type during loading.
 
-The tensor ``name.weight`` is an e4m3 matrix, and ``name.weight_scale_inv`` contains its scales.
-``weight_block_size`` contains the numbers of rows and columns of a block. A weight is its number in the
-matrix times the scale of its block.
+The tensor ``name.weight`` is an e4m3 matrix, and ``name.weight_scale_inv`` contains its scales. In
+config.json, ``weight_block_size`` contains the numbers of rows and columns of a block. The value of a weight
+is the number in the matrix times the scale of the block.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ def expect_scales(expected: ExpectedTensors, stored: Mapping[str, TensorInfo], b
 
 
 class Fp8Source(TensorSource):
-    """A `TensorSource` that widens the FP8 matrices of another source and passes on all other tensors.
+    """A `TensorSource` that converts another source's FP8 matrices to a wider type. Passes on other tensors.
 
     Args:
         source: Supplies the stored tensors.
         stored: Maps the names of all stored tensors to their shapes and types.
         block: Numbers of rows and columns that share a scale.
-        dtype: Type to which FP8 matrices are widened.
+        dtype: Type to which FP8 matrices are converted.
     """
 
     def __init__(

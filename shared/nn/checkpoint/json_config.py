@@ -97,10 +97,10 @@ class ConfigReader:
 
 @contextmanager
 def faults_of(source: Path | str) -> Iterator[None]:
-    """Turn any exception that is raised in this context into an error about the file `source`.
+    """Context manager that turns exceptions of its block into an error about the file `source`.
 
-    An invalid value in a file therefore never ends in a traceback. An `OutriderError` is not changed,
-    because it names the fault already.
+    With this context manager, an invalid value in a file never ends in a traceback. An `OutriderError` is not
+    changed, because it already names the fault.
 
     Raises:
         CheckpointError: An exception was raised. The message names the file, and the cause is the original

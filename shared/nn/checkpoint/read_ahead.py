@@ -1,8 +1,8 @@
 """Reads weight files into the page cache with several threads, ahead of the thread that loads the weights.
 
-A page of a mapped file is read from disk when a program first touches it. These threads touch the pages of
-all tensors in the order of their use. The disk therefore stays busy, and the loading thread finds the pages
-in the page cache.
+A page of a mapped file is read from disk when a program first touches the page. These threads touch the pages
+of all tensors in the order in which the tensors are used. The disk therefore stays busy. The loading thread
+finds the pages in the page cache.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ PAGE_BYTES = 4096
 
 
 class ReadAhead:
-    """Threads that touch tensors before they are used.
+    """Background threads that read mapped tensors into the page cache before the tensors are used.
 
     Args:
         tensors: Host tensors that map files, in the order in which they will be used.

@@ -74,13 +74,13 @@ class TensorFile(Protocol):
 
 
 def open_tensor_file(path: Path) -> TensorFile:
-    """Open a tensor file.
+    """Open a file that contains the tensors of a checkpoint, or of one shard of a checkpoint.
 
-    A ``.safetensors`` file is parsed. Any other file is unpickled with ``weights_only``.
+    A ``.safetensors`` file is parsed. Any other file is unpickled by torch with ``weights_only``.
 
     Raises:
-        CheckpointError: The file is missing, truncated or corrupt, or unpickling it would run code. `field`
-            is the file's path or the tensor's name.
+        CheckpointError: The file is missing, truncated or corrupt, or unpickling it would run code. The
+            error's `field` is the file's path or the tensor's name.
     """
     if not path.is_file():
         if link := dangling_link(path):
@@ -192,9 +192,9 @@ class SafetensorsFile(TensorFile):
 
 
 class PickledFile(TensorFile):
-    """A torch checkpoint that contains a mapping of names to tensors.
+    """A pickled torch file that maps tensor names to tensors.
 
-    The file is unpickled with ``weights_only=True``, so the file cannot run code.
+    torch unpickles the file with ``weights_only=True``, so the file cannot run code.
     """
 
     def __init__(self, path: Path) -> None:

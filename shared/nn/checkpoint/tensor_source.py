@@ -18,15 +18,15 @@ class TensorSource(Protocol):
     def take(
         self, name: str, shape: Shape, *, dtype: torch.dtype | None = None, to: torch.dtype | None = None
     ) -> torch.Tensor:
-        """Return one tensor on the source's device.
+        """Return one tensor of the model on this source's device.
 
         Args:
             name: The tensor's name.
             shape: The shape that the tensor must have.
             dtype: The exact stored type that an index or mask tensor must have (for example int64 for d2t).
                 With None, the tensor is a floating-point weight.
-            to: Type to which a floating-point weight is converted. With None, it is converted to the source's
-                dtype.
+            to: Type to which a floating-point weight is converted. With None, it is converted to this
+                source's dtype.
 
         Raises:
             CheckpointError: The tensor is missing, has another shape or type, or contains NaN or infinite
@@ -47,11 +47,11 @@ class TensorSource(Protocol):
 
         Args:
             parts: Name and shape of each tensor.
-            dtype: As in `take`.
-            to: As in `take`.
+            dtype: The exact stored type of the tensors; see `take`.
+            to: Type to which the tensors are converted; see `take`.
 
         Raises:
-            CheckpointError: As in `take`.
+            CheckpointError: A tensor is not valid; see `take`.
         """
         ...
 
@@ -59,7 +59,7 @@ class TensorSource(Protocol):
 class ExpectedTensors(TensorSource):
     """A `TensorSource` that has no file and records which tensors a model needs.
 
-    The returned tensors are on the meta device, so they contain no data.
+    The tensors that it returns are on torch's meta device, so they contain no data.
 
     Attributes:
         shapes: Maps the name of every requested tensor to its shape.

@@ -15,9 +15,9 @@ TOKENIZER_FILE = "tokenizer.json"
 
 
 def read_vocabulary(folder: Path) -> dict[str, int] | None:
-    """Return a folder's vocabulary, which maps tokens to ids, including added tokens.
+    """Return the tokenizer vocabulary of a model folder, which maps tokens (including added tokens) to ids.
 
-    Return None if the folder has no ``tokenizer.json``.
+    If the folder has no ``tokenizer.json``, return None.
 
     Raises:
         CheckpointError: The file is not JSON, or its vocabulary is malformed.
@@ -53,9 +53,9 @@ def _vocabulary_of(raw: Mapping[str, Any]) -> dict[str, int]:
 
 
 def tokenizer_fingerprint(folder: Path) -> str:
-    """Return a digest of the folder's vocabulary, or an empty string if the folder has no tokenizer.
+    """Return a digest of a model folder's vocabulary, or "" if the folder has no tokenizer.
 
-    The digest does not depend on how the file is formatted.
+    The digest does not depend on the formatting of ``tokenizer.json``.
     """
     vocabulary = read_vocabulary(folder)
     if vocabulary is None:

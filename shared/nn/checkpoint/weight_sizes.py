@@ -13,10 +13,10 @@ GIB = 1 << 30
 
 
 def loaded_bytes(name: str, info: TensorInfo, dtype: torch.dtype) -> int:
-    """Return the number of bytes that a stored tensor takes after loading.
+    """Return the number of bytes that a tensor of a checkpoint occupies after loading.
 
-    MXFP4 weights are widened while they are loaded. Each stored byte becomes two weights. The scales take no
-    memory of their own, because they are multiplied into the weights.
+    MXFP4 weights are converted to `dtype` during loading. Each stored byte becomes two weights. The scales
+    occupy no memory, because they are multiplied into the weights.
 
     Args:
         name: The tensor's name.

@@ -9,7 +9,7 @@ BUFFER_BYTES = 32 << 20
 
 
 class WeightStaging:
-    """Pinned buffers through which host tensors are copied to a GPU.
+    """Pinned host buffers through which tensors are copied from host memory to a GPU.
 
     `copy` returns before the GPU has the data. Copies run on the current stream, in the order of the calls.
 

@@ -43,14 +43,14 @@ class Activation(Enum):
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """Configuration of a decoder of one of the model families in `families`.
+    """Configuration of a decoder, read from the config.json of a supported model family.
 
     Attributes:
         model_type, architecture: The model type and the architecture that config.json names.
-        vocab_size, hidden_size, intermediate_size, num_layers, num_heads: Sizes. num_heads times the width of
-            a head need not equal hidden_size.
-        num_kv_heads, head_dim: Shape of a token's entry in the KV pool. With latent attention, the entry is
-            one head, whose width is the width of the latent plus the width of the rotated part.
+        vocab_size, hidden_size, intermediate_size, num_layers, num_heads: Sizes of the model. num_heads times
+            the width of a head need not equal hidden_size.
+        num_kv_heads, head_dim: Shape of a token's entry in the KV pool. With multi-head latent attention, the
+            entry is one head. Its width is the sum of the widths of the latent and of the rotated part.
         rms_norm_eps: Epsilon of every norm.
         rope, rotary_dim: The rotary embedding, and the number of dimensions that it rotates in each head.
         attention_scale: Factor by which the attention scores are multiplied.
@@ -63,11 +63,12 @@ class ModelConfig:
         bos_token_id: BOS token id from config.json, or None.
         dtype: Name of the stored type ("bfloat16"), or None if config.json does not name one.
         fingerprint: Hash of the content of config.json. Equal configurations have equal hashes.
-        qkv_bias, o_bias, mlp_bias, head_norm, sinks, experts, latent: Features of the family; see `Traits`.
+        qkv_bias, o_bias, mlp_bias, head_norm, sinks, experts, latent: Features of the model's family; see
+            `Traits`.
         windows, sparse: Features of each layer; see `Traits`. In this class, both tuples always have one
             entry per layer.
-        weight_block: Numbers of rows and columns that share a scale in an FP8 checkpoint. None for other
-            checkpoints.
+        weight_block: Numbers of rows and columns of the blocks that share a scale in an FP8 checkpoint. None
+            for other checkpoints.
         ignored: Maps patterns of tensor names to the reason why the decoder does not load these tensors.
     """
 
@@ -116,16 +117,16 @@ class ModelConfig:
         source: Path | str = CONFIG_FILE,
         generation: Mapping[str, Any] | None = None,
     ) -> ModelConfig:
-        """Parse a configuration that has been read already, for example from a draft head's configuration.
+        """Parse a configuration from a JSON object, for example from a draft head's config.json.
 
         Args:
-            raw: The JSON object.
-            source: Name of the file, for errors.
-            generation: Content of generation_config.json, if there is one.
+            raw: The JSON object of the configuration.
+            source: Name of the file, for error messages.
+            generation: Content of generation_config.json, or None without this file.
 
         Raises:
-            CheckpointError: The configuration is incomplete or describes a model that cannot be served.
-                `field` is the key that causes the error.
+            CheckpointError: The configuration is incomplete or describes a model that cannot be served. The
+                error's `field` is the key that causes the error.
         """
         reader = ConfigReader(raw, source)
         family = find_family(reader)
@@ -180,10 +181,10 @@ class _Heads:
 
 
 def read_head_sizes(reader: ConfigReader, hidden_size: int, num_heads: int) -> tuple[int, int]:
-    """Return the number of K/V heads and the width of each head.
+    """Read the number of K/V heads and the width of each head from a config.json.
 
     Raises:
-        CheckpointError: The sizes are inconsistent. The message names the key.
+        CheckpointError: The sizes are inconsistent. The message names the key in config.json.
     """
     num_kv_heads = reader.positive("num_key_value_heads", num_heads)
     if num_heads % num_kv_heads:

@@ -23,11 +23,11 @@ class RopeKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """Rotary embedding parameters.
+    """Parameters of the rotary position embedding (RoPE), including its scaling to longer contexts.
 
     Attributes:
         theta: Base of the frequencies.
-        kind: Scaling rule.
+        kind: The rule by which frequencies are scaled.
         factor: Divisor of the frequencies. With the linear rule, it applies to all frequencies. With the
             rules llama3 and yarn, it applies only to low frequencies.
         low_freq_factor, high_freq_factor: Only for llama3. Frequencies whose wavelength is above
@@ -58,7 +58,7 @@ class RopeConfig:
 
 
 def parse_rope(reader: ConfigReader, default_theta: float = DEFAULT_ROPE_THETA) -> RopeConfig:
-    """Parse the key ``rope_parameters`` (transformers 5), or the keys ``rope_theta`` and ``rope_scaling``.
+    """Parse config.json's ``rope_parameters`` (transformers 5), or its ``rope_theta`` and ``rope_scaling``.
 
     Raises:
         CheckpointError: The scaling rule is not supported, or a number is missing.

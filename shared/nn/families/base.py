@@ -16,18 +16,18 @@ def no_ignored_tensors(reader: ConfigReader, num_layers: int) -> Mapping[str, st
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """A family of published models.
+    """A family of published models, and its rules for reading a config.json.
 
     Attributes:
         model_type, architectures: Names by which a config.json identifies the family.
-        traits: Function that reads the family's own keys of a config.json. Its second argument is the number
-            of layers.
+        traits: Function that reads the family's own keys of a config.json. The second argument of this
+            function is the number of layers.
         ignored: Function that returns a map from patterns of unused tensor names to the reason why these
-            tensors are not used. The function has the same arguments as `traits`.
-        bundled_code: Names of modules in ``auto_map`` that published repositories of the family contain. This
-            decoder replaces these modules, and they are never run. Any other module in ``auto_map`` is
-            rejected.
-        quantisations: Values of ``quant_method`` with which the family's tensors can be read.
+            tensors are not used. The arguments are the same as those of `traits`.
+        bundled_code: Names of Python modules that published repositories of the family contain and list in
+            ``auto_map``. This project's decoder replaces these modules. They are never run. A config.json
+            that lists any other module in ``auto_map`` is rejected.
+        quantisations: Values of config.json's ``quant_method`` for which the family's tensors can be read.
     """
 
     model_type: str
@@ -39,9 +39,9 @@ class Family:
 
 
 def windows(reader: ConfigReader, num_layers: int) -> tuple[int, ...]:
-    """Return each layer's window from ``sliding_window`` and ``layer_types``.
+    """Read each layer's attention window from ``sliding_window`` and ``layer_types`` of a config.json.
 
-    Without ``layer_types``, every layer has the window ``sliding_window``.
+    If there is no ``layer_types``, every layer has the window ``sliding_window``.
 
     Raises:
         CheckpointError: ``layer_types`` has the wrong length, or contains a kind of attention that stores no

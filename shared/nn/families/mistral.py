@@ -1,4 +1,4 @@
-"""Reads the config.json of Mistral and of Mixtral, its mixture of experts.
+"""Reads the config.json of Mistral models and of Mixtral, the mixture-of-experts version.
 
 Mistral 7B v0.1 has a sliding window on every layer. Later releases have no sliding window.
 """

@@ -75,7 +75,8 @@ def find_family(reader: ConfigReader) -> Family:
     A config.json that has neither key is read as Llama.
 
     Raises:
-        CheckpointError: No family reads this model, or the model needs unsupported code or quantized weights.
+        CheckpointError: No family reads this model, or the model needs unsupported code or unsupported
+            quantized weights.
     """
     family = _named(reader)
     modules = _auto_map_modules(reader)
@@ -98,7 +99,7 @@ def check_architecture(reader: ConfigReader) -> None:
     For example, classifiers and draft heads are rejected.
 
     Raises:
-        CheckpointError: `field` is ``architectures``.
+        CheckpointError: No architecture is such a decoder. The error's `field` is ``architectures``.
     """
     names, family = reader.strings("architectures"), _named(reader)
     if names and family is not None and not set(names) & set(family.architectures):

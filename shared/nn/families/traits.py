@@ -9,7 +9,7 @@ from outrider.shared.nn.checkpoint.experts_config import ExpertsConfig
 
 @dataclass(frozen=True, slots=True)
 class LatentConfig:
-    """Multi-head latent attention: K and V of all heads are projections of one cached latent row.
+    """Widths of multi-head latent attention: K and V of all heads are projections of one cached latent.
 
     Attributes:
         rank: Width of the latent.
@@ -19,7 +19,7 @@ class LatentConfig:
         rope_dim: Width per head of the part of queries and keys that is rotated.
         value_dim: Width per head of the values.
         interleaved: True if the checkpoint stores the rotated dimensions as adjacent pairs (x0, x1). False if
-            it stores them as two halves.
+            the checkpoint stores these dimensions as two halves.
     """
 
     rank: int
@@ -32,19 +32,19 @@ class LatentConfig:
 
 @dataclass(frozen=True, slots=True)
 class Traits:
-    """Features of a family, read from the family's own keys in a config.json.
+    """Features of a model, read from the keys of a config.json that are specific to the model's family.
 
     Attributes:
         qkv_bias, o_bias, mlp_bias: True if the projections have a bias.
         head_norm: True if RMSNorm is applied to each head of Q and K before rotation.
-        windows: For each layer, the number of tokens that a row sees, including itself. 0 means that it sees
-            all tokens. An empty tuple means 0 for every layer.
+        windows: For each layer, the number of tokens that a row sees, including itself. 0 means that a row
+            sees all tokens. An empty tuple means 0 for every layer.
         sinks: True if each head has a learned logit that takes part in its softmax but has no value vector.
         experts: The configuration of the sparse layers, or None.
         sparse: For each layer, True if its MLP consists of experts. An empty tuple means that no layer has
             experts.
         latent: The widths of multi-head latent attention, or None for other attention.
-        rope_theta: The theta to use if config.json has no rope_theta.
+        rope_theta: Base of the rotary frequencies, to use if config.json has no rope_theta.
     """
 
     qkv_bias: bool = False

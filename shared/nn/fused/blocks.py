@@ -1,7 +1,7 @@
 """The attention block and the MLP block of a decoder layer, built from fused kernels.
 
 Each block takes the residual stream as a `Stream` and returns the next `Stream`. The norms need no separate
-kernels, because the kernels that write and read the stream compute them.
+kernels. They are computed by the kernels that write and read the residual stream.
 """
 
 from __future__ import annotations
@@ -63,17 +63,18 @@ def attention_block(
     reduce: ResidualReduce | None = None,
     lookup: Lookup | None = None,
 ) -> Stream:
-    """Return the residual stream after a layer's attention, in the form that the norm `following` needs.
+    """Run a layer's attention, and return the residual stream in the form that the norm `following` needs.
 
     Args:
         block: The layer's attention.
         stream: The residual stream before the attention.
-        rotation: Rotation for the rows' positions.
-        attention: Backend that was planned for these rows.
-        pool: Pool that stores the K/V.
-        following: The next norm.
+        rotation: The rotary rotation for the rows' positions.
+        attention: Attention backend that was planned for these rows.
+        pool: KV pool that stores K and V.
+        following: The norm that reads the returned residual stream.
         reduce: Sums the output projection over the ranks. None without tensor parallelism.
-        lookup: Table rows to add to the q-k-v product, or None.
+        lookup: Rows to add to the q-k-v product, from a table with one row per token id. None without
+            a table.
     """
     qkv, norm = block.qkv, block.head_norm
     k_plane, v_plane = pool.k_planes[block.layer], pool.v_planes[block.layer]
@@ -107,12 +108,12 @@ def mlp_block(
     reduce: ResidualReduce | None = None,
     out: torch.Tensor | None = None,
 ) -> Stream:
-    """Return the residual stream after a layer's MLP, in the form that the norm `following` needs.
+    """Run a layer's MLP, and return the residual stream in the form that the norm `following` needs.
 
     Args:
         block: The layer's MLP.
         stream: The residual stream before the MLP.
-        following: The next norm.
+        following: The norm that reads the returned residual stream.
         reduce: Sums the down projection over the ranks. None without tensor parallelism.
         out: Tensor to write the residual stream to. With None, a new tensor is created.
     """

@@ -25,9 +25,9 @@ def can_fuse(layers: Sequence[DecoderLayer], device: torch.device, dtype: torch.
 
 
 class FusedForward:
-    """Runs decoder layers over the rows of a planned step.
+    """Forward pass of a decoder with fused kernels.
 
-    For products, steps of few rows use this project's kernels, and steps of many rows use the library's.
+    Matrix products of few rows use this project's kernels. Products of many rows use torch's own.
 
     Args:
         layers: Layers for which `can_fuse` is True.
@@ -67,11 +67,11 @@ class FusedForward:
         pool: KVPool,
         aux_layer_ids: Sequence[int],
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Run all layers; see `Decoder.forward`.
+        """Run all layers over the rows of a forward pass; see `Decoder.forward`.
 
         Returns:
-            The normed rows ``[rows, hidden]``, and the captured outputs ``[rows, n_aux * hidden]``. The
-            captured outputs are None if no layer is captured.
+            The hidden states after the final norm, ``[rows, hidden]``, and the captured outputs of layers,
+            ``[rows, n_aux * hidden]``. The captured outputs are None if no layer is captured.
         """
         stream = embed_rows(tokens, self._embedding, self._first_norm.weight, self._first_norm.eps)
         rows, hidden = stream.scaled.shape

@@ -1,7 +1,7 @@
-"""Lists the matrix products of a fused model, so that `trial` can time each product with any tile.
+"""Lists the matrix products of a model with fused kernels, so that a trial can time GEMM tiles for them.
 
 Products are grouped by shape and by the operation that follows the product. The timed work includes the
-kernel that reads the product, because this kernel may have to add partial sums.
+kernel that reads the result of the product, because this kernel may have to add partial sums.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ class HasProducts(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ProductUse:
-    """Products of one shape that are used in the same way.
+    """Matrix products of one shape that are used in the same way.
 
     Attributes:
         epilogue: Operation that follows the product.
         linears: All linear layers whose matrices have this shape and use.
-        prepare: Function that creates the inputs; see `Prepare`.
+        prepare: Function that creates inputs for a number of rows; see `Prepare`.
     """
 
     epilogue: Epilogue
@@ -74,7 +74,7 @@ class ProductUse:
 def uses_of(
     layers: Sequence[tuple[Attention, GatedMLP]], head: Linear, dtype: torch.dtype, *, reduced: bool
 ) -> list[ProductUse]:
-    """Return the uses of all products, one per shape.
+    """Group the matrix products of a model by their shape and use.
 
     Args:
         layers: Attention and MLP of each layer.

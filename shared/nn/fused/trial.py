@@ -2,9 +2,9 @@
 
 A tile (`Tile`) is the method and the block sizes with which a kernel computes a product. A fixed rule picks
 each product's default tile. For every shape and several row counts, the trial times the default tile, a few
-similar tiles, and the library's product, with enough matrices to exceed all caches. The fastest choice
-replaces the default tile if it is faster by more than the measurement noise. It is stored on disk for later
-starts.
+similar tiles, and torch's own product. The trial uses enough matrices to exceed all caches. The fastest
+choice replaces the default tile if it is faster by more than the measurement noise. The choice is stored on
+disk for later starts.
 """
 
 from __future__ import annotations
@@ -64,13 +64,14 @@ def try_products(
     *,
     clock: Clock = time.monotonic,
 ) -> list[Tried]:
-    """Load the tiles of earlier trials, and run a trial for the other products. Do nothing without a GPU.
+    """Load the tiles of earlier trials, and run a trial for all other products. Do nothing without a GPU.
 
-    If a trial fails, the failure is logged and the products keep their default tiles. While another process
-    runs a trial, this process only uses the stored results, because two trials would disturb each other.
+    If a trial fails, the failure is logged and the products keep their default tiles. Two trials at the same
+    time would disturb each other. While another process runs a trial, this process therefore only uses the
+    stored results.
 
     Args:
-        uses: The products of a model.
+        uses: The matrix products of a model.
         device: Device of the model.
         budget_s: Number of seconds after which no further measurement starts. The next start of the service
             continues the trial. A product without a measurement uses the tile of the next larger measured row
@@ -277,7 +278,7 @@ class _Span:
 
 
 def pick(product: Product, times: Mapping[Tile, float]) -> Tried:
-    """Choose the fastest tile, but keep the rule's tile unless it is slower by more than the noise.
+    """Choose a product's fastest tile. Keep the default tile unless it is slower by more than the noise.
 
     Args:
         product: The product that was timed.

@@ -31,10 +31,10 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """One layer's attention.
+    """Description of one layer's attention, attached to a module of `transformers`.
 
     Attributes:
-        layer: Index of the layer in the pool.
+        layer: Index of the layer in the KV pool.
         window: Number of tokens that a row sees, including itself. 0 means all tokens.
         step: The current forward pass, shared by all layers of a decoder.
     """
@@ -60,16 +60,16 @@ def paged_attention(
     softcap: float | None = None,
     **_checked_by_the_probe: object,
 ) -> tuple[torch.Tensor, None]:
-    """Store K/V in the pool and attend over the planned batch.
+    """Attention function for `transformers`: store K and V in the KV pool, then run paged attention.
 
     Args:
         module: Module to which `bind` attached the `Site` of its layer.
         query: ``[1, heads, rows, head_dim]``, rotated.
         key, value: ``[1, kv_heads, rows, head_dim]``. Values may be narrower than keys, as in models that
-            expand latents. They are then padded with zeros.
-        attention_mask: Not used, because the planned batch determines which tokens each row sees.
+            expand latents. Such values are padded with zeros.
+        attention_mask: Not used. The `AttentionBatch` that was planned determines which tokens each row sees.
         scaling: Factor by which the scores are multiplied. None means ``head_dim ** -0.5``.
-        s_aux: ``[heads]``, attention sinks, or None.
+        s_aux: Attention sinks, ``[heads]``, or None for a model without sinks.
         softcap: Bound to which tanh limits the scores. With None, scores have no bound.
 
     Returns:
@@ -94,11 +94,11 @@ def paged_attention(
 
 @dataclass(frozen=True, slots=True)
 class MaskRule:
-    """A mask that a model requested from `transformers`, as a rule instead of a tensor.
+    """An attention mask that a model requested from `transformers`, as a rule instead of a tensor.
 
     Attributes:
-        visible: Function ``visible(batch, head, row, column)`` whose arguments are tensors of indices. It
-            returns whether each row sees each column.
+        visible: Function ``visible(batch, head, row, column)`` whose arguments are tensors of indices. The
+            result is True where the row sees the column.
     """
 
     visible: Any
@@ -106,10 +106,10 @@ class MaskRule:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call of the attention during a probe.
+    """Record of one call of the attention function during a probe of a model.
 
     Attributes:
-        module: Module that made the call.
+        module: Module of the model that made the call.
         q_shape, k_shape, v_shape: Shapes of the call's query, key and value.
         mask: The mask argument of the call: a `MaskRule`, or another object if the model makes its own mask.
         options: All other keyword arguments.

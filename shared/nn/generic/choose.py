@@ -13,12 +13,12 @@ def read_generic(reader: ConfigReader, eos_token_ids: tuple[int, ...]) -> Generi
     """Return the configuration of a model that runs through `transformers`, or None for other models.
 
     Returns:
-        The configuration. It is None if a family in `families` reads the model, or if `transformers` does not
-        implement the model.
+        The configuration. None if one of this project's model families reads the model, or if `transformers`
+        does not implement the model.
 
     Raises:
-        CheckpointError: `transformers` implements the model, but the model cannot be served. Or
-            `transformers` is not installed.
+        CheckpointError: The model cannot be served through `transformers`, or `transformers` is not
+            installed.
     """
     if not may_use_transformers(reader):
         return None

@@ -16,14 +16,15 @@ COMPILERS = ("g++", "clang++", "c++")
 
 
 def compile_generic(decoder: Decoder, max_rows: int) -> None:
-    """Compile the layers' norms and MLPs. Attention is not compiled, because it calls this project's kernels.
+    """Compile the norms and MLPs of a model that runs through `transformers`, with torch.compile.
 
-    Each module is compiled for any number of rows when it first runs. If layers have equal modules, the
-    modules share the compiled code.
+    Attention is not compiled, because it calls this project's kernels. Each module is compiled for any number
+    of rows when it first runs. If layers have equal modules, these modules share the compiled code.
 
     Args:
-        decoder: A model that runs through transformers' modules. It is changed in place.
-        max_rows: Largest number of rows for which compiled code is used. Larger passes run uncompiled.
+        decoder: The decoder of the model. It is changed in place.
+        max_rows: Largest number of rows (tokens) for which compiled code is used. Larger passes run
+            uncompiled.
 
     Raises:
         ConfigurationError: The model has its own decoder with fused kernels, or the device is a CPU and there

@@ -30,11 +30,11 @@ def known(model_type: str) -> bool:
 
 
 def find_class(reader: ConfigReader) -> tuple[Any, PreTrainedConfig]:
-    """Return the `transformers` class for a config.json, and the parsed configuration.
+    """Return the model class in `transformers` for a config.json, and the parsed configuration.
 
     Raises:
-        CheckpointError: The model is of an unsupported kind, or needs code or quantized weights. `field` is
-            the key that shows this.
+        CheckpointError: The model is of an unsupported kind, or needs code or quantized weights. The error's
+            `field` is the key that shows this.
     """
     raw, model_type = reader.raw, reader.text("model_type", "")
     if raw.get("auto_map"):
@@ -61,10 +61,10 @@ def find_class(reader: ConfigReader) -> tuple[Any, PreTrainedConfig]:
 
 
 def parse_generic_config(reader: ConfigReader, eos_token_ids: tuple[int, ...]) -> GenericConfig:
-    """Parse the configuration of a model that `transformers` implements, and probe the model's layout.
+    """Parse the config.json of a model that `transformers` implements, and probe the model's layout.
 
     Raises:
-        CheckpointError: `find_class` fails, or the probe rejects the model.
+        CheckpointError: The model is not supported (see `find_class`), or the probe rejects the model.
     """
     model_class, config = find_class(reader)
     layout = probe(model_class, config, reader.error)

@@ -10,7 +10,7 @@ from outrider.shared.nn.config.model_config import ModelConfig
 
 @dataclass(frozen=True, slots=True)
 class GenericLayout:
-    """Layout of a model that runs through transformers' modules.
+    """Layout of a model that runs through the modules of `transformers`, as found by a probe of the model.
 
     Attributes:
         class_name: Name of the model's class in `transformers`.
@@ -20,8 +20,8 @@ class GenericLayout:
         windows: For each layer, the number of tokens that a row sees, including itself. 0 means all tokens.
         num_heads, num_kv_heads, head_dim: Shape of every layer's attention.
         hidden_size: Width of the rows after the final norm.
-        max_positions: Number of rows of the learned position table. None if positions are rotary, which have
-            no limit.
+        max_positions: Number of rows of the learned position table. None if positions are rotary. Rotary
+            positions have no limit.
         shapes: Maps the name of each tensor in a checkpoint to its shape. Tied tensors are left out. Empty if
             checkpoints store the weights in another layout than `transformers` (for example with one tensor
             per expert).
@@ -41,12 +41,12 @@ class GenericLayout:
 
 @dataclass(frozen=True, slots=True)
 class GenericConfig(ModelConfig):
-    """Configuration of a model that runs through transformers' modules.
+    """Configuration of a model that runs through the modules of `transformers`.
 
-    The fields of `ModelConfig` that describe how a decoder computes its results have no meaning here.
+    The fields of `ModelConfig` that describe the computations of a decoder have no meaning in this class.
 
     Attributes:
-        layout: Layout that the probe found.
+        layout: Layout of the model, as found by a probe of the model.
     """
 
     layout: GenericLayout

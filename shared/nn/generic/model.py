@@ -23,10 +23,11 @@ from outrider.shared.nn.generic.weights import load_weights
 
 
 class GenericDecoder(Decoder):
-    """A `transformers` model over the KV pool. The model's modules compute everything except attention.
+    """Decoder that runs a `transformers` model. The model's own modules compute everything except attention.
 
-    The model gets all rows of a step as one batch. It has no cache and no mask, because the planned attention
-    batch determines which tokens each row sees and where its K/V is stored.
+    The model gets all rows of a forward pass as one batch. The model has no cache and no mask of its own. The
+    planned `AttentionBatch` determines which tokens each row sees, and where the row's K/V is stored in the
+    KV pool.
 
     Args:
         config: Configuration with the layout that the probe found.
@@ -82,7 +83,7 @@ class GenericDecoder(Decoder):
         return "transformers' modules"
 
     def weight(self, name: str) -> torch.Tensor:
-        """Return a weight that a draft may borrow; see `Decoder.weight`.
+        """Return a weight that a draft model may borrow: the embedding or the output head.
 
         Args:
             name: The weight's name in Llama checkpoints.
@@ -112,10 +113,10 @@ class GenericDecoder(Decoder):
         pool: KVPool,
         aux_layer_ids: Sequence[int] = (),
     ) -> DecoderOutput:
-        """Run the model over the rows of a planned step; see `Decoder.forward`.
+        """Run one forward pass of the model over the planned rows; see `Decoder.forward`.
 
-        If a position is beyond a learned position table, the last row of the table is used. Only draft rows
-        can have such positions, and the tokens of these rows can never be emitted.
+        If a position lies beyond the end of a learned position table, the last row of the table is used. Only
+        rows of draft tokens can have such positions. These draft tokens can never be emitted.
         """
         if self.config.layout.max_positions is not None:
             positions = positions.clamp(max=self.config.layout.max_positions - 1)
@@ -131,9 +132,9 @@ class GenericDecoder(Decoder):
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return logits ``[rows, vocab]`` as the model computes them, including its own scale and cap.
+        """Return logits ``[rows, vocab]`` as the model computes them, including its own scale and softcap.
 
-        The type of the logits is the one that the model returns.
+        The logits have the type that the model returns.
         """
         return self._output_head(hidden)
 

@@ -33,7 +33,9 @@ class _Given(nn.Module):
 
 
 class OutputHead:
-    """A model's output head with its bias, scale and cap. It runs the model's own code and weights.
+    """The output head of a `transformers` model, including bias, scale and softcap of the logits.
+
+    The head runs the model's own code.
 
     Args:
         model: The model, which is not changed. The output head shares the model's weights.

@@ -1,6 +1,7 @@
-"""Runs a model once without weights, to find out how each layer attends. Rejects unsupported attention.
+"""Runs a `transformers` model once without weights, to find out how each layer attends.
 
-The probe derives the sliding window of each layer from the mask that the layer uses.
+Attention that is not supported is rejected. The probe derives the sliding window of each layer from the mask
+that the layer uses.
 """
 
 from __future__ import annotations
@@ -49,16 +50,16 @@ Refuse = Callable[[str, str], CheckpointError]
 
 
 def probe(model_class: Any, config: PreTrainedConfig, refuse: Refuse) -> GenericLayout:
-    """Run the model on the meta device and return its layout.
+    """Run a model without weights on torch's meta device, and return the layout that is found.
 
     Args:
-        model_class: A causal language model of `transformers`.
+        model_class: The class of a causal language model in `transformers`.
         config: The model's configuration.
-        refuse: Function that makes the errors; see `Refuse`.
+        refuse: Function that creates the errors to raise; see `Refuse`.
 
     Raises:
-        CheckpointError: The model bypasses the attention interface, or uses an unsupported option of this
-            interface.
+        CheckpointError: The model bypasses the attention interface of `transformers`, or uses an unsupported
+            option of this interface.
     """
     model, hidden = _run(model_class, config, refuse)
     calls, expected = list(RECORDER.calls), int(config.num_hidden_layers)

@@ -1,7 +1,7 @@
-"""Loads a `transformers` model's weights. Every stored tensor must be used and every parameter filled.
+"""Loads the weights of a `transformers` model. Rejects unused tensors and parameters without a tensor.
 
-No code from the model folder is run. Tensors with wrong types and tensors with NaN or infinite numbers are
-rejected.
+No code from the model folder is run. Tensors that have a wrong type, or that contain NaN or infinite numbers,
+are rejected.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def load_weights(
     dtype: torch.dtype,
     progress: Progress | None,
 ) -> tuple[PreTrainedModel, str]:
-    """Load the weights of a model whose configuration was probed.
+    """Load the weights of a `transformers` model whose configuration has been probed.
 
     `transformers` fills the model in host memory. The weights are then copied to the device.
 
@@ -54,8 +54,8 @@ def load_weights(
         The model and the fingerprint of its weights.
 
     Raises:
-        CheckpointError: A file is damaged, or a tensor is missing, unexpected, misshaped or not finite.
-            `field` is the first such tensor.
+        CheckpointError: A file is damaged, or a tensor is missing, unexpected, misshaped or not finite. The
+            error's `field` is the first such tensor.
     """
     folder = Path(path)
     with CheckpointReader(folder) as files:  # Check every header before `transformers` opens a file.
@@ -140,10 +140,11 @@ def _collected_messages() -> Iterator[list[str]]:
 
 
 def wrong_types(stored: Mapping[str, TensorInfo], model: PreTrainedModel) -> dict[str, torch.dtype]:
-    """Return the names and types of stored tensors whose type cannot be that of weights (see `is_weight`).
+    """Return the names and types of a checkpoint's tensors whose type cannot be that of weights.
 
-    `transformers` would silently convert these tensors to weights. The result excludes the model's integer
-    buffers, and tensors that the model ignores (masks of old exports).
+    `transformers` would silently convert these tensors to weights. The allowed types are those of
+    `is_weight`. The result excludes integer buffers of the model, and tensors that the model ignores (masks
+    of old exports).
 
     Args:
         stored: Maps the names of the stored tensors to their shapes and types.

@@ -11,7 +11,7 @@ from outrider.shared.nn.layers.routes import note_route
 
 
 class Router:
-    """Chooses the experts of each row, in fp32.
+    """Router of a sparse layer: chooses the experts of each row (token), in fp32.
 
     Args:
         weight: ``[experts, hidden] fp32``.
@@ -64,10 +64,10 @@ class Router:
 
 
 class SparseMLP:
-    """Routed experts, plus an optional shared expert that every row passes through.
+    """MLP of a sparse layer: routed experts, plus an optional shared expert for all rows.
 
-    On CUDA in bf16, rows are sorted by expert and multiplied in one grouped product, and the host does not
-    wait for the device. In all other cases, the experts run one after another.
+    On CUDA in bf16, rows are sorted by expert and multiplied in one grouped product. The host does not wait
+    for the device. In all other cases, the experts run one after another.
 
     Args:
         router: Chooses the experts of each row.

@@ -2,9 +2,9 @@
 
 Each output channel of a weight has a scale. The number of rows determines how the rows are multiplied:
 
-- One or two rows: the rows are not quantized, and the weights are widened in registers.
+- One or two rows: the rows are not quantized. The weights are converted to a wider type in registers.
 - Up to `FEW_ROWS` rows: the rows are quantized too, and a kernel of this project multiplies in FP8.
-- More rows: the rows are quantized too, and the library multiplies in FP8.
+- More rows: the rows are quantized too, and torch's own product multiplies in FP8.
 """
 
 from __future__ import annotations
@@ -91,7 +91,9 @@ class Fp8Linear(Linear):
 
 
 def quantize_layer(layer: DecoderLayer) -> DecoderLayer:
-    """Convert the projections of a layer to FP8 in place. Keep those that are FP8 already. Return the layer.
+    """Convert the projections of a decoder layer to FP8 in place, and return the layer.
+
+    Projections that are in FP8 already are not changed.
 
     Raises:
         TypeError: The layer is not plain attention with a dense MLP, or a weight cannot be quantized.

@@ -1,9 +1,9 @@
 """Multi-head latent attention (DeepSeek-V2): caches one latent row per token instead of K and V.
 
-K and V of all heads are projections of the latent row, but they are never computed ("absorption"). Instead,
-queries are projected into the latent space before attention, and the attended latents are projected out of it
-afterwards. Attention then has a single K/V head, as wide as the latent and the rotated part together. Its
-keys also serve as its values.
+K and V of all heads are projections of the latent row, but K and V are never computed ("absorption").
+Instead, queries are projected into the latent space before attention. After attention, the attended latents
+are projected out of the latent space. Attention then has a single K/V head, as wide as the latent and the
+rotated part together. The keys of this head also serve as its values.
 
 Source: DeepSeek-V2, arXiv 2405.04434, section 2.1.
 """
@@ -24,11 +24,11 @@ LATENT_NORM_EPS = 1e-6  # epsilon of the two inner norms, independent of rms_nor
 
 
 class LatentAttention:
-    """Attention over a pool of latent rows.
+    """Multi-head latent attention of one layer, over a KV pool of latent rows.
 
     Args:
-        queries: One projection, or two projections that are applied one after the other.
-        query_norm: The norm between two projections. None if there is one projection.
+        queries: The query projection, or two projections that are applied one after the other.
+        query_norm: The norm between two query projections. None if there is only one projection.
         latent: ``[rank + rope_dim, hidden]``, projects to the cached row, before its norm and rotation.
         latent_norm: Norm over the first `rank` dimensions of the cached row.
         key_in: ``[heads, nope_dim, rank]``, projects a query into the latent space.
@@ -36,7 +36,7 @@ class LatentAttention:
         o: ``[hidden, heads * value_dim]``, the output projection.
         config: The widths; see `LatentConfig`.
         scale: Factor by which the scores are multiplied.
-        layer: Index of the pool's layer.
+        layer: Index of the layer in the KV pool.
     """
 
     __slots__ = (
@@ -128,14 +128,14 @@ def load_latent_attention(
     layer: int,
     input_size: int | None = None,
 ) -> LatentAttention:
-    """Load the projections whose names start with `prefix`.
+    """Load the projections of multi-head latent attention whose names start with `prefix`.
 
     Args:
         source: Supplies the tensors.
         config: Configuration of the model.
         latent: The model's latent widths.
         prefix: Prefix of the tensor names.
-        layer: Index of the layer in the pool.
+        layer: Index of the layer in the KV pool.
         input_size: Input width of the projections. With None, it is the model's hidden_size.
     """
     heads, width = config.num_heads, input_size or config.hidden_size

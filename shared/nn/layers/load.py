@@ -1,7 +1,7 @@
 """Loads decoder layers and their parts: maps tensor names to attention, MLP, experts and norms.
 
-The functions take tensors from a `TensorSource`. If the source is an `ExpectedTensors`, it lists the tensors
-that a checkpoint must contain, and the layers are on the meta device.
+The functions take tensors from a `TensorSource`. If the source is an `ExpectedTensors`, it records the
+tensors that a checkpoint must contain. The layers are then on torch's meta device and have no data.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def load_layer(
         source: Supplies the tensors.
         config: Configuration of the model.
         prefix: Prefix of the layer's tensor names.
-        layer: Index of the layer in the pool.
+        layer: Index of the layer in the KV pool.
         like: Index of a layer of the model. The new layer gets the same window and kind of MLP as that layer.
             With None, this index is `layer`.
     """
@@ -58,13 +58,13 @@ def load_attention(
     *,
     window: int = 0,
 ) -> Attention:
-    """Load ``q_proj``, ``k_proj``, ``v_proj`` and ``o_proj`` of an attention.
+    """Load the attention of a decoder layer: ``q_proj``, ``k_proj``, ``v_proj`` and ``o_proj``.
 
     Args:
         source: Supplies the tensors.
         config: Configuration of the model.
         prefix: Prefix of the tensor names.
-        layer: Index of the layer in the pool.
+        layer: Index of the layer in the KV pool.
         input_size: Input width of q, k and v. With None, it is the model's hidden_size.
         window: Number of tokens that a row sees, including itself. 0 means all tokens.
     """
@@ -97,13 +97,13 @@ def load_attention(
 def load_mlp(
     source: TensorSource, config: ModelConfig, prefix: str, intermediate_size: int | None = None
 ) -> GatedMLP:
-    """Load ``gate_proj``, ``up_proj`` and ``down_proj`` of an MLP.
+    """Load the MLP of a decoder layer: ``gate_proj``, ``up_proj`` and ``down_proj``.
 
     Args:
         source: Supplies the tensors.
         config: Configuration of the model.
         prefix: Prefix of the tensor names.
-        intermediate_size: Width of the MLP. With None, it is the width in the configuration.
+        intermediate_size: Width of the MLP. With None, it is the `intermediate_size` of `config`.
     """
     hidden, intermediate = config.hidden_size, intermediate_size or config.intermediate_size
     names = (f"{prefix}gate_proj", f"{prefix}up_proj")

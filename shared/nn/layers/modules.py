@@ -1,8 +1,8 @@
 """Norms, grouped-query attention, gated MLP and the decoder layer, as callable objects with weights.
 
-Weights are shared by reference and never change. The layers are plain objects and not `torch.nn.Module`s,
-because the hooks, parameters and training modes of modules would take more time in a step at batch 1 than the
-layers' small matrix products.
+Weights are shared by reference and never change. The layers are plain objects and not `torch.nn.Module`s. In
+a decode step at batch size 1, the hooks, parameters and training modes of modules would take more time than
+the small matrix products.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ __all__ = [
 
 
 class RMSNorm:
-    """``x / sqrt(mean(x²) + eps) * weight`` over the last dimension.
+    """RMSNorm, ``x / sqrt(mean(x²) + eps) * weight`` over the last dimension.
 
     In fp32 on a CPU, the norm is computed as ``x / hypot(‖x‖, sqrt(size · eps)) * (weight · sqrt(size))``.
     This form takes half the time of torch's own norm, which consists of nine small operations on a CPU.
 
     Args:
         weight: ``[size]``.
-        eps: Number that is added to the mean square.
+        eps: Small number that is added to the mean square.
     """
 
     __slots__ = ("_floor", "_scaled_weight", "_shape", "eps", "weight")
@@ -66,7 +66,7 @@ class HeadNorm:
     Args:
         q_weight, k_weight: ``[head_dim]``, for the heads of Q and of K.
         num_heads, num_kv_heads: Number of heads of Q, and of K.
-        eps: As in `RMSNorm`.
+        eps: Small number that is added to the mean square of each head.
     """
 
     __slots__ = ("_shape", "eps", "weight")
@@ -127,7 +127,7 @@ class MLPBlock(Protocol):
 
 
 class GatedMLP:
-    """``down(act(gate(x)) * up(x))``, where one matrix contains the rows of gate and up.
+    """Gated MLP, ``down(act(gate(x)) * up(x))``. One matrix contains the rows of both gate and up.
 
     Args:
         gate_up: ``[2 * intermediate, hidden]``. The rows of gate come before those of up.
@@ -167,7 +167,7 @@ class Attention:
         qkv: ``[(heads + 2 * kv_heads) * head_dim, input]``. The rows are in the order q, k, v.
         o: ``[hidden, heads * head_dim]``.
         num_heads, num_kv_heads, head_dim: Number of query heads, number of K/V heads, and width of a head.
-        layer: Index of the pool's layer that stores the K/V.
+        layer: Index of the layer in the KV pool that stores K and V.
         head_norm: Norm of the heads of Q and K before rotation, or None.
         window: Number of tokens that a row sees, including itself. 0 means all tokens.
         sinks: ``[heads]``, or None. Each head has one logit that takes part in its softmax but has no value

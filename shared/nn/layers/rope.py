@@ -19,9 +19,9 @@ class Rotation(NamedTuple):
 
 
 class RotaryEmbedding:
-    """Turns positions into rotations.
+    """Rotary position embedding (RoPE): turns the positions of rows into rotations.
 
-    The angles are computed for each step's rows and not read from a table, so any position can be used.
+    The angles are computed in each forward pass and not read from a table, so any position can be used.
 
     Args:
         config: Base and scaling rule of the frequencies.
@@ -59,7 +59,7 @@ def rotate(heads: torch.Tensor, rotation: Rotation) -> None:
 
 
 def inverse_frequencies(config: RopeConfig, head_dim: int) -> torch.Tensor:
-    """Return the scaled frequencies, ``[head_dim / 2] fp32``, in radians per position.
+    """Return the scaled frequencies of a rotary embedding, ``[head_dim / 2] fp32``, in radians per position.
 
     Sources: the llama3 rule is from the Llama 3.1 release; see `RopeConfig` for its three ranges of
     wavelengths. The yarn rule is from arXiv 2309.00071, section 3.2.

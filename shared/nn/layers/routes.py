@@ -16,9 +16,9 @@ _record: ContextVar[list[torch.Tensor] | None] = ContextVar("routes", default=No
 
 @contextmanager
 def recording_routes(wanted: bool = True) -> Iterator[list[torch.Tensor]]:
-    """Record the choices of all routers that run on this thread inside the ``with`` block.
+    """Context manager: record the experts that routers choose on this thread inside the ``with`` block.
 
-    A pass inside the block must not be recorded into a CUDA graph.
+    A forward pass inside the block must not be captured into a CUDA graph.
 
     Args:
         wanted: If False, nothing is recorded.
@@ -42,15 +42,15 @@ def note_route(chosen: torch.Tensor) -> None:
 
 
 def stack_routes(routes: Sequence[torch.Tensor], sparse: Sequence[int], num_layers: int) -> torch.Tensor:
-    """Return the recorded experts of one pass, ``[rows, num_layers, top_k] int32``.
+    """Return the recorded experts of one forward pass as a tensor ``[rows, num_layers, top_k] int32``.
 
     Args:
-        routes: The record of the pass.
+        routes: The list from `recording_routes`, with one tensor per sparse layer.
         sparse: Indices of the sparse layers, ascending.
         num_layers: Number of all layers. The entries of layers without experts are `NO_EXPERT`.
 
     Raises:
-        ValueError: The record does not have one entry per sparse layer.
+        ValueError: The list does not have one tensor per sparse layer.
     """
     if len(routes) != len(sparse) or not routes:
         raise ValueError(f"{len(routes)} routers ran in a model with {len(sparse)} sparse layers")

@@ -1,8 +1,8 @@
 """Precomputes the first layer's q-k-v product for every token of the vocabulary, if the device has room.
 
-The first layer's input is the embedding of the token, so its q-k-v product depends only on the token. A pass
-over few rows spends most of its time on reading weights. A product reads the whole weight, but a lookup in a
-table ``[vocabulary, out]`` reads only one row per token.
+The first layer's input is the embedding of the token, so the layer's q-k-v product depends only on the token.
+A forward pass over few tokens spends most of its time on reading weights. A product reads the whole weight,
+but a lookup in a table ``[vocabulary, out]`` reads only one row per token.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ def fits(nbytes: int, free: int, total: int) -> bool:
 
 
 def token_products(embedding: torch.Tensor, norm: RMSNorm, weight: torch.Tensor) -> torch.Tensor | None:
-    """Return ``norm(embedding) @ weight.T``, ``[vocabulary, out]``, or None if the table would be too large.
+    """Return the table ``norm(embedding) @ weight.T``, or None if the table would be too large.
 
     Args:
-        embedding: ``[vocabulary, hidden]``.
+        embedding: ``[vocabulary, hidden]``. The table has the shape ``[vocabulary, out]``.
         norm: Norm of the embedding.
-        weight: ``[out, hidden]``. The rows may be strided.
+        weight: ``[out, hidden]``, the q-k-v weight of the first layer. The rows may be strided.
     """
     vocabulary, out = embedding.shape[0], weight.shape[0]
     if embedding.device.type == "cuda" and not fits(

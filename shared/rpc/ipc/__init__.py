@@ -1,4 +1,4 @@
-"""The colocated transport ``ipc:///path``: messages on unix sockets, tensors in shared or device memory.
+"""The transport ``ipc:///path`` on one host: messages on unix sockets, tensors in shared or GPU memory.
 
 - `sockets` listens and connects, and refuses other users.
 - `frames` splits a socket's bytes into messages.
@@ -7,13 +7,14 @@
 - `mailbox` transfers tensors through shared memory.
 - `cuda_mailbox` transfers tensors through GPU memory that both processes have mapped. `cuda` maps that
   memory.
-- `doorbells` contains words (integers in shared memory) that signal the progress of rounds, and the watchdog
-  that limits the waits for these words.
-- `blob_mailbox` and `cuda_blob_mailbox` exchange the blobs of rounds, without and with GPUs respectively.
+- `doorbells` contains words (integers in shared memory) that signal the progress of rounds. It also contains
+  the watchdog that limits the waits for these words.
+- `blob_mailbox` (without GPUs) and `cuda_blob_mailbox` (with GPUs) exchange the states and trees of rounds as
+  blobs.
 - `deferred_release` frees the GPU memory of closed connections without blocking launches of GPU work.
 
-The writer names a slot in a message only after it has written the rows to the slot. A reader therefore never
-waits for its peer's memory. If no slot is free, the writer sends the rows inside the message, or later. The
-reader refuses a message that contradicts the mailbox's layout or counters. If a peer stops or dies, the other
-side only sees a silent or closed socket.
+A writer names a slot of a mailbox in a message only after it has written the tensor to the slot. A reader
+therefore never waits for its peer's memory. If no slot is free, the writer sends the tensor inside the
+message, or later. The reader refuses a message that contradicts the mailbox's layout or counters. If a peer
+stops or dies, the other side only sees a silent or closed socket.
 """

@@ -1,11 +1,11 @@
-"""Exchanges the blobs of rounds between two processes: interface, memory layout, and a version without GPUs.
+"""Mailbox for the blobs of rounds between two processes: interface, memory layout, version without GPUs.
 
 In every round of drafting and verifying, the target sends the state of its batch, and the draft replies with
-trees. The state is one blob, and all trees together are another blob. A blob is a contiguous block of bytes
-(`shared.spec.resident`).
+trees. The whole state is one blob, and all trees together are another blob. A blob is a contiguous block of
+bytes (`shared.spec.resident`).
 
 Each direction has two slots, which are used in turn, and a word in shared memory that announces the latest
-blob (`doorbells`). Two slots are enough, because a side whose wait ended without the peer's blob sends at
+blob (`doorbells`). Two slots are enough: if a side's wait ends without the peer's blob, this side sends at
 most one more round.
 """
 
@@ -33,7 +33,7 @@ POLL_S = 2e-5
 
 @dataclass(frozen=True, slots=True)
 class BlobLayout:
-    """Sizes of the slots for states and for trees.
+    """Memory layout of a mailbox: sizes of the slots for the states and for the draft trees of rounds.
 
     Attributes:
         state_bytes: Size of a slot for states.
@@ -81,7 +81,9 @@ class BlobLayout:
 
 
 class BlobMailbox(Protocol):
-    """One side of the exchange. Call `send` and `receive` from one thread only. Any thread may call `close`.
+    """One side of a mailbox for the blobs of rounds.
+
+    Only one thread may call `send` and `receive`. Any thread may call `close`.
 
     Attributes:
         layout: Sizes of the slots. A blob must fit into its slot.
@@ -104,10 +106,10 @@ class BlobMailbox(Protocol):
         ...
 
     def receive(self, number: int, blob: torch.Tensor, expected: torch.Tensor, limit_s: float) -> None:
-        """Receive the peer's blob of a round into `blob`, and set ``expected [1] int32`` to `number`.
+        """Copy the peer's blob of a round into `blob`, and set ``expected [1] int32`` to `number`.
 
-        The copy runs in stream order. If the peer's blob does not arrive within `limit_s` seconds, the number
-        in the header of `blob` differs from `number` after the wait.
+        The copy runs in stream order. If the peer's blob does not arrive within `limit_s` seconds, the wait
+        ends. The number in the header of `blob` then differs from `number`.
         """
         ...
 

@@ -1,8 +1,8 @@
-"""Shares device memory between processes, with a few ctypes calls into the CUDA runtime that torch loaded.
+"""Shares GPU memory between processes, by a few ctypes calls of the CUDA runtime that torch has loaded.
 
-torch shares tensors by pickling a handle per message. Here, one handle of 64 bytes is exchanged once. The
-memory comes from cudaMalloc, because blocks of torch's caching allocator start inside larger blocks and may
-belong to a pool that cannot be shared.
+torch's own sharing of tensors pickles a handle for each message. Here, one handle of 64 bytes is exchanged
+once. The memory is allocated by cudaMalloc and not by torch's caching allocator. A block of this allocator
+lies inside a larger block, and may belong to a memory pool that cannot be shared.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class CudaError(UnavailableError):
 
 
 class DeviceMemory:
-    """Zeroed device memory of this process that other processes can map.
+    """GPU memory of this process that other processes can map. It is filled with zeros at first.
 
     The memory is freed no earlier than `LATE_WRITES_S` seconds after the last reference to it is gone,
     because a peer may still be writing to it.

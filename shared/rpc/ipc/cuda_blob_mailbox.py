@@ -1,8 +1,8 @@
-"""Exchanges the blobs of rounds between the GPU streams of two processes, without involving their hosts.
+"""Mailbox for the blobs of rounds between the GPU streams of two processes, normally without the CPUs.
 
 Each stream writes words and waits for words (`doorbells`) in host memory that both processes have registered
-with CUDA. The CPU can write these words too: if a peer is dead, stopped or late, the `DoorbellWatchdog` of
-the waiting process writes the peer's word, and the waiting stream continues.
+with CUDA. A CPU can write these words too. If a peer is dead, stopped or late, the `DoorbellWatchdog` of the
+waiting process writes the peer's word. The waiting stream then continues.
 
 The blobs lie on the target's GPU. The draft maps their memory, and runs on the same GPU or on another GPU of
 the host.
@@ -39,7 +39,7 @@ class SlotMemory(Protocol):
 
 
 class StreamMailbox:
-    """A `BlobMailbox` of a process with a GPU. It enqueues its work on torch's current stream of the device.
+    """A `BlobMailbox` for a process with a GPU. Its work is enqueued on torch's current stream of the device.
 
     When the last reference to the mailbox is gone, all waits end immediately. The memory is freed once the
     streams that used the mailbox have passed their waits.
@@ -47,8 +47,8 @@ class StreamMailbox:
     Args:
         layout: Sizes of the slots.
         memory: Shared memory that contains the words (`shared.rpc.ipc.doorbells`).
-        slots: Memory of ``layout.slots_bytes``. If the memory belongs to the peer, it is unmapped when the
-            mailbox is released or cannot be created.
+        slots: GPU memory of ``layout.slots_bytes`` bytes for the slots. Memory of the peer is unmapped when
+            the mailbox is released or cannot be created.
         side: The side of this process: target or draft.
         device: The device of this process's blobs.
 
@@ -106,9 +106,9 @@ class StreamMailbox:
             _write_value(stream, self._base + self._words.given_at, number)
 
     def receive(self, number: int, blob: torch.Tensor, expected: torch.Tensor, limit_s: float) -> None:
-        """Enqueue the wait for the peer's blob and the copy out of its slot; see `BlobMailbox.receive`.
+        """Enqueue the wait for the peer's blob, and the copy from the slot (see `BlobMailbox.receive`).
 
-        While `broken`, enqueues neither the wait nor the copy.
+        If `broken` is True, neither the wait nor the copy is enqueued.
         """
         slot, passed = self._slots.pointer + self._in(number), self._base + self._words.passed_at
         with self._current() as stream:

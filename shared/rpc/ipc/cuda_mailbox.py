@@ -1,10 +1,11 @@
-"""Transfers tensors through a GPU mailbox: counters in shared memory, slots in the writer's device memory.
+"""Mailbox for tensors in GPU memory: the slots are in the writer's GPU memory, the counters on the host.
 
-The reader maps the writer's device memory. The hosts, not the streams, synchronise the two processes:
+The counters are in memory that both processes share. The reader also maps the writer's GPU memory. The
+processes are synchronised by their CPUs, not by GPU streams:
 
-- The writer names a slot in a message after its copies into the slot are done.
-- The reader checks and releases the slot after its copies out of the slot are done. A reader that does not
-  wait for its copies does this in a later `read`.
+- The writer names a slot in a message after the copies into the slot have finished.
+- The reader checks and releases the slot after the copies out of the slot have finished. A reader that does
+  not wait for these copies checks and releases the slot in a later `read`.
 
 No stream ever waits for the other process, which may be dead.
 """
@@ -23,12 +24,12 @@ from outrider.shared.rpc.tensors import decode_tensor, encode_tensor, read_shape
 
 
 class CudaTensorWriter:
-    """A `SlotTensorWriter` that copies rows from a GPU to slots in this process's memory on the same GPU.
+    """A `SlotTensorWriter` that copies tensors from a GPU to a mailbox's slots on the same GPU.
 
     Args:
-        ledger: The counters of the slots. The ledger's layout contains the size of a slot.
-        memory: The slots, ``slots * slot_bytes`` in total.
-        device: The device of the rows.
+        ledger: The counters of the slots, with the layout of the mailbox.
+        memory: The memory of the slots, ``slots * slot_bytes`` bytes of this process on `device`.
+        device: The GPU with the tensors to send.
     """
 
     def __init__(self, ledger: SharedMemory, memory: DeviceMemory, device: torch.device) -> None:
@@ -39,9 +40,9 @@ class CudaTensorWriter:
         self._beside = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def write(self, parts: Sequence[torch.Tensor]) -> common_pb2.TensorData:
-        """Return the message for rows, which are in a slot if one is free, and otherwise inline.
+        """Copy rows of tensors to a free slot, or into the message if no slot is free. Return the message.
 
-        This method waits for the copies, which finish a few µs after the rows are computed.
+        This method waits for the copies. They finish a few µs after the rows have been computed.
         """
         num_bytes = sum(part.nbytes for part in parts)
         on_device = all(part.device == self._device for part in parts)
@@ -51,7 +52,7 @@ class CudaTensorWriter:
         return self._fill(slot, parts, torch.cuda.current_stream(self._device))
 
     def offer(self, rows: torch.Tensor) -> common_pb2.TensorData | None:
-        """Return the message for rows in a slot. Return None if no slot is free or the rows are too large.
+        """Copy rows to a slot and return the message, or None if no slot is free or the rows are too large.
 
         The copy uses a separate stream and therefore does not wait for the work of the current stream. The
         rows may also be on the host.
@@ -77,7 +78,7 @@ class CudaTensorWriter:
 
 
 class CudaTensorReader:
-    """The `TensorReader` for a `CudaTensorWriter`'s mailbox, on the same GPU or another GPU of the host.
+    """A `TensorReader` for the mailbox of a `CudaTensorWriter` on the same GPU or another GPU of the host.
 
     Args:
         ledger: The writer's counters, mapped into this process.
@@ -97,7 +98,7 @@ class CudaTensorReader:
         self._copying: deque[tuple[torch.cuda.Event, int, int]] = deque()
 
     def read(self, data: common_pb2.TensorData, name: str, columns: int) -> torch.Tensor:
-        """Return the rows of a message, copied out of their slot.
+        """Copy the rows of a message out of their slot of the mailbox, and return the copy.
 
         Raises:
             ProtocolError: The message is malformed, or the rows of an *earlier* message were overwritten

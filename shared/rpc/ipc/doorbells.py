@@ -1,14 +1,14 @@
-"""Doorbells: words in shared memory that signal the progress of rounds, and the watchdog that limits waits.
+"""Doorbells: words in shared memory that signal the progress of rounds, and a watchdog that limits waits.
 
 In every round, the target sends the state of its batch and the draft replies with trees
-(`shared.spec.resident`). A word is a 32-bit integer. It contains the number of a round, which only increases.
-A side's wait for round n ends when the peer's word is at least n. The watchdog limits every wait.
+(`shared.spec.resident`). A word is a 32-bit integer that contains the number of a round. This number only
+increases. A side's wait for round n ends when the peer's word is at least n. The watchdog limits every wait.
 
     word            writer                               meaning
-    STATE           the target, after writing it         the state of round n is in slot n % 2
-    TREES           the draft, after writing them        the trees of round n are in slot n % 2
-    TARGET_PASSED   the target, after its wait           its wait for trees n is over
-    DRAFT_PASSED    the draft, after its wait            its wait for state n is over
+    STATE           the target, after writing the slot   the state of round n is in slot n % 2
+    TREES           the draft, after writing the slot    the trees of round n are in slot n % 2
+    TARGET_PASSED   the target, after its wait           the target's wait for trees n is over
+    DRAFT_PASSED    the draft, after its wait            the draft's wait for state n is over
 
 One round in time order:
 
@@ -20,9 +20,9 @@ One round in time order:
                                        ←      TREES = n
     TARGET_PASSED = n, copy the trees
 
-If the limit has passed or the peer is gone, the watchdog of the waiting side writes the peer's word, which
-ends the wait. The slot then still contains the blob of an earlier round. The waiting side sees this by the
-number in the blob's header, and the round continues without a blob.
+If the limit has passed or the peer is gone, the watchdog of the waiting side writes the peer's word. This
+ends the wait. The slot then still contains the state or trees of an earlier round. The waiting side detects
+this by the round's number in the header of the slot, and the round continues without the peer's data.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Side(Enum):
 
 
 class Doorbells:
-    """One side's view of the words in this module's table.
+    """One side's view of the doorbells: words in shared memory that signal the progress of rounds.
 
     Any thread may call `release` and read the properties.
 
@@ -77,9 +77,9 @@ class Doorbells:
         side: The side of this process.
 
     Attributes:
-        given_at: Byte offset of the word that announces this side's blobs.
-        awaited_at: Byte offset of the peer's word, which this side waits for.
-        passed_at: Byte offset of the word with this side's own progress.
+        given_at: Byte offset of the word that announces this side's state or trees.
+        awaited_at: Byte offset of the peer's word for which this side waits.
+        passed_at: Byte offset of the word that shows which waits of this side are over.
     """
 
     def __init__(self, memory: SharedMemory, side: Side) -> None:
@@ -120,7 +120,7 @@ class Doorbells:
     def begun(self, number: int) -> bool:
         """Return whether this side's stream has begun to wait for a round.
 
-        `number` must be the first round whose wait this side's stream has not passed.
+        `number` must be the first round for which this side's wait is not over.
 
         The target's stream begins to wait for the trees of a round when it announces the round's state. The
         draft's stream counts as waiting at all times.
@@ -136,12 +136,12 @@ class _Wait:
 
 
 class DoorbellWatchdog:
-    """Ends waits of a device's streams that last too long.
+    """Watchdog of GPU streams that wait for the peer process: ends the waits that last too long.
 
     The watchdog has its own thread, because the host's other threads may be waiting for the device.
 
     Args:
-        words: This side's view of the words.
+        words: This side's view of the doorbells for which streams wait.
         clock: Returns monotonic seconds.
 
     Attributes:

@@ -1,4 +1,4 @@
-"""Splits a unix socket's bytes into frames. A frame contains a length, a kind and one message.
+"""Splits the byte stream of a unix socket into frames. A frame contains a length, a kind and one message.
 
 File descriptors may accompany a frame. Sending never waits. Receiving waits for at most the given time.
 """
@@ -51,7 +51,7 @@ class EndOfStream(ConnectionError):
 
 
 class FrameSocket:
-    """Sends and receives frames on a connected socket.
+    """A connected unix socket on which frames are sent and received.
 
     One thread at a time may receive. Any thread may call `send`, `flush` and `close`.
 
@@ -87,7 +87,7 @@ class FrameSocket:
             files: Descriptors to send with the frame. They stay open on this side.
 
         Raises:
-            EndOfStream: The peer is gone, or has left too much unread.
+            EndOfStream: The peer is gone, or the queue of bytes that the peer has not read is full.
             ProtocolError: The payload is too large.
         """
         if len(payload) > MAX_FRAME_BYTES:
@@ -125,7 +125,7 @@ class FrameSocket:
     def receive(self, timeout_s: float = 0.0, awake_s: float = SPIN_S) -> tuple[FrameKind, bytes] | None:
         """Return the next frame, or None if no frame is complete after `timeout_s`.
 
-        Polls for the first `awake_s` seconds, then sleeps. Flushes queued bytes in the meantime.
+        The wait polls for the first `awake_s` seconds, then sleeps. Queued bytes are sent in the meantime.
 
         Raises:
             EndOfStream: The stream has ended.

@@ -48,10 +48,10 @@ log = get_logger("outrider.rpc.ipc")
 
 @dataclass(frozen=True, slots=True)
 class Offered:
-    """An offer and its mailboxes on the writing side. A mailbox is freed when it is no longer referenced.
+    """An offer of mailboxes to the peer, with the writing side of these mailboxes.
 
     Send `files` with the offer, then call `sent`. Use the mailbox `rounds` only if the peer's reply accepts
-    it.
+    this mailbox. A mailbox is freed when it is no longer referenced.
     """
 
     offer: draft_pb2.MailboxOffer
@@ -76,10 +76,10 @@ class Mapped:
 
 
 def offers(device: torch.device, *, rounds: bool = False) -> Sequence[Callable[[], Offered]]:
-    """Return the offers that a writer with rows on `device` can make, the best offer first.
+    """Return functions that make the mailbox offers of a writer with tensors on `device`, the best first.
 
     Args:
-        device: The device of the rows.
+        device: The device of the tensors to send.
         rounds: Whether to include a mailbox for rounds.
 
     Returns:
@@ -160,7 +160,7 @@ def _on_gpu(sizes: tuple[int, int], made: contextlib.ExitStack, device: torch.de
 
 
 def accept(offer: draft_pb2.MailboxOffer, files: Sequence[int], device: torch.device) -> Mapped:
-    """Map the mailboxes that the target offers.
+    """Map the mailboxes that the target offers into this process.
 
     Args:
         offer: The target's offer.
@@ -222,7 +222,7 @@ def _rounds(box: draft_pb2.RoundsMailbox, file: int, device: torch.device) -> Bl
 def acknowledge(
     offer: draft_pb2.MailboxOffer, files: Sequence[int], device: torch.device
 ) -> tuple[draft_pb2.MailboxAck, Mapped | None]:
-    """Reply to an offer. The reply contains the accepted mailboxes, or the reason for refusing the offer.
+    """Return the reply to an offer of mailboxes: the accepted mailboxes, or the reason for refusing them.
 
     Raises ProtocolError if the offer is malformed.
     """

@@ -24,7 +24,7 @@ class SlotTensorWriter(TensorWriter, Protocol):
     slot_bytes: int
 
     def offer(self, rows: torch.Tensor) -> common_pb2.TensorData | None:
-        """Return the message for ``[rows, columns]`` in a slot, or None if no slot is free.
+        """Copy a tensor ``[rows, columns]`` to a slot and return the message, or None if no slot is free.
 
         The work that computes the rows must have finished.
         """

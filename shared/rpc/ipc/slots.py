@@ -1,7 +1,7 @@
 """Records which slots of a mailbox are in use, with two counters per slot in shared memory.
 
-The writer increments `written`, and the reader sets `released`. Both counters count the uses of the slot, so
-the slot is free if they are equal.
+The writer increments the counter `written`, and the reader sets the counter `released`. Both counters count
+the uses of the slot. The slot is free if the two counters are equal.
 
     writer                                          reader
     find a slot with released = written
@@ -16,7 +16,7 @@ Each side keeps a private copy of its own counters. A wrong value in the shared 
 - If `written` is wrong, only the rows of one message are lost.
 - If `released` is wrong, the connection fails, because the slot would otherwise never be free again.
 
-Neither side ever waits. If no slot is free, the rows are sent in the message, or later.
+Neither side ever waits. If no slot is free, the tensor's rows are sent in the message, or later.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
 @dataclass(frozen=True, slots=True)
 class SlotLayout:
-    """Sizes of a mailbox.
+    """Number, size and place of the slots of a mailbox.
 
     Attributes:
         slots: Number of slots.
@@ -80,7 +80,7 @@ class SlotLayout:
 
 
 class SharedMemory:
-    """Anonymous memory mapped by two processes.
+    """Shared memory without a name, mapped by two processes.
 
     The size of the memory is sealed. Otherwise, one process could truncate the memory and crash the other
     process.
@@ -143,9 +143,9 @@ class SlotWriter:
         self._next = 0
 
     def take(self) -> int | None:
-        """Return a free slot to fill, or None if all slots are in use.
+        """Return the index of a free slot to fill, or None if all slots are in use.
 
-        The slot is in use from `publish` until the reader releases it.
+        The slot is in use from the call of `publish` until the reader releases it.
 
         Raises:
             ProtocolError: A slot's `released` counter is neither the last generation that was published nor

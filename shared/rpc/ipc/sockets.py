@@ -32,10 +32,10 @@ log = get_logger("outrider.rpc.ipc")
 
 
 class Listener:
-    """A listening socket. `close` removes its file.
+    """A listening unix socket for processes of the same user. `close` removes the socket's file.
 
     Args:
-        path: An absolute path. A socket file left there by a dead process is replaced.
+        path: Absolute path of the socket's file. A file that a dead process has left there is replaced.
 
     Raises:
         ConfigurationError: The folder is missing, other users can write to the folder, another process
@@ -99,7 +99,7 @@ class Listener:
 
 
 def connect(path: str, timeout_s: float) -> socket.socket:
-    """Connect to a `Listener` of the same user.
+    """Connect to the unix socket of a `Listener` that the same user runs.
 
     Raises:
         OSError: No process listens on the path, or no process accepts the connection within `timeout_s`.
