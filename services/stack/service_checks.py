@@ -31,9 +31,9 @@ def check_gateway_flags(options: StackOptions) -> None:
 
 
 def gateway_context(options: StackOptions) -> Callable[[], ssl.SSLContext | bool]:
-    """Return a function that returns how to connect to the gateway: the parameter `verify` of a RestClient.
+    """Return a function whose result is the TLS parameter for the gateway: `verify` of a `RestClient`.
 
-    Each call reads the files again, because they may have been renewed.
+    Each call of the returned function reads the certificate files again, because they may have been renewed.
     """
     from outrider.services.gateway.settings import GatewaySettings
 
