@@ -165,6 +165,8 @@ def search(
         prompts: Prompts as token ids.
         sizes: The amount of work.
         progress: Called with a text line at each step.
+
+    Raises:
         OutriderError: A request failed.
     """
     started = time.perf_counter()
