@@ -142,6 +142,7 @@ def speculative_round(
 
     The parts are the draft steps, the verify pass and the projection of features. The first draft step
     extends the draft's K/V by the tokens that the last round committed.
+
     Args:
         config: Configuration of the target.
         head: Configuration of the EAGLE-3 head.

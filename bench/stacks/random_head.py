@@ -40,6 +40,7 @@ def write_random_head(
     """Write config.json and model.safetensors of a draft head with random weights.
 
     The head uses the target's embedding.
+
     Args:
         folder: An existing folder, preferably in memory (/dev/shm).
         shape: Sizes of the target and the head.

@@ -43,6 +43,7 @@ def rehearsing() -> bool:
     """Return True during a rehearsal, in which kernel launches are skipped.
 
     During a rehearsal, do not store results that depend on outputs of kernels.
+
     Example:
         >>> from outrider.kernels.ahead import rehearsing
         >>> rehearsing()

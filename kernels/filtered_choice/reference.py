@@ -1,4 +1,7 @@
-"""Torch reference of filtered_choice. Sorts with `verify/filters.py`; `kernels.filtered_choice` documents it."""
+"""Torch reference of filtered_choice, which sorts with `kernels/verify/filters.py`.
+
+`kernels.filtered_choice` documents the op.
+"""
 
 from __future__ import annotations
 

@@ -11,8 +11,8 @@ integers only.
 
 With a work list (WORK), a program takes its block of pairs and its token indices from an item of the list.
 
-WIDEN converts the operands of a dot to fp32. It is set under Triton's interpreter, whose dot interprets the
-bits of a bf16 as an integer.
+The constant WIDEN converts the operands of a dot to fp32. It is set under Triton's interpreter, because the
+interpreter's dot reads the bits of a bf16 as an integer.
 """
 
 from __future__ import annotations
