@@ -59,8 +59,8 @@ class SoakOptions:
     """Options of `outrider bench soak`. Most fields are its flags.
 
     Attributes:
-        stack: The stack to start.
-        minutes: Duration of all phases together.
+        stack: The stack of services to start.
+        minutes: Duration of all phases together, in minutes.
         clients: Number of clients. Each sends one request after the other.
         pause_s: Seconds between the recovery from a fault and the next fault.
         seed: Seed of the requests.

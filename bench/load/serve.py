@@ -293,7 +293,9 @@ def _client(options: ServeOptions, server: Server | None, grpc: str | None) -> L
 
 
 def load_requests(options: ServeOptions) -> Requests:
-    """Return the requests of the load. Every server gets the same requests, which depend only on the options.
+    """Return the requests that `outrider bench serve` sends. They depend only on the options.
+
+    Every server therefore gets the same requests.
 
     Random prompts are new for each request, so that no server finds them in a prefix cache. The prompts of a
     file are sent in a cycle.

@@ -239,7 +239,7 @@ class RunningBatch:
 
 @contextmanager
 def running_engine(options: EngineOptions) -> Iterator[BenchEngine]:
-    """Create the model, start the draft and the engine, and stop all of them on exit.
+    """Context manager that creates a target, starts its draft and its engine, and stops them on exit.
 
     Raises:
         ConfigurationError: A setting is wrong, or the model does not fit into the GPU's memory.

@@ -93,7 +93,7 @@ def measured_tile(product: Product, device: str) -> Tile | None:
 
 
 def needs_trial(product: Product, device: str) -> bool:
-    """Return whether tiles of a matrix product have not been measured yet on this kind of device.
+    """Return True if the tiles of a matrix product still have to be measured on a kind of device.
 
     On the device `STORED_OF`, a product with a tile in ``tiles.json`` counts as measured. Otherwise, it
     counts as measured only after a trial of exactly this row count, because an interrupted run may have

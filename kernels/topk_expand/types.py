@@ -26,7 +26,7 @@ class Noise(NamedTuple):
 
 
 class Expansion(NamedTuple):
-    """The best children of every row, best first.
+    """The best children of every row (tree node), best first.
 
     Attributes:
         token_ids: ``[rows, topk] int32``, target ids.

@@ -311,8 +311,7 @@ def running_stack(
     Args:
         options: Models and settings to serve.
         echo: Called with (service, line) for each line that a service prints.
-        progress: Called with a message when it is decided where the draft runs, and each time a service
-            becomes ready.
+        progress: Called with a message about where the draft runs, and each time a service becomes ready.
         stopped: Function that is polled during startup. Startup is abandoned when the function returns True.
 
     Yields:

@@ -83,7 +83,7 @@ def wait_until_needed(load: Callable[[], object]) -> None:
     Exits this process if the supervisor ends first.
 
     Args:
-        load: Imports the service's code.
+        load: Function that imports the service's code.
     """
     if os.environ.pop(VARIABLE, "") != "1":
         return

@@ -42,9 +42,9 @@ def tiles_of(tensor: torch.Tensor, block_rows: int, block_columns: int) -> Tenso
 def readable_rows(tensor: torch.Tensor, block_rows: int) -> int:
     """Return the number of rows of a matrix ``[rows, columns]`` that whole tiles may read.
 
-    The number can exceed the matrix's rows if its storage continues after the last row. Such tiles are
-    useful, because the tensor memory accelerator takes longer for a tile that reaches outside its map. The
-    additional rows only affect rows of the product that are never stored.
+    The number can exceed the matrix's rows if the storage continues after the last row. Tiles that include
+    the additional rows are faster, because the tensor memory accelerator takes longer for a tile that reaches
+    outside its map. The additional rows only affect rows of the product that are never stored.
     """
     rows, columns = tensor.shape
     behind = tensor.untyped_storage().nbytes() // tensor.element_size() - tensor.storage_offset()

@@ -52,10 +52,10 @@ def plan_attention(
         rows: Number of rows of the step, including rows that belong to no sequence.
         max_query_len: Upper bound of the number of rows of a sequence, known on the host.
         heads: Query heads, a multiple of kv_heads.
-        kv_heads: Heads of the planes.
+        kv_heads: Number of K/V heads.
         dim: Width of a head.
         dtype: Type of the queries.
-        plane_dtype: Type of the planes; `dtype` if None.
+        plane_dtype: Type of the cached K and V; `dtype` if None.
 
     Returns:
         The work list for `tree_attention`. All layers with these heads and types can use the same list.
