@@ -41,8 +41,7 @@ def soak(
     output: Output = None,
     force: Force = False,
 ) -> None:
-    """Restart every service repeatedly under mixed requests; look for wrong tokens, leaks and growth of
-    memory.
+    """Restart every service repeatedly while clients send mixed requests; look for wrong tokens and leaks.
 
     The command starts the services, and first records the answer to every request. Then it repeatedly kills,
     suspends and terminates the draft, the target and the gateway, one service per phase. The last phase
@@ -94,11 +93,12 @@ def overload(
     output: Output = None,
     force: Force = False,
 ) -> None:
-    """Offer 1.5 times the capacity in an open loop: TTFT, refusals, memory, and a key beside a flood.
+    """Offer 1.5 times the capacity in an open loop, and measure TTFT, refusals and memory.
 
     The command starts the services and first measures their capacity. For comparison, it also offers 0.8
-    times the capacity, and the requests of a single key within its limits. Exits with 1 if a request fails
-    without status 429 and Retry-After.
+    times the capacity. It then sends the requests of one API key within its limits, without other load and
+    while another key sends too many requests. Exits with 1 if a request fails without status 429 and
+    Retry-After.
     """
     from outrider.bench.faults.overload import OverloadOptions, run_overload
 
@@ -140,10 +140,10 @@ def move(
     output: Output = None,
     force: Force = False,
 ) -> None:
-    """Kill one of two targets that serve streams; check the tokens and measure the pause of the moved
-    streams.
+    """Kill one of two targets that serve streams. The streams move to the other target.
 
-    Exits with 1 if a stream gets other tokens than in an undisturbed run.
+    Checks the tokens of the moved streams, and measures their pause. Exits with 1 if a stream gets other
+    tokens than in an undisturbed run.
     """
     from outrider.bench.faults.move import MoveOptions, run_move
 
@@ -184,9 +184,9 @@ def stall(
     output: Output = None,
     force: Force = False,
 ) -> None:
-    """Send malformed and very large bodies, and measure the longest pause of other streams meanwhile.
+    """Send malformed and very large request bodies, and measure the longest pause of other streams meanwhile.
 
-    Exits with 1 if a body is answered with a status of 500 or above.
+    Exits with 1 if such a request is answered with a status of 500 or above.
     """
     from outrider.bench.faults.stall import StallOptions, run_stall
 

@@ -239,7 +239,8 @@ def mixed(
 ) -> None:
     """Measure how much of a server's speed is left when requests differ: samplings, shapes, lengths.
 
-    Defaults that a server cannot run, such as prompts beyond its context, are reduced or left out.
+    If the server cannot run a default, such as prompts beyond its context, the default is reduced or left
+    out.
     """
     from outrider.bench.mixed.client import Api
     from outrider.bench.mixed.command import MixedOptions, run_mixed
@@ -327,9 +328,9 @@ def prefix(
     output: Output = None,
     force: Force = False,
 ) -> None:
-    """Measure how much of the prompts of many chats the prefix cache finds, with and without speculation.
+    """Measure the share of prompt tokens of many chats that the prefix cache finds, with and without drafts.
 
-    With --shape, measure what the cache costs when it finds nothing.
+    With --shape, measure what the prefix cache costs when it finds nothing.
     """
     from outrider.bench.load.shared_prefix import Chats, PrefixOptions, run_prefix
 

@@ -126,14 +126,14 @@ def choice(value: str, allowed: Sequence[str], flag: str) -> str:
 
 
 def result_file(output: Path | None, name: str, device: str, force: bool) -> Path:
-    """Return the path of a run's JSON file. Called before anything is measured.
+    """Return the path of the JSON file for the result of a run. Call this before anything is measured.
 
     Args:
         output: Value of `--output`: a .json file or a folder. With None, the folder is `bench/results`.
         name: Name of the benchmark.
         device: The measured device, such as ``cpu``, ``cuda:1`` or ``remote``. If `output` is a folder, the
             file's name contains the device.
-        force: Value of `--force`.
+        force: Value of `--force`: True to overwrite an existing file.
 
     Raises:
         ConfigurationError: The file exists, and `force` is False.

@@ -24,10 +24,10 @@ _announced: set[tuple[Backend, str]] = set()  # choices that were logged already
 
 
 def use_triton(tensor: torch.Tensor) -> bool:
-    """Return whether the op that received `tensor` runs its Triton version.
+    """Return True if an op that received `tensor` runs its Triton version, or False if it runs the reference.
 
-    CUDA tensors use Triton and CPU tensors use the reference, unless `force_backend` overrides this.
-    Each choice is logged once per device type.
+    CUDA tensors use Triton, and CPU tensors use the reference. `force_backend` overrides this rule. The
+    choice is logged once per device type.
     """
     backend = _forced or (Backend.TRITON if tensor.is_cuda else Backend.REFERENCE)
     key = (backend, tensor.device.type)
@@ -39,10 +39,9 @@ def use_triton(tensor: torch.Tensor) -> bool:
 
 @contextlib.contextmanager
 def force_backend(backend: Backend | str) -> Iterator[None]:
-    """Run every op inside the block with one backend, on any device.
+    """Context manager in which every op uses the given backend, whatever the device.
 
-    This function is meant for tests, which run the Triton kernels in Triton's interpreter. It is not
-    thread-safe.
+    Tests use this function to run the Triton kernels in Triton's interpreter. It is not thread-safe.
 
     Args:
         backend: A `Backend` or its value, ``"triton"`` or ``"reference"``.

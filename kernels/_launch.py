@@ -30,7 +30,7 @@ def expect(
 
 
 def expect_contiguous(name: str, tensor: torch.Tensor) -> None:
-    """Check that a tensor is contiguous, as kernels assume when they compute addresses in planes and tables.
+    """Check that a tensor is contiguous. Kernels rely on this to compute addresses in planes and tables.
 
     Raises:
         ValueError: The tensor is not contiguous. The message names the tensor.
@@ -68,10 +68,10 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> t
 
 @contextlib.contextmanager
 def outputs_of_zeros() -> Iterator[None]:
-    """Zero-fill the tensors that `empty` allocates inside the block.
+    """Context manager in which `empty` returns tensors of zeros instead of uninitialised tensors.
 
-    The package `ahead` skips launches inside this block. A later operation may use the output of a skipped
-    launch as indices. Zeros are safe indices.
+    The package `ahead` skips kernel launches inside this block, so outputs are not written. A later operation
+    may use such an output as indices. Zeros are safe indices.
     """
     global _zeros
     previous, _zeros = _zeros, True
@@ -95,14 +95,15 @@ def _overlaps(device: torch.device) -> bool:
 
 
 def dependent(tensor: torch.Tensor) -> dict[str, bool]:
-    """Return the launch options of a kernel that may start before the previous kernel ends.
+    """Return the launch options of a Triton kernel that may start before the previous kernel ends.
 
-    This is programmatic dependent launch (PDL), available from Hopper on. Such a kernel takes
-    ``PDL: tl.constexpr`` and follows two rules:
+    This is programmatic dependent launch (PDL), available on GPUs from Hopper on. Such a kernel has the
+    parameter ``PDL: tl.constexpr`` and follows two rules:
 
     1. Every program calls ``gdc_wait``, before it reads data of the previous kernel and before it writes. A
-       kernel therefore completes only after all earlier kernels, and data of older kernels is complete.
-    2. ``gdc_launch_dependents`` comes just before the final stores. An earlier trigger measured slower,
-       because the next kernel then takes registers and shared memory from this kernel.
+       kernel therefore ends only after all earlier kernels have ended. Data of kernels before the previous
+       one is complete from the start.
+    2. ``gdc_launch_dependents`` comes just before the final stores. An earlier call measured slower, because
+       the next kernel then takes registers and shared memory from this kernel.
     """
     return {"PDL": True, "launch_pdl": True} if _overlaps(tensor.device) else {"PDL": False}

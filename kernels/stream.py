@@ -7,22 +7,22 @@ from dataclasses import dataclass
 import torch
 
 FEW_ROWS = 64
-"""Largest number of rows for which a product is bound by reading the matrix.
+"""Largest number of rows for which the time of a matrix product is the time to read the weight matrix.
 
-`skinny_gemm`'s own kernels compute such products for every shape. Up to this number, each row's norm is
-spread over several programs, and the kernel that reads the stream applies the norm's division. Beyond it, one
-program per row fills the GPU, and each program norms its row."""
+Up to this number, `skinny_gemm`'s own kernels compute products of every shape. Each row's norm is then spread
+over several programs, and the kernel that reads the residual stream applies the norm's division. Beyond this
+number, one program per row fills the GPU, and each program norms its row."""
 
 MANY_ROWS = 512
 """Largest number of rows for which products use the method that measured fastest."""
 
 
 def normed_on_write(rows: int, dtype: torch.dtype) -> bool:
-    """Return whether rows of a stream are divided by their root mean square when they are written.
+    """Return whether rows of a residual stream are divided by their root mean square when they are written.
 
-    This is the case for streams of more than `FEW_ROWS` rows, and for all fp16 streams, because values can
-    exceed the range of fp16 before the division. For example, the product of a residual of 1000 and a norm
-    weight of 100 exceeds 65504.
+    This is the case for streams of more than `FEW_ROWS` rows. It is also the case for all fp16 streams,
+    because values before the division can exceed the range of fp16. For example, the product of a residual of
+    1000 and a norm weight of 100 exceeds 65504.
 
     Example:
         >>> import torch
@@ -35,10 +35,10 @@ def normed_on_write(rows: int, dtype: torch.dtype) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """Rows of a residual stream, with the next norm computed except for the division by the root mean square.
+    """Rows of a residual stream, with the next RMS norm computed except for its final division.
 
-    The norm of a row is ``scaled * rsqrt(sum(sums) / width + eps)``. The division can follow the matrix
-    product, so no kernel has to see a whole row before the product begins.
+    The norm of a row is ``scaled * rsqrt(sum(sums) / width + eps)``. The division by the root mean square can
+    follow the matrix product. The product can therefore begin before any kernel has seen a whole row.
 
     Attributes:
         residual: ``[rows, width]``; rows may be strided.

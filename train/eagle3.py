@@ -1,7 +1,7 @@
-"""Trains a target's EAGLE-3 head with training-time test, on text that the target itself generates.
+"""Trains an EAGLE-3 head for a target with training-time test, on text that the target itself generates.
 
-In training-time test (EAGLE-3, Li et al., arXiv 2503.01840), the head is unrolled for several
-steps and reads its own features, as it does when it drafts.
+In training-time test (EAGLE-3, Li et al., arXiv 2503.01840), the head is unrolled for several steps. Each
+step after the first reads the head's own features of the previous step, as it does when the head drafts.
 
     python -m outrider.train.eagle3 --target models/demo/target --out models/demo/eagle3 \\
         --gsm8k train.jsonl --minutes 2.5
@@ -59,9 +59,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def regenerate(target: Llama, tokenizer: Tokenizer, rows: Tensor, batch: int, seed: int) -> Tensor:
-    """Keep the start of each row as a prompt, and replace the rest of the row by the target's own text.
+    """Keep the start of each row of tokens as a prompt, and let the target generate the rest of the row.
 
-    A quarter of the rows are continued at temperature 0 (greedy), a quarter at 0.7 and half at 1.0.
+    The temperature is 0 (greedy) for a quarter of the rows, 0.7 for a quarter and 1.0 for half.
     """
     header = tokenizer.encode(START + "assistant\n").ids
     device = target.model.embed_tokens.weight.device

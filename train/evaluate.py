@@ -1,4 +1,4 @@
-"""Measures a head's accept length with the plain drafter in `reference`, and measures the target's quality.
+"""Measures a head's accept length with the simple drafter in `reference`, and measures the target's loss.
 
     python -m outrider.train.evaluate --target models/demo/target --head models/demo/eagle3 \\
         --prompts bench/prompts/heldout.jsonl
@@ -80,13 +80,13 @@ def measure(
     mode: Sampling,
     check: bool,
 ) -> dict[str, Any]:
-    """Run all prompts with one setting of sampling and speculation.
+    """Answer all prompts with one setting of sampling and speculation, and return statistics.
 
     Returns:
         A dict. ``accept_length`` is the number of emitted tokens, including bonus tokens, divided by the
         number of rounds, over all prompts. ``per_topic`` contains this ratio for each topic. ``histogram``
         contains the number of rounds for each number of emitted tokens. ``accept_length_within_answer`` is
-        the same ratio without the tokens after the first end of turn.
+        the accept length without the tokens after the first end of turn.
     """
     rounds: dict[str, list[int]] = {}
     equal = answer_tokens = answer_rounds = 0

@@ -10,9 +10,10 @@ from outrider.train.tokenizer import START_ID
 def cut_points(
     rows: Tensor, generator: torch.Generator, assistant_id: int, header: int, latest: int
 ) -> Tensor:
-    """Choose how many tokens of each row to keep. After these, the target continues the row.
+    """Choose for each row of tokens how many tokens to keep. The target generates the rest of the row.
 
-    Seven of ten rows are cut after their first assistant header, and the others after any assistant header.
+    Seven of ten rows are cut after their first assistant header. The others are cut after a random assistant
+    header.
 
     Args:
         rows: [n, length] conversations.

@@ -77,13 +77,13 @@ class Eagle3Head(nn.Module):
         return result
 
     def unroll(self, features: Tensor, embeddings: Tensor, num_steps: int) -> list[Tensor]:
-        """Run the training-time test.
+        """Run the training-time test: unroll the head for several steps.
 
         Args:
             features: [bs, S, 3*hidden]. Row t is the target's state at position t.
             embeddings: [bs, S + num_steps - 1, hidden]. Row t is the embedding of token x_{t+1}.
-            num_steps: Number of unrolled steps. Each step after the first reads the head's own feature of the
-                previous step.
+            num_steps: Number of unrolled steps. Each step after the first reads the head's own features of
+                the previous step.
 
         Returns:
             The logits [bs, S, draft_vocab] of each step. Row t of step i predicts x_{t+2+i}.
@@ -146,11 +146,11 @@ def save_head(head: Eagle3Head, target: Llama, directory: Path) -> None:
 
 
 def soft_loss(logits: Tensor, target: Tensor, mask: Tensor) -> Tensor:
-    """Return the mean cross entropy between the logits and the target's probabilities.
+    """Return the mean cross entropy between the head's logits and the target's probabilities.
 
     Args:
         logits: [bs, S, draft_vocab].
-        target: [bs, S, draft_vocab] probabilities.
+        target: [bs, S, draft_vocab] probabilities of the target.
         mask: [bs, S] fp32. The loss is averaged over the rows where the mask is 1.
     """
     per_row = -(target * F.log_softmax(logits.float(), -1)).sum(-1)

@@ -163,15 +163,15 @@ class Llama(nn.Module):
                 nn.init.normal_(p, std=0.02 * scale if "embed" in name else scale * p.shape[1] ** -0.5 * 0.6)
 
     def forward(self, ids: Tensor, cache: KVCache | None = None, start: int = 0) -> tuple[Tensor, Tensor]:
-        """Run the decoder.
+        """Run the Llama decoder on the next tokens of each sequence.
 
         Args:
             ids: [bs, S] token ids at positions start..start+S-1.
-            cache: Preallocated keys and values, which are written in place.
+            cache: Preallocated keys and values. The keys and values of `ids` are written into it.
             start: Number of tokens already in the cache.
 
         Returns:
-            Logits [bs, S, vocab] and the concatenated aux features [bs, S, 3*hidden].
+            Logits [bs, S, vocab], and the concatenated outputs of the aux layers [bs, S, 3*hidden].
         """
         positions = torch.arange(start, start + ids.shape[1], device=ids.device)
         cos, sin = rope_tables(positions, self.shape.head_dim, self.shape.rope_theta)

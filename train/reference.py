@@ -1,8 +1,8 @@
-"""A plain reference implementation of EAGLE-3 drafting and tree verification in torch, for batch size 1.
+"""A simple reference implementation of EAGLE-3 drafting and tree verification in torch, for batch size 1.
 
-Only `evaluate` uses this module. The code is short and slow, and it shares nothing with the trainer and the
-services. It reads the head from the published file layout and runs the target with ``transformers``, so that
-a mistake in an exported checkpoint changes the measured results.
+Only the module `evaluate` uses this code, which is short and slow. It shares nothing with the trainer and the
+services: it reads the head from the published file layout and runs the target with ``transformers``. A
+mistake in an exported checkpoint therefore changes the measured results.
 
 The notation follows Li et al. (arXiv 2503.01840). L is the number of committed tokens without the root. Row t
 of the head's input consists of the feature of position t and the token x_{t+1}.
@@ -31,10 +31,10 @@ class TreeShape:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """Sampling settings. Temperature 0 is greedy. Higher temperatures add noise before the argmax.
+    """Sampling settings. Temperature 0 is greedy. At higher temperatures, noise is added before the argmax.
 
     The noise depends only on the seed and the position. If ``coupled`` is True, the drafter adds the same
-    noise when it ranks its candidates.
+    noise when it ranks its candidate tokens.
     """
 
     temperature: float
@@ -87,7 +87,7 @@ class ReferenceTarget:
 
     @torch.no_grad()
     def forward(self, tokens: list[int], depths: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
-        """Run the model on new rows, which follow the cached rows.
+        """Run the target on new rows (tokens), which follow the cached rows.
 
         Args:
             tokens: The n token ids of the new rows.
@@ -162,7 +162,7 @@ class ReferenceHead:
         values: Tensor,
         visible: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Run the head on n rows.
+        """Run the head on n rows. A row consists of a feature and a token.
 
         Args:
             feature: [n, hidden], after ``fc``. Apply ``fc`` to the target's features before the call.

@@ -45,7 +45,7 @@ class AskFailedError(Exception):
 
 
 class Asker:
-    """Sends requests to one server. Create it inside the running event loop, and close it.
+    """HTTP client that sends requests to one server. Create it inside the running event loop, and close it.
 
     Args:
         url: Address of the server.
@@ -81,7 +81,9 @@ class Asker:
     async def pieces(
         self, question: Question, speculation: Mapping[str, Any]
     ) -> AsyncGenerator[dict[int, Part], None]:
-        """Yield the answers so far after each event of a stream. Close the generator to cancel the request.
+        """Send a streamed request, and yield after each event of the stream the answers received so far.
+
+        Close the generator to cancel the request.
 
         Raises:
             AskFailedError: The request was refused, or its stream did not end as it should.

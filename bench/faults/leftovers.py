@@ -19,8 +19,7 @@ NO_GAUGE = ("_bucket", "_sum", "_count", "_total", "_created")
 async def settle(asker: Asker) -> dict[str, float]:
     """Empty the prefix cache of an idle server, and return the gauges that do not return to zero.
 
-    The gauges are those of sequences, of the draft's sessions and of leaked slots, and the pages that are not
-    free.
+    The gauges count sequences, sessions of the draft, leaked slots, and KV pages in use.
     """
     await asker.post("/flush_cache")
     ends = time.monotonic() + SETTLE_S

@@ -1,11 +1,11 @@
-"""`outrider bench move`: kills one of two targets that serve streams, and measures the pause of these
-streams.
+"""`outrider bench move`: kills one of two targets that serve streams, and measures the streams' pause.
 
-Every stream first runs undisturbed, to record the expected tokens. In each round, all streams run at the same
-time. When all of them have tokens, one target gets SIGKILL. Its streams continue on the other target, which
-first computes their prompts and their emitted tokens again. To measure this part of the pause, the command
-sends new prompts of the same lengths to the remaining target. The number of streams beside these prompts and
-their modes of speculation are the same as before.
+Every stream first runs undisturbed, to record the expected tokens. In each round of the benchmark, all
+streams run at the same time. When all of them have tokens, one target gets SIGKILL. Its streams continue on
+the other target, which first computes their prompts and their emitted tokens again.
+
+To measure this part of the pause, the command then sends new prompts of the same lengths to the remaining
+target. The number of streams beside these prompts and their modes of speculation are the same as before.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ PERCENTILES = (50, 90, 99, 100)
 
 @dataclass(frozen=True, slots=True)
 class MoveOptions:
-    """Options of the command. Most fields are its flags.
+    """Options of `outrider bench move`. Most fields are its flags.
 
     Attributes:
         target, draft: Folders of the models. The draft runs in the target's process; None disables it.
@@ -52,7 +52,7 @@ class MoveOptions:
         prompt, new: Number of tokens of each prompt and of each answer.
         flags: Further flags of both targets.
         seed: Seed of the prompts.
-        output: The JSON file.
+        output: The JSON file for the result.
     """
 
     target: Path
@@ -85,7 +85,7 @@ class _Stream:
 
 @dataclass(frozen=True, slots=True)
 class _Round:
-    """Figures of one kill, in seconds.
+    """Figures of one kill of a target. Times are in seconds.
 
     Attributes:
         moved: Number of streams that continued on the other target.
@@ -113,10 +113,10 @@ class _Round:
 
 
 def run_move(options: MoveOptions) -> int:
-    """Run all rounds, print the table and save the result.
+    """Run `outrider bench move`: kill a target in each round, print the table and save the result.
 
     Returns:
-        The exit code: 1 if a stream got wrong tokens.
+        The exit code: 1 if a stream got wrong tokens, otherwise 0.
 
     Raises:
         UnavailableError: A service does not start, or a stream fails.

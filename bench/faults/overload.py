@@ -1,12 +1,13 @@
-"""`outrider bench overload`: offers more requests than the services can answer.
+"""`outrider bench overload`: sends requests faster than the services can answer them.
 
-The command measures the capacity with clients that wait for their answers. It then offers shares of this
-capacity in an open loop, in which requests arrive whether or not earlier ones have been answered:
+The command first measures the capacity, with clients that wait for their answers. It then sends requests at
+rates derived from this capacity. Requests arrive whether or not earlier ones have been answered (an open
+loop). There are four loads:
 
 1. less than the capacity, for comparison;
 2. more than the capacity;
 3. the requests of one API key that stays within its limits, alone;
-4. the same requests, beside another key that floods the services.
+4. the same requests, while another key sends far too many requests.
 """
 
 from __future__ import annotations
@@ -51,16 +52,16 @@ KEYS = {name: f"sk-bench-{name}-0001" for name in (STEADY, FLOOD)}
 
 @dataclass(frozen=True, slots=True)
 class OverloadOptions:
-    """Options of the command. Most fields are its flags.
+    """Options of `outrider bench overload`. Most fields are its flags.
 
     Attributes:
-        stack: The stack to start.
-        requests: Number of requests that are offered above the capacity.
+        stack: The stack of services to start.
+        requests: Number of requests in the load above the capacity.
         capacity_s: Duration of the measurement of the capacity, in seconds.
-        max_tokens: Lengths of the answers, of which each request draws one.
+        max_tokens: Lengths of answers. Each request draws one of them at random.
         max_queue_wait_s: Setting of the gateway with this name.
         seed: Seed of the arrival times and of the lengths.
-        output: The JSON file.
+        output: The JSON file for the result.
     """
 
     stack: StackOptions
@@ -74,13 +75,13 @@ class OverloadOptions:
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """One open loop, seen from its clients.
+    """Result of one open-loop load, as measured by its clients.
 
     Attributes:
-        rate: Requests per second that were offered.
+        rate: Requests that the clients sent per second.
         experiences: Timelines of all requests.
-        seconds: Duration of the arrivals, and of the whole load until the last answer.
-        memory_mib: Largest memory of each service during the load.
+        seconds: Duration of the arrivals, and duration of the whole load until the last answer.
+        memory_mib: Largest memory of each service during the load, in MiB.
     """
 
     rate: float
@@ -136,10 +137,11 @@ class Offer:
 
 
 def run_overload(options: OverloadOptions) -> int:
-    """Offer the loads, print the table and save the result.
+    """Run `outrider bench overload`: send all loads, print the table and save the result.
 
     Returns:
-        The exit code: 1 if a request failed otherwise than by status 429, or a 429 had no ``Retry-After``.
+        The exit code: 1 if a request failed with a status other than 429, or if a reply with status 429 had
+        no header ``Retry-After``. Otherwise 0.
 
     Raises:
         ConfigurationError: The stack cannot be started.

@@ -15,10 +15,10 @@ MIB = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What one process uses.
+    """Memory, open files and threads of one process.
 
     Attributes:
-        process: Id of the process, and the number of its start.
+        process: Id of the process, and the number of starts of its service so far.
         rss_mib: Resident memory, in MiB.
         descriptors, threads: Number of open files, and number of threads.
     """

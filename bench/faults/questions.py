@@ -39,12 +39,12 @@ SPECULATIONS: Sequence[Mapping[str, Any]] = (
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A request without its `speculation` and `stream` fields.
+    """A request for a test, without the fields `speculation` and `stream`.
 
     Attributes:
         kind: The feature that the request tests, such as ``schema``.
-        path: Route of the request.
-        body: The other fields. The request is greedy or has a seed.
+        path: URL path (route) to which the request is sent.
+        body: All other fields of the request. The request is greedy or has a seed.
     """
 
     kind: str

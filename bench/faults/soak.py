@@ -1,7 +1,7 @@
-"""`outrider bench soak`: mixes all kinds of requests while every service is killed, stopped and restarted.
+"""`outrider bench soak`: sends all kinds of requests while each service is killed, suspended and restarted.
 
 The command runs in phases. Each phase repeatedly disturbs one service. The last phase disturbs none. Between
-two phases, the clients pause, and no sequence, session or page may be left over in the services.
+two phases, the clients pause. No sequence, session or page may then be in use in the services.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ POLL_S = 0.1
 SAMPLE_S = 15.0
 EXAMPLES = 20
 RSS_GOAL, DESCRIPTORS_GOAL = 1.05, 4
-"""Limits of a service's growth: a factor for its memory in the last phase, and a number for its open files in
-any phase after the warm-up. Memory is measured in the last phase only, because new processes fill their
-caches."""
+"""Limits of a service's growth: a factor for its memory in the last phase, and a number of additional open
+files in any phase after the warm-up. Memory is measured in the last phase only, because new processes fill
+their caches."""
 VOCAB = 1000
 FAULTS = ("kill", "suspend", "terminate")
 PHASES = {
@@ -56,15 +56,15 @@ PHASES = {
 
 @dataclass(frozen=True, slots=True)
 class SoakOptions:
-    """Options of the command. Most fields are its flags.
+    """Options of `outrider bench soak`. Most fields are its flags.
 
     Attributes:
-        stack: The stack to start.
-        minutes: Duration of all phases together.
+        stack: The stack of services to start.
+        minutes: Duration of all phases together, in minutes.
         clients: Number of clients. Each sends one request after the other.
         pause_s: Seconds between the recovery from a fault and the next fault.
         seed: Seed of the requests.
-        output: The JSON file.
+        output: The JSON file for the result.
     """
 
     stack: StackOptions
@@ -77,12 +77,13 @@ class SoakOptions:
 
 @dataclass(slots=True)
 class Tally:
-    """What the clients have seen.
+    """Counts and times that the clients of `outrider bench soak` record.
 
     Attributes:
-        outcomes: Number of requests by outcome, for each kind of question.
+        outcomes: Outcome → number of requests with this outcome.
+        kinds: Kind of question → number of requests of this kind.
         excused: Number of requests that failed while the target or the gateway was down.
-        failures: Failures that no fault explains, by error.
+        failures: Error → number of requests that failed with it although the target and the gateway were up.
         wrong: Examples of wrong answers.
         down: Times, in seconds of `time.monotonic`, at which the target or the gateway was down.
     """
@@ -100,10 +101,11 @@ class Tally:
 
 
 def run_soak(options: SoakOptions) -> int:
-    """Run the phases, print the table and save the result.
+    """Run `outrider bench soak`: run all phases, print the table and save the result.
 
     Returns:
         The exit code: 1 if an answer was wrong, a request failed without a reason, or something leaked.
+        Otherwise 0.
 
     Raises:
         ConfigurationError: The stack cannot be started.

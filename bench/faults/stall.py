@@ -1,10 +1,10 @@
-"""`outrider bench stall`: sends bodies that are expensive to read, and measures the pauses of other streams.
+"""`outrider bench stall`: sends request bodies that are slow to parse, and measures pauses of other streams.
 
-The bodies are malformed lists, texts of the largest size that the gateway accepts, and large calls of the
-routes for tokens. A gateway that read such a body on its event loop would stop all streams meanwhile.
+The bodies are malformed lists, texts of the largest size that the gateway accepts, and large requests to the
+routes for tokens. If the gateway parsed such a body on its event loop, all streams would stop meanwhile.
 
 Other programs on the machine also cause pauses. The command therefore also measures how long the gateway's
-threads run for each body, beyond the time that they run for the streams. The body cannot stop the streams for
+threads run for each body, beyond the time that they run for the streams. A body cannot stop the streams for
 longer than that.
 """
 
@@ -45,14 +45,14 @@ JSON = {"content-type": "application/json"}
 
 @dataclass(frozen=True, slots=True)
 class StallOptions:
-    """Options of the command. Most fields are its flags.
+    """Options of `outrider bench stall`. Most fields are its flags.
 
     Attributes:
-        stack: The stack to start.
+        stack: The stack of services to start.
         streams: Number of streams whose pauses are measured.
         repeats: Number of times that each body is sent.
         quiet_s: Seconds in which the streams run without a body, for comparison.
-        output: The JSON file.
+        output: The JSON file for the result.
     """
 
     stack: StackOptions
@@ -103,9 +103,9 @@ def expensive_bodies(size: int = MIB) -> dict[str, Body]:
 
 @dataclass(slots=True)
 class Arrivals:
-    """The times at which the events of all streams arrived, one list for each client.
+    """Arrival times of the events of all streams, one list for each client.
 
-    A client that has read a stream starts the next one. NaN separates the times of two streams.
+    A client starts a new stream when its stream ends. NaN separates the times of two streams.
     """
 
     streams: list[list[float]] = field(default_factory=list)
@@ -122,10 +122,10 @@ class Arrivals:
 
 
 def run_stall(options: StallOptions) -> int:
-    """Send all bodies, print the table and save the result.
+    """Run `outrider bench stall`: send all request bodies, print the table and save the result.
 
     Returns:
-        The exit code: 1 if a body was answered with a status of 500 or above.
+        The exit code: 1 if a body was answered with a status of 500 or above, otherwise 0.
 
     Raises:
         ConfigurationError: The stack cannot be started.

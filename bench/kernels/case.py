@@ -36,13 +36,13 @@ class KernelOptions:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One measurement.
+    """One measurement of a kernel or of a whole pass.
 
     Attributes:
-        name: Name of the case. The name begins with that of the measured function or of a whole pass.
+        name: Name of the case. The name begins with that of the measured function or pass.
         call: Function that enqueues `copies` repetitions of the work.
-        work: The bytes and operations that one repetition needs at least. None if only the launch limits the
-            time.
+        work: Smallest numbers of bytes and operations that one repetition needs. None if only the launch
+            limits the time.
         copies: Number of repetitions that `call` enqueues.
     """
 

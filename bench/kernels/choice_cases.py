@@ -21,10 +21,10 @@ MIXED_VOCAB = 128_256
 
 
 def mixed_cases(sizes: Sizes, options: KernelOptions) -> Iterator[Case]:
-    """Yield cases of choosing tokens in batches in which no row, one row in 32, or every row has filters.
+    """Yield cases that choose tokens for batches in which no row, one row in 32, or every row has filters.
 
-    A request with filters costs the other requests the difference between two of these times: the time of a
-    greedy batch with filters on one row in 32, minus its time without filters.
+    The cases show how much one request with filters slows the others down: compare a greedy batch without
+    filters with the same batch with filters on one row in 32.
     """
     vocab = sizes.vocab if options.small else MIXED_VOCAB
     for rows in (1, 5) if options.small else MIXED_ROWS:

@@ -1,9 +1,11 @@
 """`outrider bench kernels`: times each kernel against its floor.
 
-A floor is the time that a kernel needs to read its bytes or to do its operations, at the rates measured on
-this machine. Each case is timed in a CUDA graph with several copies of the case's data, which together are
-larger than every cache. The case `forward` is the target's whole pass, and `propose` is a whole round of
-drafting. On a CPU, the command runs the reference versions of the kernels in small sizes, as a test.
+A floor is the shortest possible time of a kernel. It is the time to read the kernel's bytes or to do its
+operations, at the rates measured on this machine.
+
+Each case is timed in a CUDA graph with several copies of the case's data. Together, the copies are larger
+than every cache. The case `forward` is the target's whole pass, and `propose` is a whole round of drafting.
+On a CPU, the command runs the reference versions of the kernels in small sizes, as a test.
 """
 
 from __future__ import annotations
@@ -212,9 +214,9 @@ def _cache(sizes: Sizes, options: KernelOptions) -> Iterator[Case]:
 
 
 def _forward(sizes: Sizes, options: KernelOptions) -> Iterator[Case]:
-    """Yield the target's passes with logits and token choice, i.e. the GPU time of decoding or verifying.
+    """Yield cases of the target's whole passes with logits and token choice.
 
-    The time of the draft and of the host is not included.
+    Their times are the GPU times of decoding or verifying, without the draft and the host.
     """
     config = options.shape.model_config()
     decoder = random_decoder(config, options.device, options.dtype)

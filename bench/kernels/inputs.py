@@ -185,10 +185,10 @@ Four = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def trees(sizes: Sizes, batch: int, candidates: int) -> Four:
-    """Return the scores, tokens and parents of `candidates` candidates, and the roots of the trees.
+    """Return inputs for building draft trees: scores, tokens and parents of the candidates, and the roots.
 
-    The first level has `topk` candidates. Each later level contains the children of a beam of `topk`
-    candidates.
+    The first level of each tree has `topk` candidates. Each later level contains the children of a beam of
+    `topk` candidates.
     """
     device, topk = sizes.device, sizes.topk
     parents = [-1] * topk

@@ -1,6 +1,6 @@
 """Cases of `outrider bench kernels` for decoder layers: norms, products and RoPE, in 16 bits and in FP8.
 
-The module also contains the cases of the batch-invariant kernels that `--deterministic` uses.
+The module also contains cases for the batch-invariant kernels, which the flag `--deterministic` selects.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ SMALL_CHUNKS = ((0, 40), (30, 50))
 def prefill_cases(sizes: Sizes, options: KernelOptions) -> Iterator[Case]:
     """Yield cases of one layer's attention for prompt chunks, and of merging two attention results.
 
-    The library (cuDNN) is measured on a GPU only. Its plans are built before the measurement.
+    cuDNN's attention is measured for comparison, on a GPU only. Its plans are built before the measurement.
     """
     token = 2 * sizes.kv_heads * sizes.head_dim * sizes.dtype.itemsize
     chunks = None

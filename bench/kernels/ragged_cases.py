@@ -1,8 +1,9 @@
-"""Cases of `outrider bench kernels` for attention over unequal sequences, with and without a work list.
+"""Cases of `outrider bench kernels` for attention over sequences of unequal length.
 
-Both variants get the same inputs. As in the engine, a batch with a work list has as many sequences as rows,
-and most of these sequences have no rows. Making the work list is a case of its own, because the engine makes
-the list only once per pass.
+Each case runs with and without a work list, which assigns shares of the sequences to the GPU's programs. Both
+variants get the same inputs. With a work list, as in the engine, the number of sequences equals the number of
+rows, and most sequences have no rows. Making the work list is a case of its own, because the engine makes the
+list only once per pass.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class RaggedInputs:
         ancestors: ``[rows, words] int32``, the ancestor masks. None if each sequence has one row.
         table_rows: ``[sequences] int32``, each sequence's row of the page table, or -1 for a sequence without
             rows. None if sequence i uses row i.
-        work: The work list, or None.
+        work: The work list, or None to attend without a work list.
         kv_heads: Number of heads of the K and V planes.
         max_query_len, max_kv_len: Largest number of rows of a sequence, and largest number of tokens of a
             sequence.

@@ -1,7 +1,8 @@
-"""`outrider bench kernels --tune`: tries tiles for a model shape's products, and saves the fastest tiles.
+"""`outrider bench kernels --tune`: tries tiles for the matrix products of a model, and saves the fastest.
 
-The trial at startup has a time limit; this trial has none. Later starts read the saved tiles
-(`shared.nn.fused.trial`).
+A tile is one way to divide a matrix product among a GPU's programs. The services also try tiles when they
+start, but only for a limited time. This command has no time limit. Later starts of the services read the
+saved tiles (`shared.nn.fused.trial`).
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ from outrider.shared.nn.fused.trial import describe, try_products
 
 
 def run_tune(options: KernelOptions) -> int:
-    """Try tiles for products without a measured tile, save the fastest, and return the exit code.
+    """Try tiles for matrix products without a measured tile, save the fastest, and return the exit code.
 
     Raises:
-        ConfigurationError: There is no GPU, or the shape does not use fused kernels.
+        ConfigurationError: There is no GPU, or the model shape does not use fused kernels.
     """
     if options.device.type != "cuda":
         raise ConfigurationError("--tune measures tiles of GPU kernels; use --device cuda.", field="--tune")

@@ -22,7 +22,7 @@ MODES = {
 
 
 class GrpcLoad(LoadClient):
-    """Sends requests over gRPC. Create the client inside the running event loop.
+    """gRPC client that sends requests to a gateway. Create it inside the running event loop.
 
     Args:
         address: ``host:port`` or ``unix:/path`` of a gateway.

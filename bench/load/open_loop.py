@@ -1,7 +1,8 @@
-"""Open-loop and closed-loop loads: each request's timeline (TTFT, ITL, errors) and a summary of all.
+"""Runs open-loop and closed-loop loads: records each request's timeline (TTFT, ITL, errors) and sums them up.
 
 In an open-loop load, requests arrive by a Poisson process and do not wait for earlier answers. In a
-closed-loop load, each of a fixed number of clients sends its next request after its last answer.
+closed-loop load, there is a fixed number of clients. Each client sends its next request after its last
+answer.
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ class LoadClient(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Arrival process of the requests.
+    """Arrival process of the requests of an open-loop load (a Poisson process).
 
     Attributes:
         rate: Mean number of requests per second.
@@ -120,12 +121,12 @@ class Load:
 async def run_load(
     client: LoadClient, load: Load, request: Callable[[int], LoadRequest], on_answer: Callable[[int], None]
 ) -> list[Experience]:
-    """Send requests at their arrival times and wait for all answers.
+    """Run an open-loop load: send requests at their arrival times, and wait for all answers.
 
     Args:
         client: Client that sends the requests.
         load: Arrival process of the requests.
-        request: Returns the request with a given index.
+        request: Function that returns the request with a given index.
         on_answer: Called after each answer with the number of requests answered so far.
     """
     started = time.perf_counter()
@@ -152,13 +153,13 @@ async def run_clients(
     request: Callable[[int], LoadRequest],
     on_answer: Callable[[int], None],
 ) -> list[Experience]:
-    """Let each client send requests one after another; return when all clients have their last answers.
+    """Run a closed-loop load: each client sends requests one after another. Return after the last answer.
 
     Args:
         client: Client that sends the requests.
-        clients: Number of clients, and thus of requests that run at the same time.
+        clients: Number of concurrent clients. Each of them has one request in flight.
         duration_s: Seconds during which requests are sent. Each client sends at least one request.
-        request: Returns the request with a given index.
+        request: Function that returns the request with a given index.
         on_answer: Called after each answer with the number of requests answered so far.
     """
     ends = time.perf_counter() + duration_s
@@ -202,8 +203,8 @@ class LoadSummary:
         request_rate, token_rate: Answered requests per second, and the tokens of these requests per second.
             The time counts from the first arrival to the last answer, but is at least the whole arrival
             period.
-        good_rate: Answered requests per second that met the limits. If there are no limits, `good_rate`
-            equals `request_rate`.
+        good_rate: Answered requests per second whose latencies were within the limits (goodput). If there are
+            no limits, `good_rate` equals `request_rate`.
         tokens_per_request: Mean number of tokens of the answered requests.
         accept_length: Mean accept length of the requests that had drafts, weighted by tokens. 1.0 if no
             request had drafts.

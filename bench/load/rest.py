@@ -29,7 +29,7 @@ class Route(Enum):
 
 
 class RestLoad(LoadClient):
-    """Sends requests over REST.
+    """REST client that sends requests to one server.
 
     Args:
         server: The server and its model.
@@ -108,7 +108,7 @@ def _note(event: dict[str, Any], experience: Experience) -> None:
 
 
 def _has_tokens(choice: dict[str, Any]) -> bool:
-    """Return whether a choice of a streamed event contains a piece of the answer.
+    """Return whether an entry of `choices` in a streamed event contains a piece of the answer.
 
     A token has no text if its bytes are incomplete, if it is a special token, or if the server has no
     tokenizer. In a text completion, an event without text therefore counts, unless it only ends the stream.

@@ -3,8 +3,8 @@
 The load is an open loop (Poisson arrivals) or a closed loop (a fixed number of clients). The server is any
 server with OpenAI's API, or Outrider's gRPC service.
 
-Before the load, the command sends a few requests one at a time. The figures of these lone requests are the
-floors for the figures under load.
+Before the load, the command sends a few requests one at a time. The latencies of these requests are the
+floors: the best values that are possible under load.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Api(Enum):
 
 @dataclass(frozen=True, slots=True)
 class ServeOptions:
-    """Options of the measurement. Most fields are flags of `outrider bench serve`.
+    """Options of `outrider bench serve`. Most fields are its flags.
 
     Attributes:
         stack: The stack to start if no address is given.
@@ -77,7 +77,7 @@ class ServeOptions:
         prompt_tokens: Lengths of random prompts, which replace the prompts of a file. If empty, there are no
             random prompts.
         vocab: Random prompts have token ids below this number.
-        max_tokens, samplings: The lengths of answers, and the samplings, from which each request draws one at
+        max_tokens, samplings: Lengths of answers, and sampling parameters. Each request draws one of each at
             random.
         route: REST route for requests with prompts of a file.
         omitted: Fields that REST requests leave out.
@@ -105,7 +105,9 @@ class ServeOptions:
 
 
 def run_serve(options: ServeOptions) -> int:
-    """Run the load, print the table and save the result. Returns 1 if no request was answered, otherwise 0.
+    """Run `outrider bench serve`: run the load, print the table and save the result.
+
+    Returns 1 if no request was answered, otherwise 0.
 
     Raises:
         ConfigurationError: The stack cannot be started, the prompts cannot be read, or the server refuses
@@ -178,11 +180,11 @@ def run_serve(options: ServeOptions) -> int:
 def serve_rows(
     summary: LoadSummary, alone: LoadSummary, load: Load, concurrency: int | None = None
 ) -> list[Row]:
-    """Return the figures of the load, each with its floor.
+    """Return the figures of the load, each with its floor (the best possible value).
 
-    The floor of a time is the time of lone requests. The floor of a rate is the best rate that is possible.
-    With an open loop, this is the rate at which requests arrive. With a closed loop, it is the rate that the
-    clients would reach if each had the server to itself.
+    The floor of a latency is the latency of requests that are sent one at a time. The floor of a rate in an
+    open loop is the rate at which requests arrive. In a closed loop, it is the rate that the clients would
+    reach if each had the server to itself.
     """
     if concurrency is None:
         offered = len(load.arrivals()) / load.duration_s  # the rate of these arrivals, not the nominal mean
@@ -291,7 +293,9 @@ def _client(options: ServeOptions, server: Server | None, grpc: str | None) -> L
 
 
 def load_requests(options: ServeOptions) -> Requests:
-    """Return the requests of the load. Every server gets the same requests, which depend only on the options.
+    """Return the requests that `outrider bench serve` sends. They depend only on the options.
+
+    Every server therefore gets the same requests.
 
     Random prompts are new for each request, so that no server finds them in a prefix cache. The prompts of a
     file are sent in a cycle.

@@ -87,7 +87,7 @@ def server_address(url: str) -> str:
 
 
 def find_server(url: str, api_key: str | None) -> Server:
-    """Ask the server at `url` for its model and, if it is Outrider, for its limits.
+    """Query the server at `url` for its model and, if the server is Outrider, for its limits.
 
     Raises:
         ConfigurationError: The address is malformed, the key is refused, or the server has no OpenAI API.

@@ -1,8 +1,9 @@
-"""`outrider bench prefix`: measures how much of many chats' prompts a server finds in its prefix cache.
+"""`outrider bench prefix`: measures the share of prompt tokens that a server finds in its prefix cache.
 
 All chats begin with the same system prompt. Each turn of a chat repeats the earlier turns and their answers,
 and adds new tokens. The chats run once without speculation and once with it. Each run starts with an empty
-cache. Afterwards, long prompts are sent twice, and the accept lengths of equal conversations are compared.
+cache. Afterwards, the command sends long prompts twice. It also compares the accept lengths of two answers to
+the same conversation.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ class Chats:
         return [*start, *self.tokens((chat, turn), self.turn)]
 
     def possible(self, chat: int, turn: int, before: Sequence[int]) -> int:
-        """Return how many tokens of a prompt the server could find in its cache, if it had kept all tokens.
+        """Return how many tokens of a prompt the server would find in a prefix cache of unlimited size.
 
         The server never computes the K/V of an answer's last token, because the answer ends there.
         """
@@ -84,7 +85,7 @@ class Chats:
 
 @dataclass(slots=True)
 class Hits:
-    """Counts of the chats of one run.
+    """Token and round counts of all chats of one run.
 
     Attributes:
         prompt, found, possible: Number of prompt tokens, number of prompt tokens that the server found in its
@@ -111,7 +112,7 @@ class Hits:
 
 @dataclass(frozen=True, slots=True)
 class PrefixOptions:
-    """Options of the measurement, which are flags of `outrider bench prefix`.
+    """Options of `outrider bench prefix`. The fields are its flags.
 
     Attributes:
         stack: The stack to start if no address is given.
@@ -130,7 +131,7 @@ class PrefixOptions:
 
 
 def run_prefix(options: PrefixOptions) -> int:
-    """Run the chats, print the table and save the result. Returns 0.
+    """Run `outrider bench prefix`: run the chats, print the table and save the result. Returns 0.
 
     Raises:
         ConfigurationError: The stack cannot be started, or the server refuses a request.
@@ -205,8 +206,9 @@ async def _measure(
 async def accept_lengths(client: httpx.AsyncClient) -> tuple[float, float] | None:
     """Return the accept lengths of the first and of the second answers to the same conversations.
 
-    A conversation consists of two embedded prompts, with the server's answer to the first of them. Both
-    answers are greedy. Return None if the server has no chat template, or if it does not speculate.
+    A conversation consists of a prompt, the server's answer to it, and a second prompt. The prompts are part
+    of `bench`. All answers are greedy. The result is None if the server has no chat template or does not
+    speculate.
     """
     counts = ([0, 0], [0, 0])
     for index, (before, prompt) in enumerate(itertools.pairwise(load_prompts(HELDOUT_PROMPTS, TALKS + 1))):

@@ -1,9 +1,9 @@
 """`outrider bench auto`: compares mode `auto` with plain decoding and fixed shapes, on an in-process engine.
 
 Acceptance is synthetic: a draft token is accepted with the same probability at every position and in every
-shape. The probability is chosen so that chains of 5 have a given accept length. With an accept length of 1,
-no draft token is accepted, so plain decoding is the best choice. Times are wall-clock times of whole batches,
-prompts included.
+shape. The probability is chosen so that chains of 5 draft tokens have a given accept length. With an accept
+length of 1, no draft token is accepted, so plain decoding is the best choice. Times are wall-clock times of
+whole batches, prompts included.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ USELESS_GOAL, BEST_GOAL = 0.985, 0.97
 
 @dataclass(frozen=True, slots=True)
 class AutoOptions:
-    """Options of the measurement. Its fields are the flags of `outrider bench auto`.
+    """Options of `outrider bench auto`. The fields are its flags.
 
     Attributes:
-        engine: The engine.
-        shapes: The fixed choices, including plain decoding.
+        engine: Options of the engine to build.
+        shapes: The fixed shapes to compare with mode `auto`, including plain decoding.
         accept_lengths: The accept lengths to simulate, for chains of `LAW_DEPTH` and including the bonus
             token.
         batches, new_tokens: Batch sizes, and numbers of tokens per answer.
         prompt: Number of tokens per prompt.
-        pairs: Number of times that all choices are measured in turn. The figures are medians over these
-            times.
-        output: The JSON file.
+        pairs: Number of passes. A pass measures mode `auto` and all shapes in turn. The figures are medians
+            over the passes.
+        output: The JSON file for the result.
     """
 
     engine: EngineOptions
@@ -56,7 +56,7 @@ class AutoOptions:
 
 
 def run_auto(options: AutoOptions) -> int:
-    """Run the cases, print the table and save the result. The file is written again after every case.
+    """Run `outrider bench auto`: run all cases, print the table and save the result after every case.
 
     Returns:
         The exit code, which is 1 if a case failed. A missed goal does not count as a failure.
@@ -112,7 +112,7 @@ def check_lengths(text: str) -> list[float]:
 
 
 def law_of(accept_length: float) -> list[float]:
-    """Return `LEVELS` equal acceptance rates that give chains of `LAW_DEPTH` this accept length.
+    """Return `LEVELS` equal acceptance probabilities that give chains of `LAW_DEPTH` this accept length.
 
     Args:
         accept_length: Mean number of tokens per round, including the bonus token: from 1 to `LAW_DEPTH` + 1.

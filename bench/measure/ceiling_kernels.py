@@ -1,7 +1,7 @@
-"""Triton kernels that measure two ceilings: the read bandwidth, and the duration of an empty launch.
+"""Triton kernels that measure two limits of a GPU: the read bandwidth, and the duration of an empty launch.
 
-The read kernel shows how fast weights can be streamed. It replaces torch's reductions, which read more
-slowly.
+The kernel for the read bandwidth shows how fast weights can be streamed. It replaces torch's reductions,
+because they read more slowly.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ def _nothing(x, PDL: tl.constexpr):
 
 
 def launch_nothing(x: torch.Tensor) -> None:
-    """Launch a program that ends immediately.
+    """Launch a kernel that ends immediately.
 
-    Uses programmatic dependent launch if the GPU supports it, because the kernels of a round are launched in
-    the same way.
+    The launch uses programmatic dependent launch if the GPU supports it, because the kernels of a round are
+    launched in the same way.
     """
     early = torch.cuda.get_device_capability(x.device) >= (9, 0)
     _nothing[(1,)](x, PDL=early, num_warps=1, **({"launch_pdl": True} if early else {}))

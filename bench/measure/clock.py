@@ -1,6 +1,6 @@
-"""Times short pieces of work: CUDA events around graph replays on a GPU, the wall clock on a CPU.
+"""Times short pieces of work: with CUDA events around graph replays on a GPU, with the wall clock on a CPU.
 
-The results are medians and percentiles of the samples that follow a warm-up.
+A warm-up comes first. The results are medians and percentiles of the samples that follow.
 """
 
 from __future__ import annotations

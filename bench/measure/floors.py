@@ -28,7 +28,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class QuantizedSizes:
-    """Sizes, in bytes, of the target's quantized numbers. None means that the numbers have the usual dtype.
+    """Sizes, in bytes, of the target's quantized weights and cached numbers. None means not quantized.
 
     Attributes:
         products: Bytes of one weight in the layers and the output head.
@@ -66,7 +66,9 @@ def forward_pass(
     itemsize: int,
     quantized: QuantizedSizes | None = None,
 ) -> Work:
-    """Return the work of one decode or verify pass. The pass reads the weights and each sequence's K/V once.
+    """Return the bytes and operations of one decode or verify pass of the target.
+
+    The pass reads the weights and the K/V of each sequence once.
 
     Args:
         config: Configuration of the target.
@@ -104,10 +106,10 @@ def prefill(config: ModelConfig, tokens: int, itemsize: int) -> Work:
 
 
 def draft_step(head: Mapping[str, Any], rows: int, itemsize: int) -> Work:
-    """Return the work of one EAGLE-3 step over `rows` rows. A step reads the layer and the output head once.
+    """Return the bytes and operations of one EAGLE-3 drafting step over `rows` rows.
 
-    The layer's first product counts only the feature's half of the input, because the product with the token
-    embeddings can be computed in advance.
+    A step reads the head's layer and its output head once. Of the layer's first product, only the half for
+    the feature counts, because the product with the token embeddings can be computed in advance.
     """
     hidden = head["hidden_size"]
     layer = layer_parameters(
@@ -136,10 +138,10 @@ def speculative_round(
     share: float = 1.0,
     quantized: QuantizedSizes | None = None,
 ) -> list[Work]:
-    """Return the work of each part of a round. The parts run one after another.
+    """Return the bytes and operations of each part of a speculative round. The parts run one after another.
 
-    The parts are the draft steps, the verify pass and the projection of features. The first draft step is the
-    extension.
+    The parts are the draft steps, the verify pass and the projection of features. The first draft step
+    extends the draft's K/V by the tokens that the last round committed.
 
     Args:
         config: Configuration of the target.

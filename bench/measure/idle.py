@@ -1,6 +1,6 @@
-"""Profiles the kernels of steady rounds on a GPU: idle shares, gaps, and the time of each kernel.
+"""Profiles the GPU kernels of steady rounds: idle shares, gaps, and the time of each kernel.
 
-The driver records the kernels' start and end times.
+The start and end times of kernels come from the GPU driver's profiler.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ Interval = tuple[int, int, str]
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """Summary of the middle part of a recording, called the span.
+    """Kernel times and idle times in the middle part of a profiler recording, called the span.
 
     Attributes:
         span_ms: Length of the span, in milliseconds.
         idle: Share of the span in which no kernel runs, including short gaps between kernels of a graph.
-        idle_between: Share of the span that consists of gaps longer than `GAP_BETWEEN_NS`, i.e. of waits for
+        idle_between: Share of the span in gaps longer than `GAP_BETWEEN_NS`. In such gaps, the GPU waits for
             the host.
         longest_gap_us: Longest gap, in microseconds.
         kernels: (name, launches, milliseconds, share of the span) of each kernel. The kernel with the longest
@@ -50,9 +50,9 @@ class Profile:
 
 
 def profiled(start: Callable[[], None], span: Callable[[], None]) -> Profile | None:
-    """Record the GPU's kernels while `span` runs. Returns None if nothing was recorded.
+    """Record the GPU's kernels while `span` runs. Return None if nothing was recorded.
 
-    Durations of rounds are not measured in the recording, because the recording slows launches down.
+    Do not measure durations of rounds during the recording, because the recording slows launches down.
 
     Args:
         start: Function that returns when the GPU has reached the work to record.
@@ -76,7 +76,7 @@ def profiled(start: Callable[[], None], span: Callable[[], None]) -> Profile | N
 
 
 def summarise_kernels(intervals: Sequence[Interval]) -> Profile | None:
-    """Summarise the middle of a recording. Returns None if it contains too few kernels.
+    """Summarise the middle part of a profiler recording. Return None if it contains too few kernels.
 
     Args:
         intervals: (start, end, name) of each kernel and copy, in nanoseconds.

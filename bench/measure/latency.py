@@ -4,8 +4,8 @@ Each batch consists of prompts of equal length. The time of a round is
 
     (time for N tokens - time for 1 token) / rounds
 
-Times are wall-clock times from submitting a batch to its last token; the fastest of `repeats` runs counts.
-Other servers were measured in the same way (docs/performance.md). Acceptance is synthetic and labelled so.
+Times are wall-clock times from submitting a batch to its last token. The fastest of `repeats` runs counts.
+docs/performance.md lists other servers that were measured in the same way. Acceptance is synthetic.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ SHAPE_TEXT = re.compile(r"(\d+)/(\d+)/(\d+)(?:@(\d+(?:\.\d+)?))?")
 
 @dataclass(frozen=True, slots=True)
 class MeasuredShape:
-    """A kind of round to measure, with its accept length and batch sizes.
+    """A kind of round that `outrider bench latency` measures, with its accept length and batch sizes.
 
     Attributes:
         tree: Tree shape of every round; None for plain decoding.
@@ -103,7 +103,7 @@ class LatencyOptions:
 
 
 def parse_shapes(texts: Sequence[str], accept_length: float) -> list[MeasuredShape]:
-    """Parse kinds of rounds: ``plain``, ``chain5`` or ``5/8/32`` (steps/topk/nodes).
+    """Parse kinds of rounds: ``plain``, ``chain5`` or ``5/8/32`` (steps, topk and nodes of a draft tree).
 
     The suffix ``@2.4`` sets the accept length to 2.4, and ``:1+16`` sets the batch sizes to 1 and 16.
 
@@ -139,7 +139,7 @@ def parse_shapes(texts: Sequence[str], accept_length: float) -> list[MeasuredSha
 
 
 def run_latency(options: LatencyOptions) -> int:
-    """Run the cases, print the table and save the result. The file is written again after every row.
+    """Run `outrider bench latency`: run all cases, print the table and save the result after every row.
 
     Returns:
         The exit code, which is 1 if a case failed.
@@ -223,12 +223,12 @@ def _settings(
 
 
 class Latency:
-    """Measures the benchmark's cases on one engine.
+    """Measures the cases of `outrider bench latency` on one engine.
 
     Args:
         engine: A running engine.
         options: The options, which define the cases to measure.
-        ceilings: Ceilings of this machine. The floors are computed from them.
+        ceilings: Measured limits of this machine. The floors (best possible times) are computed from them.
         profiles: Mapping that receives the profile of each profiled case, by the case's name.
     """
 
@@ -388,9 +388,9 @@ def _taken(run: tuple[float, list[TimedAnswer]]) -> float:
 
 
 def _gaps(answers: Sequence[TimedAnswer]) -> list[float]:
-    """Return the seconds between successive deliveries of tokens.
+    """Return the seconds between successive deliveries of tokens of each answer.
 
-    The wait for the first token and the gap after it are left out. That gap may contain prefills.
+    The wait for the first token is left out, and so is the first gap, which may contain prefills.
     """
     gaps = [
         later - earlier

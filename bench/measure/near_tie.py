@@ -1,6 +1,6 @@
 """Checks whether two greedy texts differ because of a near-tie: two logits that are almost equal in fp32.
 
-The check runs the model in fp32, where there are no 16-bit rounding errors.
+The check runs the model in fp32 because 16-bit rounding errors would hide a near-tie.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from outrider.shared.nn.open import load_decoder
 NEAR_TIE = 2.0**-7
 """Largest gap between two tokens' fp32 logits that counts as a near-tie, relative to the best logit.
 
-The value is two unit roundoffs of bf16, which are 2^-8 each. docs/numerics.md describes the measurement
-behind it.
+The value is two unit roundoffs of bf16. One unit roundoff is 2^-8. docs/numerics.md describes the
+measurements that support this value.
 """
 PAGE_SIZE = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Parting:
-    """The first token at which two greedy texts differ.
+    """The first token at which two greedy texts differ: one without speculation, and another one.
 
     Attributes:
-        token: Index in the answers of the first token that differs.
-        choices: Token ids at that index: without speculation, and in the other text.
+        token: Index of this token in the answers.
+        choices: Token ids at this index, without speculation and in the other text.
         best: The two tokens with the largest fp32 logits, and these logits.
-        gap: Difference between the largest logit and the smaller one of the two `choices`' logits.
+        gap: Largest logit, minus the smaller one of the logits of the two `choices`.
         allowed: Largest gap that counts as a near-tie.
     """
 
@@ -63,7 +63,7 @@ class Parting:
 
 
 class Judge:
-    """Runs a target in fp32 on the CPU, to find the reason why two of its texts differ.
+    """Runs a target in fp32 on the CPU, to find out whether two of its texts differ because of a near-tie.
 
     Args:
         target: Folder of the model, with its tokenizer.

@@ -1,4 +1,4 @@
-"""`outrider bench perplexity`: measures perplexity on a text, without and with FP8 products or KV cache.
+"""`outrider bench perplexity`: measures perplexity on a text, with and without FP8 weights or FP8 KV cache.
 
 Texts are cut into windows. Each window is read in one pass, with the same KV pool and attention code that
 serve requests. The first token of a window is not counted, because no token precedes it. The quantized and
@@ -31,7 +31,7 @@ TEXT_FIELDS = ("text", "prompt", "question", "answer")
 
 @dataclass(frozen=True, slots=True)
 class PerplexityOptions:
-    """Options of the measurement: the text, the model and its quantization.
+    """Options of `outrider bench perplexity`: the text, the model and its quantization.
 
     Attributes:
         text: A text file or a JSON-lines file. In each line of a JSON-lines file, the fields in `TEXT_FIELDS`
@@ -64,7 +64,7 @@ class PerplexityOptions:
 
 
 def run_perplexity(options: PerplexityOptions) -> int:
-    """Measure, print the table and save the result. Returns the exit code.
+    """Run `outrider bench perplexity`: measure, print the table and save the result. Return the exit code.
 
     Raises:
         ConfigurationError: The text or the tokenizer is missing, or the text is too short. The message names
@@ -121,7 +121,7 @@ def perplexity(decoder: Decoder, windows: Iterable[list[int]]) -> float:
 
 
 def cut_windows(token_ids: Iterable[list[int]], window: int, tokens: int) -> Iterator[list[int]]:
-    """Cut each text into windows of at most `window` tokens until `tokens` tokens are counted.
+    """Cut tokenized texts into windows of at most `window` tokens, up to `tokens` counted tokens in all.
 
     A last window of only one token is dropped, because it contains no token to predict.
     """

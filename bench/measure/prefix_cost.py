@@ -1,9 +1,9 @@
-"""`outrider bench prefix --shape`: the cost and the gain of the prefix cache, on in-process engines.
+"""`outrider bench prefix --shape`: measures the cost and the gain of the prefix cache on in-process engines.
 
 Two engines with the same random weights run in this process, one with the cache and one without. In each pair
 of runs, both engines get the same batch of new prompts, in alternating order. No two prompts have a common
-prefix, so the ratio on ÷ off is the cost of a cache that finds nothing. The pools are small, so that this
-cost includes evictions. Acceptance is synthetic.
+prefix. The time with the cache divided by the time without it is therefore the cost of a cache that finds
+nothing. The KV pools are small, so that this cost includes evictions. Acceptance is synthetic.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ LONG_WARM_UP = 2
 
 @dataclass(frozen=True, slots=True)
 class PrefixCostOptions:
-    """Options of the measurement, which are flags of `outrider bench prefix`.
+    """Options of `outrider bench prefix --shape`. The fields are flags of the command.
 
     Attributes:
         engine: Options of both engines, without the setting `disable_prefix_cache`.
         shapes: The kinds of rounds.
         batches: Batch sizes.
-        prompt, new_tokens: Number of tokens of each prompt and of each answer of the pairs.
-        pairs: Number of pairs of runs of each case.
+        prompt, new_tokens: Number of tokens of each prompt and of each answer in the pairs of runs.
+        pairs: Number of pairs of runs for each case.
         long_prompt: Number of tokens of the prompt that is sent twice.
     """
 
@@ -55,10 +55,11 @@ class PrefixCostOptions:
 def cost_options(
     engine: EngineOptions, rounds: str, batch: Sequence[int], prompt: int, new: int, pairs: int, longest: int
 ) -> PrefixCostOptions:
-    """Return the options of a measurement.
+    """Return the options of `outrider bench prefix --shape`.
 
     Args:
-        engine: The engine. Its limits and its tree shapes are replaced by those that the other options need.
+        engine: Options of the engine. Its limits and its tree shapes are replaced by those that the other
+            arguments need.
         rounds: Comma-separated kinds of rounds, in the form that `parse_shapes` reads.
         batch, prompt, new, pairs, longest: See `PrefixCostOptions`.
 
@@ -82,7 +83,7 @@ def cost_options(
 
 
 def run_prefix_cost(options: PrefixCostOptions, output: Path) -> int:
-    """Measure, print the table and save the result in `output`. Returns 0.
+    """Run `outrider bench prefix --shape`: measure, print the table, save the result in `output`, return 0.
 
     Raises:
         ConfigurationError: A setting is wrong, or two engines do not fit into the GPU's memory.

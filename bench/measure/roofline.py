@@ -1,6 +1,7 @@
-"""`outrider bench roofline`: measures the machine's ceilings (memory, matrix units, launches, the bus).
+"""`outrider bench roofline`: measures a machine's limits (memory, matrix units, launches, the host-GPU bus).
 
-Other benchmarks measure these ceilings again in each run, and compute their floors from the new values.
+These limits are called ceilings. Other benchmarks measure them again in each run, and compute floors (best
+possible values) from them.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ FASTEST = "p10"
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """The measured rates from which floors are computed.
+    """The measured rates of a machine from which floors (best possible times) are computed.
 
     Attributes:
         read_bandwidth: Bytes per second that one kernel reads from device memory.
@@ -59,11 +60,11 @@ def run_roofline(options: RooflineOptions) -> int:
 
 
 def roofline_rows(options: RooflineOptions) -> list[Row]:
-    """Return one row for each ceiling.
+    """Return one table row for each measured limit (ceiling) of the machine.
 
-    A row compares the ceiling with a best value, its floor. For a rate, this floor is the GPU's rated value.
-    For an eager launch, the floor is the time of the kernel itself. For every other ceiling, the floor is the
-    10th percentile of the ceiling's own samples.
+    A row compares the measured value with a best value, its floor. The floor of a rate is the GPU's rated
+    value. The floor of an eager launch is the time of the kernel itself. For every other measurement, the
+    floor is the 10th percentile of its own samples.
     """
     device, nbytes = options.device, _working_set(options.device, options.small)
     bandwidth = rated_bandwidth(device)

@@ -1,10 +1,10 @@
 """`outrider bench speculation`: compares speculative and plain decoding, end to end over REST at batch 1.
 
-For each prompt and temperature, the benchmark sends four requests, one after another. Three go to a server
-with a draft, one in each speculation mode (on, auto, off). The fourth goes to a second server with ``--draft
-none``. The order rotates, so that no kind of request always comes first. Each ratio compares two requests
-with the *same* prompt, and the figures are medians of these ratios, so slow drifts of the machine's speed
-hardly matter.
+For each prompt and temperature, the benchmark sends four requests, one after another. Three of them are sent
+to a server with a draft, one in each speculation mode (on, auto, off). The fourth is sent to a second server
+with ``--draft none``. The order rotates, so that no kind of request always comes first. Each ratio compares
+two requests with the *same* prompt, and the figures are medians of these ratios. A machine that slowly
+becomes faster or slower therefore hardly changes the figures.
 """
 
 from __future__ import annotations
@@ -99,7 +99,9 @@ Runs = dict[tuple[int, float, Kind], Run]
 
 
 def run_bench(options: BenchOptions) -> int:
-    """Start the two servers, measure, print a table and write the JSON file. Returns the exit code.
+    """Run `outrider bench speculation`: start two servers, measure, print a table and write the JSON file.
+
+    Returns the exit code.
 
     Raises:
         ConfigurationError: The stack cannot be started, or the prompts cannot be read.
@@ -243,10 +245,10 @@ def _ask(
 
 
 def summarise(runs: Runs, num_prompts: int) -> list[dict[str, Any]]:
-    """Return one row for each temperature: median ratios, median speeds and mean accept lengths.
+    """Return one row of results for each temperature: median ratios, median speeds and mean accept lengths.
 
-    The field ``same_text`` is the number of prompts whose answer has the same tokens as the answer with
-    ``mode: off``.
+    In a row, the field ``same_text`` is the number of prompts whose answer has the same tokens as the answer
+    with ``mode: off``.
     """
     rows = []
     for temperature in TEMPERATURES:
@@ -273,10 +275,10 @@ def summarise(runs: Runs, num_prompts: int) -> list[dict[str, Any]]:
 
 
 def first_differences(runs: Runs, prompts: Sequence[Messages], target: Path) -> list[dict[str, Any]]:
-    """Return where drafted answers first differ from those of ``mode: off``.
+    """Return the first token at which each answer with drafts differs from the answer with ``mode: off``.
 
-    For greedy answers, the result includes the logits at that token, because near-ties of logits cause
-    differences in 16-bit types.
+    For greedy answers, the result includes the logits at that token. In 16-bit types, near-ties of logits
+    cause differences.
     """
     found = []
     judge: Judge | None = None

@@ -25,7 +25,7 @@ class Section(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """The properties that distinguish one kind of request from others, apart from prompt and length.
+    """The properties of one kind of request, apart from prompt and length.
 
     Attributes:
         speculation: The `speculation` object of the request.
@@ -97,7 +97,9 @@ TREE = _tree(5, 8, 32)
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Sizes of the cases, in tokens unless noted otherwise.
+    """Sizes of the cases of `outrider bench mixed`, in tokens unless noted otherwise.
+
+    The parts of the benchmark are called `odd`, `auto`, `form`, `gap`, `ttft` and `soak`.
 
     Attributes:
         batch: Number of equal requests in a case of `odd`.
@@ -112,7 +114,7 @@ class Sizes:
         ttft: Lengths of the prompts of `ttft`.
         soak_prompts, soak_answers: Lengths of prompts and of answers among which the clients of `soak`
             choose.
-        seconds: Time, in seconds, during which the clients of each mix of `soak` send requests.
+        seconds: Time, in seconds, during which the clients of `soak` send requests, for each mix of requests.
         clients: Number of clients of `soak`.
         seed: Seed of the prompts and of the soak's choices.
     """
@@ -136,14 +138,14 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True)
 class Pairing:
-    """A batch of equal requests, and one other request that always runs beside the batch.
+    """A case of `outrider bench mixed`: a batch of equal requests, and one other request that runs beside it.
 
     Attributes:
-        name: Name of the case, which names both kinds of requests.
-        usual: Kind of the batch's requests.
+        name: Name of the case. It names both kinds of requests.
+        usual: Kind of the requests of the batch.
         odd: Kind of the other request. For comparison, the batch also runs beside one more request of the
             usual kind.
-        goal: Smallest ratio of the batch's two speeds that is good enough. None if no goal was set.
+        goal: Smallest acceptable ratio of the batch's speeds beside the two kinds. None if no goal was set.
     """
 
     name: str

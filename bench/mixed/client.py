@@ -118,7 +118,9 @@ class Stream:
         self.pieces = 0
 
     async def arrivals(self) -> AsyncGenerator[float, None]:
-        """Yield `time.perf_counter()` for each piece. Close the generator if it is not read to its end.
+        """Yield the arrival time of each piece of a streamed answer, from `time.perf_counter`.
+
+        Close the generator if it is not read to its end.
 
         Raises:
             UnavailableError: The server reports an error in the stream.
@@ -145,7 +147,9 @@ class Stream:
 
 
 class MixedClient:
-    """Sends requests with random prompts. Create the client inside the running event loop, and close it.
+    """HTTP client that sends requests with random prompts.
+
+    Create the client inside the running event loop, and close it.
 
     Args:
         server: The server.
@@ -180,8 +184,8 @@ class MixedClient:
             length: Number of tokens of the prompt.
             new: Number of tokens of the answer. If `ignore_eos` is False, the answer may be shorter.
             kind: Kind of the request.
-            ignore_eos: Whether the answer goes on after an end-of-text token.
-            stream: Whether to request the answer in pieces.
+            ignore_eos: True if the answer continues after an end-of-text token.
+            stream: True to request the answer in pieces.
         """
         prompt = [self._draw.randrange(FIRST_ID, self._vocab) for _ in range(length)]
         body = self._form.body(prompt, new, kind, ignore_eos, stream)

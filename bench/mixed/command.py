@@ -41,7 +41,7 @@ SMALLEST_VOCAB = 16
 
 @dataclass(frozen=True, slots=True)
 class MixedOptions:
-    """Options of the measurement. The fields are flags of `outrider bench mixed`.
+    """Options of `outrider bench mixed`. The fields are its flags.
 
     Attributes:
         stack: The stack to start if no address is given.
@@ -50,8 +50,8 @@ class MixedOptions:
         api_key: API key to send, or None.
         only: Parts and cases to run.
         omitted: Fields to leave out of every request.
-        vocab: All token ids of the prompts are below this number. With None, the number is the size of the
-            server's vocabulary.
+        vocab: All token ids of the prompts are below this number. None uses the size of the server's
+            vocabulary.
         wishes: Sizes of the cases that were given on the command line.
         output: The JSON file.
     """
@@ -68,7 +68,7 @@ class MixedOptions:
 
 
 def run_mixed(options: MixedOptions) -> int:
-    """Run the cases, print the table and save the result. The file is written again after every case.
+    """Run `outrider bench mixed`: run all cases, print the table and save the result after every case.
 
     Returns:
         The exit code, which is 1 if a case failed.

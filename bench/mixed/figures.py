@@ -14,16 +14,16 @@ from outrider.bench.report.record import Row
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One figure of a case.
+    """One measured figure of a case of `outrider bench mixed`.
 
     Attributes:
         section, name: Part of the benchmark, and name of the figure. The pair is unique.
         value: The figure, in `unit`.
         unit: ``tok/s``, ``ms``, ``s`` or ``requests``.
-        ratio: The figure ÷ the figure that it is compared with. None if there is no such comparison.
+        ratio: The figure divided by the figure that it is compared with. None if there is no such comparison.
         goal: Limit of `ratio`, or of `value` if there is no ratio. None if no goal was set.
         at_least: True if `goal` is a lower limit.
-        more: Further entries for the JSON.
+        more: Further entries for the JSON file.
     """
 
     section: Section
@@ -44,10 +44,10 @@ class Figure:
         return compared >= self.goal if self.at_least else compared <= self.goal
 
     def as_row(self) -> Row:
-        """Return the row of the result file.
+        """Return this figure as a row of the result file.
 
-        The row's `ratio` is this figure's ratio and not a distance from a floor, because the cases have no
-        floors.
+        The row's `ratio` is this figure's ratio. Rows of other benchmarks contain the distance from a floor
+        (the best possible value) instead, but these figures have no floor.
         """
         more = {
             "section": self.section.value,

@@ -22,12 +22,12 @@ LONG_ALONE = 3
 TTFT_WARM_UP, TTFT_COUNTED = 9, 5
 """Number of warm-up prompts of each length, and number of prompts that count after them.
 
-The warm-up is needed because a server may record a pass only after some uses.
+The warm-up is needed because a server may record a CUDA graph of a pass only after some uses.
 """
 
 
 async def measure_gap(client: MixedClient, name: str, kind: Kind, sizes: Sizes) -> list[Figure]:
-    """Measure the longest pause of running streams while a long prompt runs, and the TTFT of that prompt.
+    """Measure the longest pause of running streams during a long prompt, and the TTFT of that prompt.
 
     Raises:
         UnavailableError: No stream received two pieces around the time of the long prompt.

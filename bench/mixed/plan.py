@@ -64,10 +64,10 @@ class Wishes:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One case.
+    """One case of `outrider bench mixed`.
 
     Attributes:
-        section, name: Part of the benchmark and name of the case.
+        section, name: Part of the benchmark, and name of the case.
         kinds: All kinds of requests that the case sends.
         measure: Function that runs the case and returns its figures.
     """
@@ -101,7 +101,7 @@ def parse_only(text: str) -> Only:
 
 
 def sizes_for(wishes: Wishes, server: Server, only: Only) -> Sizes:
-    """Return the sizes of the cases. Defaults are reduced until they fit; given values must fit as they are.
+    """Return the sizes of the cases. Defaults are reduced to what the server allows; given values are not.
 
     Raises:
         ConfigurationError: A given value exceeds the server's context, or its limit of running requests.

@@ -1,8 +1,8 @@
-"""Cases that compare two speeds.
+"""Cases of `outrider bench mixed` that compare two speeds.
 
-- `form`: requests whose answers must match a JSON schema, against the same requests without.
-- `odd`: a batch beside one different request, against the same batch beside one more request of its kind.
-- `auto`: speculation `auto`, against `off`.
+- `form`: requests whose answers must match a JSON schema, compared with the same requests without a schema.
+- `odd`: a batch beside one different request, compared with the same batch beside one more equal request.
+- `auto`: requests with speculation mode `auto`, compared with mode `off`.
 
 Each pair of runs measures both speeds, and the order of the two runs alternates from pair to pair. The ratio
 is the median over the pairs.
@@ -31,10 +31,9 @@ Speed = Callable[[Kind, int], Awaitable[float]]
 async def measure_odd(
     client: MixedClient, pairing: Pairing, sizes: Sizes, section: Section = Section.ODD
 ) -> list[Figure]:
-    """Measure the speed of a batch of equal requests while one odd request runs beside it.
+    """Measure the speed of a batch of equal requests while one odd request runs beside the batch.
 
-    The ratio is this speed ÷ the speed of the same batch while one more request of the usual kind runs beside
-    it.
+    The ratio is this speed divided by the speed of the same batch beside one more request of the usual kind.
     """
 
     async def speed(beside: Kind, new: int) -> float:

@@ -33,14 +33,14 @@ NO_GAUGE = ("_bucket", "_sum", "_count", "_total", "_created")
 
 @dataclass(slots=True)
 class Tally:
-    """The counts that the clients of a soak collect.
+    """Counts that the clients of a soak (a long run of mixed requests) collect.
 
     Attributes:
         completed, cancelled: Number of requests that were answered, and number of requests that a client
             cancelled.
         tokens: Number of tokens received for completed and cancelled requests.
         latencies: Durations of the completed requests, in seconds.
-        errors: Maps each kind of error to the number of requests that failed with this error.
+        errors: Kind of error → number of requests that failed with this error.
     """
 
     completed: int = 0
@@ -105,9 +105,9 @@ async def measure_soak(
 
 
 async def left_over(client: MixedClient) -> dict[str, float] | None:
-    """Return those gauges of the server's running, waiting and leaked resources that are not zero.
+    """Return the gauges of a server's running, waiting and leaked resources that do not return to zero.
 
-    The gauges get `SETTLE_S` seconds to return to zero. Returns None if the server has no such gauges.
+    The wait for zero takes at most `SETTLE_S` seconds. The result is None if the server has no such gauges.
     """
     ends = time.perf_counter() + SETTLE_S
     while True:

@@ -152,7 +152,7 @@ def group_chart(
     groups: Sequence[Group],
     reference: float | None = None,
 ) -> str:
-    """Return a chart of horizontal bars in groups as SVG text. Estimates are drawn as outlines.
+    """Return a chart of grouped horizontal bars as SVG text. Bars of estimated values are drawn as outlines.
 
     Args:
         theme: The colours of the chart.

@@ -19,7 +19,7 @@ LONGEST = 11
 
 
 def tree_picture(theme: Theme, heading: Heading, one: Mapping[str, Any]) -> str:
-    """Return the picture of a round as SVG text.
+    """Return an SVG picture of the draft tree of one round.
 
     Args:
         theme: The colours.

@@ -18,8 +18,8 @@ class Figure:
         value: The figure, in the unit of the goal.
         text: The figure, as the table shows it.
         source: File that contains the result.
-        floor, ratio: Floor of the measured row, and ratio of the figure to this floor, as the table shows
-            both. Empty if the row has no floor.
+        floor, ratio: Best possible value (floor) of the measured row, and `value` divided by this floor, as
+            the table shows both. Empty if the row has no floor.
         peer: The recorded figure of another server (a peer), as the table shows it. Empty if there is no such
             figure.
         peer_source: File that contains the figure of the peer.
@@ -36,7 +36,7 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """A row of the goals table.
+    """A row of the goals table in the performance documentation.
 
     Attributes:
         what: Name of the measurement in the table.
@@ -45,7 +45,8 @@ class Goal:
         text: The limit, as the table shows it.
         find: Function that returns the figure from the recorded results, or None if they do not contain it.
         at_least: True if `limit` is a lower bound.
-        peer: A further peer's figure and its source, as the table shows them.
+        peer: Figure of another server (a peer) that is not in the recorded results, and its source, as the
+            table shows them.
     """
 
     what: str

@@ -71,9 +71,9 @@ def kernel_lines(results: Results) -> Iterator[str]:
 
 
 def _by_function(rows: Sequence[Mapping[str, Any]]) -> dict[tuple[str, str], list[Mapping[str, Any]]]:
-    """Return the rows, grouped by (function, bounding resource). The order of the rows is kept.
+    """Return result rows of kernels, grouped by (function, bounding resource) in the given order.
 
-    Whole passes are left out, because the goals table has rows for them.
+    Rows of whole passes are left out, because the goals table contains them.
     """
     found: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
     for row in rows:

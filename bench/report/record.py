@@ -28,7 +28,7 @@ API_KEY, HIDDEN = "--api-key", "***"
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One figure.
+    """One measured figure in a result file.
 
     Attributes:
         case: The measured case, e.g. ``round chain 5, batch 4``. Unique within a benchmark.
@@ -64,7 +64,7 @@ class Row:
 
 
 def recorded_command() -> list[str]:
-    """Return this process's command line, in the form that results contain.
+    """Return this process's command line, in a form that result files may contain.
 
     Absolute paths are reduced to their last part, because the folders differ between machines. The value of
     `--api-key` is left out.
@@ -93,11 +93,11 @@ class Result:
     """The result of a benchmark run.
 
     Attributes:
-        name: Name of the benchmark, with which the file's name begins.
+        name: Name of the benchmark. The name of the result file begins with it.
         settings: The resolved settings of the run.
         rows: The figures.
         more: Further entries for the JSON file (a profile, single runs).
-        note: A remark that a reader of the figures needs. The title of the table shows this remark.
+        note: A remark that a reader of the figures needs. The title of the table contains this remark.
     """
 
     name: str

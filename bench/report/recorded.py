@@ -72,7 +72,7 @@ class RecordedResult:
         return ids[index] if index < len(ids) else None
 
     def distance(self, other: RecordedResult) -> tuple[bool, bool, bool, timedelta]:
-        """Return a sort key that is small if the circumstances of two runs are similar.
+        """Return a sort key that is smaller, the more similar the circumstances of two recorded runs are.
 
         The GPU counts most, because two GPUs of the same model differ by several percent. The visible GPUs,
         the usable cores and the time between the runs count next, in this order.
@@ -95,7 +95,7 @@ class RecordedResult:
 
     @property
     def provenance(self) -> str:
-        """Time, machine and commit of the measurement. Parts that the file does not record are left out.
+        """Time, machine and commit of a recorded measurement, as text. Unrecorded parts are left out.
 
         Example: ``2026-11-21 15:00 UTC, GPU 29f2f6ee, 16 of 64 cores, commit 2ea2987``.
         """
@@ -155,13 +155,13 @@ class PeerFigures:
 
 
 class Results:
-    """All results recorded in a folder.
+    """All benchmark results recorded in a folder.
 
-    If several files fit a query, the latest file is used. If the argument `near` is given, the file whose
-    circumstances are closest to those of `near` is used instead.
+    If several files match a query, the latest file is used. If the query has an argument `near`, the matching
+    file whose machine and time are closest to those of the file `near` is used instead.
 
-    A subfolder whose name is a time contains the results of one session in which another server (a peer) was
-    measured too. For a comparison with a peer's figure, the folder of that peer's session is searched first.
+    A subfolder whose name is a time contains the results of one session, in which another server (a peer) was
+    measured too. To compare with a peer's figure, the subfolder of that session is searched first.
 
     Raises:
         ConfigurationError: A file is not valid JSON.
@@ -189,18 +189,19 @@ class Results:
         beside: PeerFigures | None = None,
         **settings: Any,
     ) -> tuple[RecordedResult, Mapping[str, Any]] | None:
-        """Return the latest GPU result of `outrider bench latency` that has the case, and the case's row.
+        """Return the latest GPU result of `outrider bench latency` that has a given case, and the case's row.
 
         Profiled runs are used only to find idle shares, i.e. if `needs` is one of `PROFILED`.
 
         Args:
             case: Case of the row.
-            needs: Name of a field that the row must have.
-            changes: All settings in which the run must differ from the defaults.
-            mps: True for a run with MPS, False for a run without it.
-            near: Prefer the file whose circumstances are closest to those of this one, instead of the latest
-                file.
-            beside: Prefer a file from the measuring session of this peer, if that session measured the case.
+            needs: Name of a field that the row must have. Empty for none.
+            changes: All settings of the run that differ from the defaults.
+            mps: True for a run with NVIDIA's multi-process service (MPS), False for a run without it.
+            near: A result. The file that was recorded under the most similar circumstances is preferred to
+                the latest file.
+            beside: A file of another server (a peer). A file of the same session is preferred, if there is
+                one with this case.
             settings: Settings that the run must have. By default, these are an in-process draft and one GPU.
         """
         here = {"shape": SHAPE, "prompt": 512, "new_tokens": 384, "draft_device": None, "tp": None}
@@ -276,10 +277,10 @@ class Results:
         return None
 
     def vllm(self, config: str, batch: int) -> tuple[PeerFigures, Mapping[str, Any]] | None:
-        """Return the latest vLLM file with this configuration and batch size, and the file's first such run.
+        """Return the latest recorded vLLM file with a configuration and batch size, and its first such run.
 
-        A vLLM file is named ``vllm*.jsonl``. The first line of the file was added here and contains the time
-        and the machine. The other lines are the output of vLLM's own script.
+        A vLLM file is named ``vllm*.jsonl``. Its first line describes the time and the machine. The other
+        lines are the output of vLLM's own benchmark script.
         """
         wanted = {"case": "run", "config": config, "bs": batch}
         for peer in self._peers:

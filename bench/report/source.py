@@ -21,16 +21,16 @@ GIT_S = 10.0
 
 @cache
 def recorded_source(root: Path = ROOT) -> dict[str, Any]:
-    """Return the description of the source code in `root`, which is computed only once per process.
+    """Return a description of the source code in `root` for result files, computed once per process.
 
     Returns:
         A dictionary with these keys.
 
-        - commit: The checked-out commit or the commit that the environment variable names. None if neither
-          exists.
+        - commit: The commit that is checked out in `root`. Without a checkout, the value of the environment
+          variable `OUTRIDER_REVISION`. None if neither exists.
         - modified: True if files of the package differ from the commit. None if there is no checkout.
-        - trees: Folder → id. ``git rev-parse COMMIT:FOLDER`` prints the same id for the same files. These ids
-          therefore verify the commit that the environment variable names.
+        - trees: Folder → git's id for the files of the folder. To check that the code is that of a commit,
+          compare the id with the output of ``git rev-parse COMMIT:FOLDER``.
     """
     commit, modified = _checked_out(root) or (os.environ.get(REVISION), None)
     return {"commit": commit, "modified": modified, "trees": {part: tree_id(root / part) for part in PARTS}}

@@ -1,7 +1,7 @@
-"""Describes the process of a benchmark for the result file, and runs MPS for a benchmark.
+"""Describes the benchmark process for the result file, and runs NVIDIA's multi-process service (MPS) for it.
 
 The description contains the environment variables, the age of the process and the number of compiled kernels.
-MPS is NVIDIA's multi-process service, through which processes share a GPU.
+With MPS, several processes can use a GPU at the same time.
 """
 
 from __future__ import annotations
@@ -69,10 +69,10 @@ def under_mps() -> bool:
 
 @contextmanager
 def multi_process_service(wanted: bool) -> Iterator[Surroundings]:
-    """Run MPS for this process and its children if `wanted`. `outrider up --mps` does the same.
+    """Run NVIDIA's multi-process service (MPS) for this process and its children, if `wanted` is True.
 
-    CUDA must not be initialised before this call, because a process joins MPS when it creates its CUDA
-    context.
+    `outrider up --mps` runs MPS in the same way. Call this function before CUDA is initialised, because a
+    process joins MPS when it creates its CUDA context.
 
     Raises:
         ConfigurationError: MPS is wanted, but this machine does not have it.

@@ -50,7 +50,7 @@ class Table:
 
 
 def run_table(results: Path, document: Path | None, check: bool) -> int:
-    """Print the tables, or write them between the markers in `document` (`outrider bench table`).
+    """Run `outrider bench table`: print the tables, or write them between the markers in `document`.
 
     Raises:
         ConfigurationError: The folder of results is missing, the document has no markers for any table, or a
@@ -159,7 +159,7 @@ def time_lines(results: Results) -> Iterator[str]:
 
 
 def round_lines(results: Results) -> Iterator[str]:
-    """Yield the table that compares the rounds of Outrider and vLLM, and links to the files of the figures.
+    """Yield the lines of a table that compares rounds of Outrider and vLLM, and links to its result files.
 
     The links are relative to the README, which is one folder above the documents.
     """

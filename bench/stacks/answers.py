@@ -13,14 +13,14 @@ from outrider.shared.base.errors import OutriderError
 
 @dataclass(frozen=True, slots=True)
 class TimedAnswer:
-    """Outcome of one sequence of a batch.
+    """Timing and statistics of one sequence's answer.
 
     Attributes:
         arrivals: For each step that delivered tokens, the seconds from submitting the batch to that step.
         tokens: Number of tokens in the answer.
         rounds: Number of rounds that were verified after the prefill.
         draft_rounds: Number of rounds that had draft nodes.
-        accept_length: Tokens per round with draft nodes, including the bonus token.
+        accept_length: Mean number of tokens per round with draft nodes, including the bonus token.
         fallback: Reason why some rounds had no draft nodes. Empty if all rounds had draft nodes.
     """
 

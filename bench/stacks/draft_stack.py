@@ -28,10 +28,11 @@ SPARE_TOKENS = 512
 def drafting_round(
     decoder: Decoder, shape: NamedShape, tree: DraftShape, batch: int, context: int
 ) -> Iterator[Callable[[], DraftBatch]]:
-    """Open `batch` sequences of `context` random tokens, and yield a function that enqueues a round for them.
+    """Set up drafting for `batch` random sequences, and yield a function that enqueues one round of drafting.
 
-    A round extends the draft by one new row for each sequence, grows the trees and returns the trees. The
-    function may be called repeatedly, because every call writes to the same cache positions.
+    Each sequence has `context` tokens. A round extends the draft's K/V by one new row for each sequence,
+    grows the draft trees and returns them. The yielded function may be called repeatedly, because every call
+    writes to the same cache positions.
 
     Raises:
         UnavailableError: The draft does not support rounds that stay on this device.

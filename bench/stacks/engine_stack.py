@@ -1,4 +1,4 @@
-"""An in-process engine with random weights, built in the same way as by `outrider serve target`.
+"""Builds an in-process engine with random weights, in the same way as `outrider serve target`.
 
 Only a few modules of `bench` depend on how the services are built: this module, `draft_stack`, `remote_draft`
 and `kernels.inputs`. All other modules only measure the engines and inputs that these modules create.
@@ -52,18 +52,18 @@ PREFILL_TOKENS = 16384
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """The engine to build.
+    """Options of an in-process engine for benchmarks.
 
     Attributes:
-        shape: Shape of the target and the head.
+        shape: Named sizes of the target and the head.
         device, dtype: Device and dtype of the target, in the service's notation.
         draft_device: Device of the draft if the draft has its own process.
         transport: Connection between the target and the draft.
         max_batch: Maximum number of concurrent sequences.
-        max_len: Maximum length of a prompt and its answer together.
+        max_len: Maximum length of a prompt and its answer together, in tokens.
         trees: Tree shapes of the rounds.
         tp: Number of tensor-parallel ranks of the target.
-        around: Environment of the draft if the draft has its own process.
+        around: Environment variables and callbacks of the draft's process, if the draft has its own process.
         settings: Further settings of the target, as a mapping from name to text. They override all other
             settings.
     """
@@ -201,7 +201,7 @@ class RunningBatch:
         self._sink = sink
 
     def wait(self) -> Taken:
-        """Wait for the last token of the batch.
+        """Wait for the last token of the batch, and return the duration and the answers.
 
         Returns:
             The seconds from submitting the batch to its last token, and the answer of each sequence.
@@ -239,7 +239,7 @@ class RunningBatch:
 
 @contextmanager
 def running_engine(options: EngineOptions) -> Iterator[BenchEngine]:
-    """Create the model, start the draft and the engine, and stop all of them on exit.
+    """Context manager that creates a target, starts its draft and its engine, and stops them on exit.
 
     Raises:
         ConfigurationError: A setting is wrong, or the model does not fit into the GPU's memory.

@@ -21,10 +21,10 @@ MEMORY_NEEDED = 4 << 30
 
 
 def memory_folder() -> Path | None:
-    """Return a folder in memory with room for a head.
+    """Return a folder on a file system in memory (/dev/shm) with room for a draft head.
 
-    If the folder in memory is too small, the result is None, and Python's default folder is used. In
-    containers, the folder in memory often has only 64 MiB.
+    If that file system is too small, the result is None, which selects Python's default folder for temporary
+    files. In containers, the file system in memory often has only 64 MiB.
     """
     return (
         MEMORY_FOLDER
@@ -37,7 +37,9 @@ def memory_folder() -> Path | None:
 def write_random_head(
     folder: Path, shape: NamedShape, device: torch.device | str, dtype: torch.dtype
 ) -> Path:
-    """Write config.json and model.safetensors of a head for `shape`. The head uses the target's embedding.
+    """Write config.json and model.safetensors of a draft head with random weights.
+
+    The head uses the target's embedding.
 
     Args:
         folder: An existing folder, preferably in memory (/dev/shm).

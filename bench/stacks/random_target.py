@@ -1,6 +1,6 @@
-"""Makes a target of a named shape with random weights, directly on the device where the target runs.
+"""Makes a target with random weights, for a named model shape, directly on the target's device.
 
-The target consists of this repository's layers. A target for a generic model consists of modules of
+The target consists of Outrider's own layers. A target for a generic model consists of modules of the package
 `transformers`.
 """
 

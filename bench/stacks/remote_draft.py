@@ -26,13 +26,13 @@ class DraftTransport(Enum):
 
 @dataclass(frozen=True, slots=True)
 class RemoteDraft:
-    """Options of the draft process to start.
+    """Options of a draft that a benchmark starts in its own process.
 
     Attributes:
         head: Folder of the head.
         transport: Transport between target and draft. ``INPROC`` is not allowed.
         device, dtype: Device and dtype of the draft, in the service's notation.
-        kv_tokens, max_sessions: Capacity of the draft's KV cache.
+        kv_tokens, max_sessions: Size of the draft's KV cache in tokens, and largest number of its sessions.
     """
 
     head: Path
@@ -43,11 +43,11 @@ class RemoteDraft:
     max_sessions: int
 
     def start(self, cleanup: ExitStack, around: Surroundings, log: deque[str]) -> str:
-        """Start the process and return its address for the target.
+        """Start the draft process, and return the address to which the target connects.
 
         Args:
             cleanup: Exit stack that stops the process when the stack is closed.
-            around: Environment of the process.
+            around: Environment variables and callbacks of the process.
             log: Queue that receives the lines that the process prints.
         """
         runtime = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="outrider-")))

@@ -1,6 +1,7 @@
-"""Named model shapes: configurations without weights, each with the shape of an EAGLE-3 head.
+"""Named model shapes: configurations without weights, each with a configuration of an EAGLE-3 head.
 
-Most shapes are those of published models and of their public heads. Tiny pairs of target and head serve CI.
+Most shapes are those of published models and of their public heads. Tiny shapes of target and head are for
+automatic tests.
 """
 
 from __future__ import annotations

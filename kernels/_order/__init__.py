@@ -1,7 +1,7 @@
 """Deterministic top-k, in the order that all kernels use: value descending, then index ascending.
 
-torch.topk does not define the order of ties. These functions do, because a node of a draft tree must never
-rank before a parent with the same score.
+torch.topk does not define the order of ties. These functions do: a node of a draft tree must never rank
+before a parent with the same score.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ def ranked_topk(values: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tenso
 
 
 def _repeated_argmax(values: torch.Tensor, k: int) -> np.ndarray | None:
-    """Return the indices of the best k, ``[rows, k] int64``, by searching for the first maximum k times.
+    """Return the indices of the k best values of each row, by searching for the first maximum k times.
 
-    This is the fastest method for a small k. The result is None if a selected value of any row is NaN or
-    infinite. This includes rows with fewer than k values above -inf.
+    The result is ``[rows, k] int64``. It is None if a selected value of any row is NaN or infinite, as in
+    rows with fewer than k values above -inf. This is the fastest method for a small k.
     """
     left = values.detach().numpy().copy()
     rows = np.arange(left.shape[0])
@@ -71,10 +71,9 @@ def _repeated_argmax(values: torch.Tensor, k: int) -> np.ndarray | None:
 
 
 def ranked_indices(values: torch.Tensor, k: int) -> np.ndarray:
-    """Return the indices of `ranked_topk`, computed on the host.
+    """Return the indices of the k best values of each row, in the order of `ranked_topk`, using the host.
 
-    This function is meant for rows of a few hundred candidates. For such rows, numpy takes a third of torch's
-    time on a CPU.
+    For rows of a few hundred values, numpy takes a third of torch's time on a CPU.
 
     Args:
         values: ``[rows, n] fp32`` on any device, n >= k. NaN ranks last.

@@ -21,10 +21,11 @@ def add_sums(
     bias: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> Stream:
-    """Return the residual stream after ``residual + sum of parts + bias``, prepared for the next norm.
+    """Return the residual stream after ``residual + sum of parts + bias``, prepared for the next RMS norm.
 
-    If `normed_on_write` is true for the rows, this op norms them. Otherwise, each row is spread over several
-    programs, and the kernel that reads the stream applies the norm's division (`Stream.sums`).
+    If `normed_on_write` is True for these rows, this op also divides each row by its root mean square.
+    Otherwise, each row is spread over several programs, and the kernel that reads the stream divides, with
+    the sums of squares in `Stream.sums`.
 
     Args:
         parts: ``[rows, width]``, or partial sums ``[splits, rows, width] fp32``, which are added in order.
@@ -62,7 +63,7 @@ def add_sums(
 
 
 def embed_rows(tokens: torch.Tensor, table: torch.Tensor, norm_weight: torch.Tensor, eps: float) -> Stream:
-    """Return the residual stream that starts with ``table[tokens]``.
+    """Return a new residual stream, whose rows are the embeddings ``table[tokens]``.
 
     Args:
         tokens: ``[rows]``, int32 or int64.
@@ -96,7 +97,7 @@ def embed_rows(tokens: torch.Tensor, table: torch.Tensor, norm_weight: torch.Ten
 
 
 def normalise(stream: Stream) -> torch.Tensor:
-    """Return the normed rows ``[rows, width]`` of a stream.
+    """Return the normed rows ``[rows, width]`` of a residual stream, after any pending division.
 
     Example:
         >>> import torch
@@ -119,7 +120,7 @@ def normalise(stream: Stream) -> torch.Tensor:
 def rms_norm(
     x: torch.Tensor, weight: torch.Tensor, eps: float, *, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return ``x / sqrt(mean(x²) + eps) * weight``, computed over the last dimension.
+    """Return the RMS norm ``x / sqrt(mean(x²) + eps) * weight``, computed over the last dimension.
 
     Args:
         x: ``[rows, width]``; rows may be strided.

@@ -1,4 +1,4 @@
-"""Torch reference of add_norm. The package documents the contract."""
+"""Torch reference of add_norm. `kernels.add_norm` documents the ops."""
 
 from __future__ import annotations
 

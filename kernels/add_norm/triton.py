@@ -1,4 +1,4 @@
-"""Triton version of add_norm. The package documents the contract.
+"""Triton version of add_norm. `kernels.add_norm` documents the ops.
 
 A program handles a block of columns of one row, or a whole row if there are enough rows to fill the device.
 """

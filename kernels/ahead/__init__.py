@@ -3,10 +3,10 @@
 The first start on a machine compiles about a hundred kernel variants, each in about a third of a second. Only
 the launching code determines which variants are needed. This package therefore rehearses that code:
 
-1. The code runs as usual, but launches no kernel. Outputs are zeros (`_launch.empty`).
-2. Worker processes compile the missing kernels into Triton's cache on disk. A process receives a kernel's
-   name, and the types and constants of its arguments.
-3. The real run finds every kernel in the cache.
+1. The rehearsal runs the code, but launches no kernel. Outputs are zeros (`_launch.empty`).
+2. Worker processes compile the missing kernels into Triton's cache on disk. A worker process receives a
+   kernel's name, and the types and constants of its arguments.
+3. When the code runs again, it finds every kernel in the cache.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ _rehearsing = False
 
 
 def rehearsing() -> bool:
-    """Return whether kernels are currently skipped.
+    """Return True during a rehearsal, in which kernel launches are skipped.
 
-    While kernels are skipped, results that depend on outputs of kernels must not be stored.
+    During a rehearsal, do not store results that depend on outputs of kernels.
 
     Example:
         >>> from outrider.kernels.ahead import rehearsing
@@ -59,16 +59,16 @@ def compile_ahead(
     *,
     limit_s: float | None = math.inf,
 ) -> int:
-    """Rehearse pieces of work on this thread, and wait until the missing kernels are compiled.
+    """Rehearse pieces of work on this thread, and wait until the missing Triton kernels are compiled.
 
-    Each piece must tolerate outputs of zeros: it must neither wait for kernel results nor store them. A piece
-    that raises ends the rehearsal. Missing kernels that were found before are still compiled. All others are
-    compiled when they are launched.
+    During a rehearsal, no kernel is launched, and outputs are zeros. A piece of work must therefore neither
+    wait for kernel results nor store them. If a piece raises an exception, the rehearsal ends. Missing
+    kernels found before the exception are still compiled. All others are compiled when they are launched.
 
     Args:
         device: Device that the work runs on. Only a GPU needs compiled kernels.
-        works: The pieces of work. If the first `PIECES_TO_SEE` pieces miss no kernel, all further pieces
-            are skipped.
+        works: The pieces of work. If all kernels of the first `PIECES_TO_SEE` pieces are compiled already,
+            all further pieces are skipped.
         tell: Progress callback, called with the number of compiled kernels and the total.
         limit_s: Longest wait in seconds. Kernels whose compilation has not started by then are compiled when
             they are launched. With None, the function does not wait, and all kernels are compiled in the
@@ -104,10 +104,10 @@ def compile_ahead(
 
 
 def state_of(device: torch.device, work: Work) -> Compiled:
-    """Return whether all kernels of a piece of work are compiled. Compile no kernel.
+    """Return whether all Triton kernels of a piece of work are compiled, without compiling any kernel.
 
-    On a GPU, the work is rehearsed to find its kernels. On any other device, the work is not rehearsed and
-    counts as compiled.
+    On a GPU, the work is rehearsed (run without kernel launches) to find its kernels. On any other device,
+    the work is not rehearsed and counts as compiled.
 
     Example:
         >>> import torch
@@ -127,10 +127,10 @@ def state_of(device: torch.device, work: Work) -> Compiled:
 
 
 def compiled_or_soon(device: torch.device, work: Work) -> bool:
-    """Return whether all kernels of a piece of work are compiled, and start to compile the missing ones.
+    """Return whether all Triton kernels of a piece of work are compiled, and start to compile missing ones.
 
-    On a GPU, the work is rehearsed to find its kernels. On any other device, the work counts as compiled.
-    Kernels that cannot be compiled ahead also count as compiled.
+    On a GPU, the work is rehearsed (run without kernel launches) to find its kernels. On any other device,
+    the work counts as compiled. Kernels that cannot be compiled ahead also count as compiled.
 
     Example:
         >>> import torch

@@ -29,8 +29,8 @@ from outrider.kernels.ahead.worker import restored
 MOST_PROCESSES = 16
 IDLE_S = 15.0
 COMPILE_S = 120.0
-"""Longest compile time of one kernel, in seconds. Most kernels take a third of a second. After this time, the
-worker process is killed, and the kernel is compiled when it is launched."""
+"""Longest compile time of one Triton kernel, in seconds. Most kernels take a third of a second. After this
+time, the worker process is killed, and the kernel is compiled when it is launched."""
 WORKER = "outrider.kernels.ahead.worker"
 
 _log = logging.getLogger("outrider.kernels")
@@ -40,7 +40,7 @@ Kernel = tuple[str, str, str]
 
 
 class CompilerPool:
-    """Compiles each submitted kernel once, in worker processes.
+    """Compiles each submitted Triton kernel once, in worker processes.
 
     A worker process ends after `IDLE_S` seconds without work, or when this process ends.
 
@@ -61,14 +61,14 @@ class CompilerPool:
 
     @contextlib.contextmanager
     def instead_of_launches(self, meets: Callable[..., bool | None] | None = None) -> Iterator[None]:
-        """Skip this thread's kernel launches inside the block; submit kernels missing from Triton's cache.
+        """Context manager that skips this thread's kernel launches and submits missing kernels to the pool.
 
-        Compiled kernels are skipped too, because their input may be the output of a skipped kernel. Other
-        threads launch kernels as usual.
+        A kernel is missing if it is not in Triton's cache. Compiled kernels are skipped too, because their
+        input may be the output of a skipped kernel. Other threads launch kernels as usual.
 
         Args:
-            meets: The `jit_cache_hook` for this thread. With None, a hook is used that submits missing
-                kernels for compilation.
+            meets: Function to use as Triton's `jit_cache_hook` on this thread. With None, the function
+                submits each missing kernel for compilation.
         """
         met = meets or self._missing
         before, run, own = knobs.runtime.jit_cache_hook, JITFunction.run, threading.get_ident()
@@ -92,7 +92,7 @@ class CompilerPool:
     def wait(
         self, since: int, tell: Callable[[int, int], None] | None = None, limit_s: float = math.inf
     ) -> None:
-        """Wait until all submitted kernels are done, no worker is left, or the time limit is reached.
+        """Wait until all submitted kernels are done, no worker process is left, or the time limit is reached.
 
         When the wait ends, compilations that have started continue, and all other kernels are dropped.
 

@@ -6,7 +6,7 @@ import enum
 
 
 class Compiled(enum.Enum):
-    """State of the kernels of a piece of work.
+    """Compilation state of all Triton kernels of a piece of work.
 
     Attributes:
         YES: All kernels are compiled.

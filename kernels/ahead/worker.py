@@ -1,7 +1,7 @@
 """Entry point of a worker process of `CompilerPool`: compiles kernels named on standard input.
 
-The process reads one JSON object per line until standard input ends, and writes a reply of one line to
-standard output for each object. An object has these fields:
+The process reads one JSON object per line until standard input ends. For each object, it writes one line to
+standard output as a reply. An object has these fields:
 
 - ``module`` and ``name`` identify a kernel of this package.
 - ``target`` describes the GPU: backend, architecture and warp size.
@@ -69,9 +69,9 @@ def _tuples(kind: Any) -> Any:
 
 
 def main() -> None:
-    """Reply to every line of input. The reply is "compiled", or the error that prevented compilation.
+    """Compile the kernel of each input line. Reply with "compiled", or with the error of the compilation.
 
-    If compilation fails here, the process that launches the kernel compiles it again and reports the error.
+    After an error, the process that launches the kernel compiles it again and reports the error.
     """
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # output that compilers print must not mix with the replies

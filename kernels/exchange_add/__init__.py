@@ -1,10 +1,10 @@
-"""exchange_add: one launch that sums a product over tensor-parallel ranks and adds it to the residual.
+"""exchange_add: one launch that sums a product over tensor-parallel ranks and adds it to the residual stream.
 
-This op is meant for few rows. Every rank writes its part into the inboxes of all ranks and polls its own
-inbox. Empty elements contain a reserved word, so a rank sees which numbers have arrived without flags. Parts
-are added in rank order, so all ranks compute the same bits.
+This op is meant for few rows. Every rank writes its part of the sum into inboxes in the memory of all ranks,
+and polls its own inbox. An element that has not been written contains a reserved word, so a rank sees which
+numbers have arrived without flags. Parts are added in rank order, so all ranks compute the same bits.
 
-The scheme is the "Lamport" all-reduce of TensorRT-LLM. Inboxes are emptied as they are read, so two slots per
+The scheme is the "Lamport" all-reduce of TensorRT-LLM. Reading an element also empties it, so two slots per
 inbox are enough.
 """
 
@@ -22,7 +22,7 @@ __all__ = ["ABSENT", "BLOCK", "Boxes", "can_exchange", "exchange_add", "inbox_sh
 
 
 def can_exchange(rows: int, width: int, boxes: Boxes) -> bool:
-    """Return whether the boxes can hold this many rows of this width.
+    """Return whether a rank's inboxes have room for this many rows of this width.
 
     Example:
         >>> import torch
@@ -44,10 +44,10 @@ def exchange_add(
     bias: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> Stream:
-    """Return the stream after ``residual + sum over ranks of parts + bias``, prepared for the next norm.
+    """Return the residual stream after ``residual + sum over ranks of parts + bias``, prepared for the norm.
 
-    If a rank does not send its part in time, all rows are NaN and `Boxes.lost` becomes 1. Later calls then do
-    not wait.
+    If a rank does not send its part in time, all rows become NaN and `Boxes.lost` becomes 1. Later calls do
+    not wait for other ranks.
 
     Args:
         parts: This rank's part: ``[rows, width]`` in the residual's dtype, or ``[splits, rows, width] fp32``,

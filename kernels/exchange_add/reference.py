@@ -1,6 +1,6 @@
 """Torch reference of exchange_add, over inboxes in memory shared by processes.
 
-The package documents the contract.
+`kernels.exchange_add` documents the op.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ def send(own: torch.Tensor, boxes: Boxes) -> None:
 
 
 def _receive(boxes: Boxes, own: torch.Tensor) -> list[torch.Tensor]:
-    """Wait for the rows of every rank, empty the inbox, and return one tensor of `own`'s shape per rank.
+    """Wait for the rows of every rank, empty this rank's inbox, and return one tensor per rank.
 
-    If one rank's rows do not arrive, the rows of all ranks are NaN.
+    Each tensor has the shape of `own`. If the rows of one rank do not arrive, all tensors are NaN.
     """
     _, absent = _word(own.dtype)
     places = _places(boxes.inboxes[boxes.rank], boxes, own)

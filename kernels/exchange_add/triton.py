@@ -1,4 +1,4 @@
-"""Triton version of exchange_add. The package documents the contract.
+"""Triton version of exchange_add. `kernels.exchange_add` documents the op.
 
 A program handles a block of columns of one row. It polls until no element contains the word that means "no
 number yet", so the order of stores does not matter. Stores only have to become visible to the other ranks.

@@ -13,20 +13,21 @@ from outrider.kernels.stream import FEW_ROWS
 BLOCK = 512
 """Columns of a row that one program exchanges: one tile of an inbox."""
 ABSENT = -0x7FFF8000
-"""Word that marks a number that has not been written yet: 0x80008000.
+"""Reserved word for an inbox element that has not been written yet: 0x80008000.
 
-In fp32, this word is a denormal number. As two 16-bit numbers, it is -0 twice. If a rank computes one of
-these numbers, it sends +0 instead."""
+In fp32, this word is a denormal number. As two 16-bit numbers, it is -0 twice. If a rank computes such a
+number, it sends +0 instead."""
 
 
 @dataclass(frozen=True, slots=True)
 class Boxes:
-    """One rank's view of the inboxes of all ranks.
+    """One rank's view of the inboxes of all tensor-parallel ranks.
 
-    Use the boxes from one stream at a time. Every rank must make the same calls in the same order.
+    Use the inboxes from one CUDA stream at a time. Every rank must make the same calls in the same order.
 
-    An inbox has two slots, which every tile uses alternately. A rank writes to a slot again only after it has
-    received data that every other rank sent after it had emptied this slot.
+    An inbox has two slots. Each tile (a block of columns of a row) uses them alternately. A rank writes to a
+    slot again only when every other rank has emptied it. Data from the other ranks proves this, because they
+    sent it after they had emptied the slot.
 
     Attributes:
         rank: Rank that this view belongs to.
@@ -49,9 +50,9 @@ class Boxes:
     def of(
         cls, rank: int, inboxes: Sequence[torch.Tensor], patience: int, lost: torch.Tensor | None = None
     ) -> Boxes:
-        """Return a rank's view of these inboxes, and empty the rank's own inbox.
+        """Return a rank's view of the given inboxes, and empty the rank's own inbox.
 
-        No rank may use its boxes before all ranks have created their boxes.
+        No rank may use its view before all ranks have created theirs.
         """
         own = inboxes[rank].fill_(ABSENT)
         addresses = torch.tensor(
@@ -73,7 +74,7 @@ class Boxes:
 
 
 def inbox_shape(ranks: int, width: int) -> tuple[int, int, int, int]:
-    """Return the shape of an inbox for up to `FEW_ROWS` rows.
+    """Return the shape of a rank's inbox for up to `FEW_ROWS` rows of a given width.
 
     Example:
         >>> from outrider.kernels.exchange_add import inbox_shape

@@ -1,7 +1,7 @@
 """feature_rows: copies feature rows of accepted nodes to the feature plane and to the next round's input.
 
-A feature row is the target's hidden state at one token, in the form that the draft uses. The feature plane
-caches these rows in pages, like K and V.
+A feature row is the target's hidden state at one token, in the form that the draft uses. The feature plane is
+the part of the KV cache that stores these rows in pages, like K and V.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ __all__ = ["scatter_rows"]
 def scatter_rows(
     rows: torch.Tensor, slots: torch.Tensor, plane: torch.Tensor, places: torch.Tensor, out: torch.Tensor
 ) -> None:
-    """Copy each feature row to its slot of `plane` and to its row of `out`.
+    """Copy each feature row to its KV slot in `plane`, and to its place in `out`.
 
     Args:
         rows: ``[M, width]``, or partial sums ``[splits, M, width] fp32``, whose total is written. The tensor
             is contiguous. A row is not read if its slot and its place are both -1.
-        slots: ``[M] int64``. Rows with slot -1 are not written to the plane.
+        slots: ``[M] int64``, the KV slot of each feature row. Rows with slot -1 are not written to `plane`.
         plane: ``[pages, page_size, width]``, contiguous.
-        places: ``[M] int64``, each feature row's row of `out`. Rows with place -1 are not written to `out`.
+        places: ``[M] int64``, the row of `out` for each feature row. Rows with place -1 are not written to
+            `out`.
         out: ``[..., width]``, contiguous. The op views this tensor as ``[rows, width]``.
 
     Raises:

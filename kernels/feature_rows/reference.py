@@ -1,4 +1,4 @@
-"""Torch reference of feature_rows. The package documents the contract."""
+"""Torch reference of feature_rows. `kernels.feature_rows` documents the op."""
 
 from __future__ import annotations
 

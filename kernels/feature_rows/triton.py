@@ -1,6 +1,6 @@
 """Triton version of feature_rows: one program per row and block of columns.
 
-The package documents the contract.
+`kernels.feature_rows` documents the op.
 """
 
 from __future__ import annotations

@@ -9,10 +9,12 @@ Order the tokens of a row by (score descending, id ascending). Each filter keeps
 - top-p keeps the shortest prefix whose probability reaches p.
 - min-p keeps the tokens with at least min_p times the probability of the best token.
 
-Two numbers describe a prefix: the score at its end, and how many tokens with exactly that score are kept.
-These are the tokens with the lowest ids. The search finds the score in several passes over the row. A pass
-counts the tokens (or sums their weights) at or above each of 16 scores. The next pass searches the range
-between two of these scores. Each pass thus determines four bits of the score.
+Two numbers describe a prefix: the score of its last token, and the number of kept tokens with exactly that
+score. Of several tokens with that score, those with the lowest ids are kept.
+
+The search finds the score in several passes over the row. Each pass compares the row with 16 scores, and
+counts the tokens (or sums their weights) at or above each of them. The next pass searches the range between
+two of these scores. Each pass thus determines four bits of the score.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Torch reference of filtered_choice. Sorts with `verify/filters.py`; the package documents the contract."""
+"""Torch reference of filtered_choice, which sorts with `kernels/verify/filters.py`.
+
+`kernels.filtered_choice` documents the op.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ def scaled(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
 
 
 def token_keys(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
-    """Return ``[rows, V] int32`` keys in the order of the scores; equal scores have equal keys.
+    """Return integer keys ``[rows, V] int32`` that order tokens by score; equal scores have equal keys.
 
     The key of a bf16 logit is the upper half of its fp32 bits. Different bf16 logits have different scores at
     any temperature, so the temperature is not needed.

@@ -1,6 +1,6 @@
-"""Triton version of filtered_choice. The package documents the contract.
+"""Triton version of filtered_choice. `kernels.filtered_choice` documents the op.
 
-The vocabulary of each row is split over programs. The launches are:
+The vocabulary of each row is split into parts, which are distributed over programs. The launches are:
 
     list          1 launch       lists the rows with a filter
     best          1 launch       finds the largest score of every part
@@ -12,9 +12,10 @@ The vocabulary of each row is split over programs. The launches are:
                                  that key in every part
     choose        1 launch       finds the best kept token of every part, with noise
 
-At the start of a part, a program adds up the previous launch's results for the row, always in the same order.
+Before it processes a part, a program adds up the results of the previous launch for this row, always in the
+same order.
 
-The launches between the first and the last only process the listed rows. Only the last launch reads a row
+All launches except the first and the last process the listed rows only. Only the last launch reads a row
 without a filter. If few rows have a filter, the other launches therefore cost little.
 """
 
@@ -169,11 +170,11 @@ def _choose_split(
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """Best kept token of every part of every row.
+    """Best kept token of every part of the vocabulary, for every row.
 
     Attributes:
-        scores: ``[rows, splits] fp32``, the token's score with noise.
-        ids: ``[rows, splits] int32``, the token.
+        scores: ``[rows, splits] fp32``, score of the best token of each part, including noise.
+        ids: ``[rows, splits] int32``, id of this token.
         poisoned: ``[rows, splits] int32``, 1 if a logit of the part is NaN or +inf.
     """
 
@@ -244,9 +245,9 @@ def kept_tokens(logits: torch.Tensor, sampling: SamplingTensors) -> Kept:
 
 
 def best_kept(logits: torch.Tensor, sampling: SamplingTensors, positions: torch.Tensor) -> Parts:
-    """Return the best kept token of every part of the vocabulary, noise included.
+    """Return the best token that the filters keep, for every part of the vocabulary and every row.
 
-    The caller merges the parts.
+    Scores include noise. The caller merges the parts.
 
     Args:
         logits: ``[rows, V]``, rows contiguous, at least one row.

@@ -9,13 +9,13 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """Prefix of tokens that the filters keep in each row.
+    """End of the prefix of tokens that top-k and top-p keep in each row.
 
     A row keeps all tokens whose key is above the row's entry in `keys`. Of the tokens whose key equals this
-    entry, the row keeps the lowest ids. `ties` is the number of these tokens.
+    entry, the row keeps those with the lowest ids. `ties` is their number.
 
     Attributes:
-        keys: ``[rows] int32``, key at the end of the prefix, in the order of `token_keys`.
+        keys: ``[rows] int32``, key of the last kept token, in the order of `token_keys`.
         ties: ``[rows] int32``, number of kept tokens with exactly that key.
     """
 

@@ -35,9 +35,9 @@ def head_input(
     eps: float,
     residual: Residual = Residual.FEATURE,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ``[embedding_norm(embedding[token]) ; feature_norm(feature)]`` and the residual.
+    """Return the input of a draft head, ``[embedding_norm(embedding[token]) ; feature_norm(feature)]``.
 
-    The RMS norms are computed in fp32.
+    Also return the residual of the head's first layer. The RMS norms are computed in fp32.
 
     Args:
         tokens: ``[n] int32``, each below V.
@@ -47,7 +47,7 @@ def head_input(
         embedding_norm: ``[hidden]`` weight of the norm, or None to leave the embedding as it is.
         feature_norm: ``[hidden]`` weight of the norm, or None to leave the feature as it is.
         eps: Epsilon of the norms, added to the mean square.
-        residual: Which residual to return.
+        residual: Which tensor to return as the residual.
 
     Returns:
         The concatenation ``[n, 2 * hidden]`` and the residual ``[n, hidden]``, in the dtype of `embedding`.
@@ -99,16 +99,16 @@ def feature_input(
     eps: float,
     residual: Residual = Residual.FEATURE,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ``norm(feature)`` and the residual.
+    """Return the features of a draft head's input after an RMS norm, and the residual.
 
-    This op is for a first layer whose products with the embeddings are computed beforehand.
+    This op is for a first layer whose products with the token embeddings are computed beforehand.
 
     Args:
         features: ``[m, hidden]`` of any float dtype, the last dimension dense.
         rows: ``[n] int32``, index of each row's feature. With None, ``n = m``, and row i has feature i.
         norm: ``[hidden]`` weight.
         eps: Epsilon of the norm, added to the mean square.
-        residual: Which residual to return.
+        residual: Which tensor to return as the residual.
 
     Returns:
         The normed features and the residual, both ``[n, hidden]`` in the dtype of `norm`.

@@ -1,4 +1,4 @@
-"""Torch reference of head_input. The package documents the contract."""
+"""Torch reference of head_input. `kernels.head_input` documents the ops."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Triton version of head_input: one program per half of an output row. The package documents the contract."""
+"""Triton version of head_input: one program per half of an output row.
+
+`kernels.head_input` documents the ops.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Torch reference of invariant_gemm, one row at a time. The package documents the contract."""
+"""Torch reference of invariant_gemm, one row at a time. `kernels.invariant_gemm` documents the op."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Triton version of invariant_gemm: one tile size for all row counts.
 
-The package documents the contract.
+`kernels.invariant_gemm` documents the op.
 
-A library chooses tiles and splits by the number of rows, so the order of a row's summation changes with the
+A matrix library chooses tiles and splits by the number of rows, so the order of a row's summation changes with the
 size of the batch. Here, the tile (BLOCK_OUT rows of the weight by BLOCK_ROWS rows of x) and the number of
 shares of the width (SPLITS) depend on the weight only. Every element of a tile results from the same chain of
 dot products.

@@ -21,20 +21,22 @@ def kv_compact(
     num_accepted: torch.Tensor,
     table_rows: torch.Tensor | None = None,
 ) -> None:
-    """Move the row at token index ``cached_lens[b] + path[b, i]`` to ``cached_lens[b] + i``, in place.
+    """Move the cached rows of accepted tree nodes to consecutive token indices, in place.
 
-    The op moves one row for every i in 0..num_accepted[b]. All sources are loaded before anything is stored,
-    because a destination may be the source of a later move. Entries with ``path[b, i] < 0`` move nothing.
+    For every i in 0..num_accepted[b], the row of sequence b at token index ``cached_lens[b] + path[b, i]``
+    moves to ``cached_lens[b] + i``. All sources are loaded before anything is stored, because a destination
+    may be the source of a later move. Entries with ``path[b, i] < 0`` move nothing.
 
     Args:
-        planes: Contiguous tensors ``[pages, page_size, ...]`` of any dtype, such as K, V and feature planes.
-            All planes have the same number of pages and the same page_size.
+        planes: Planes of the KV cache to change, such as K, V and features: contiguous tensors
+            ``[pages, page_size, ...]`` of any dtype. All have the same number of pages and the same
+            page_size.
         page_table: ``[tables, max_pages] int32``, the pages of each sequence in token order. Without
             `table_rows`, row b belongs to sequence b.
         cached_lens: ``[bs] int32``; tree node n of sequence b is at token index ``cached_lens[b] + n``. If
             `table_rows` is given, `cached_lens` may have more than bs entries, and these are ignored.
-        path: ``[bs, N] int32`` as returned by `verify_tree`: node indices, root first, padded with -1. Rows
-            may be strided. At most N - 1 drafts are accepted.
+        path: ``[bs, N] int32`` as returned by `verify_tree`: indices of the root and the accepted nodes,
+            padded with -1. Rows may be strided. At most N - 1 drafts are accepted.
         num_accepted: ``[bs] int32``, number of accepted drafts, the root excluded. -1 leaves the sequence
             unchanged.
         table_rows: ``[bs] int32``, the row of `page_table` of each sequence, or None; -1 leaves the sequence

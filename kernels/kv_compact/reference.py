@@ -1,4 +1,4 @@
-"""Torch reference of kv_compact. The package documents the contract."""
+"""Torch reference of kv_compact. `kernels.kv_compact` documents the op."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Triton version of kv_compact: one launch for all planes. The package documents the contract.
+"""Triton version of kv_compact: one launch for all planes. `kernels.kv_compact` documents the op.
 
 Rows are moved as integers, so that planes of any dtype and width share the launch. A program moves some
 columns of one plane for one sequence. It loads the source rows of all accepted nodes before it stores any
@@ -57,9 +57,9 @@ def _compact(
 
 @functools.lru_cache(maxsize=64)
 def _addresses(planes: tuple[tuple[int, int], ...], unit: int, device: torch.device) -> torch.Tensor:
-    """Return ``[planes, 2] int64`` on the device: each plane's address, and its row width in units.
+    """Return the address of each plane and the width of its rows in units, as ``[planes, 2] int64``.
 
-    The result is cached, because creating it costs a copy from the host.
+    The tensor is on the device. It is cached, because creating it costs a copy from the host.
     """
     return torch.tensor(
         [(address, row_bytes // unit) for address, row_bytes in planes], dtype=torch.int64, device=device

@@ -14,7 +14,7 @@ __all__ = ["kv_store"]
 def kv_store(
     k: torch.Tensor, v: torch.Tensor, k_plane: torch.Tensor, v_plane: torch.Tensor, slots: torch.Tensor
 ) -> None:
-    """Store ``k[r], v[r]`` at slot ``slots[r]`` of the planes, in place.
+    """Store row r of K and V at KV slot ``slots[r]`` of the cache's planes, in place.
 
     Args:
         k: ``[rows, kv_heads, dim]`` fp32/bf16/fp16; any strides with a dense last dimension, such as a view

@@ -1,4 +1,4 @@
-"""Torch reference of kv_store. The package documents the contract."""
+"""Torch reference of kv_store. `kernels.kv_store` documents the op."""
 
 from __future__ import annotations
 

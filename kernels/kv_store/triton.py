@@ -1,6 +1,6 @@
 """Triton version of kv_store: one program per row and block of columns.
 
-The package documents the contract.
+`kernels.kv_store` documents the op.
 """
 
 from __future__ import annotations

@@ -5,9 +5,9 @@ node, the tokens on the node's path also count as earlier tokens. Speculation th
 tokens are generated.
 
 The device counts the tokens, because the host launches a round before it has read the previous one. A round
-uses three ops:
+uses three ops. A packed row is a row of `packed_round`, and contains one tree node.
 
-1. `locate_rules` finds the rules and the path of every row of `packed_round`.
+1. `locate_rules` finds the rules of every packed row, and the path from the root to its node.
 2. `apply_rules` returns the changed logits, from which `choose_tokens` then chooses tokens.
 3. `record_outputs` counts the tokens that the round has generated.
 
@@ -59,7 +59,7 @@ def make_rule_state(
     phrases: int = 256,
     tokens: int = 2048,
 ) -> RuleState:
-    """Allocate a state in which no slot has rules.
+    """Allocate the rule state (`RuleState`) of a number of slots, none of which has rules.
 
     Args:
         slots: Number of slots.
@@ -110,7 +110,7 @@ def locate_rules(
     num_nodes: torch.Tensor,
     columns: int,
 ) -> RuleRows:
-    """Find the rules and the path of every packed row, and the tokens that would complete bad words after it.
+    """Find the rules and the path of every packed row, and the tokens that complete a bad word after it.
 
     Args:
         state: The rules of all slots.
@@ -164,7 +164,9 @@ def locate_rules(
 
 
 def apply_rules(logits: torch.Tensor, rules: RuleRows, positions: torch.Tensor) -> torch.Tensor:
-    """Return the logits after all rules, in fp32. Rows without rules are only converted.
+    """Return the logits after penalties, biases and forbidden tokens are applied, in fp32.
+
+    Rows without rules are only converted.
 
     Let c be the number of times that a token occurs in the output and on the row's path. In a row with rules,
     the logit of the token changes in four steps:
@@ -227,7 +229,7 @@ def record_outputs(
     packed: torch.Tensor,
     rows: int,
 ) -> OutputRows:
-    """Add a round's tokens to the counts in `state`. Return the rows of logits that these tokens came from.
+    """Add a round's tokens to the counts in `state`, and return the rows of logits that they came from.
 
     Args:
         state: The rules of all slots; `words` and `tail` of slots with rules are changed in place.

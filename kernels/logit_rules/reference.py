@@ -1,4 +1,4 @@
-"""Torch reference of logit_rules. The package documents the contract."""
+"""Torch reference of logit_rules. `kernels.logit_rules` documents the ops."""
 
 from __future__ import annotations
 

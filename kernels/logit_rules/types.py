@@ -20,7 +20,7 @@ TAIL = 64
 
 @dataclass(frozen=True, slots=True)
 class RuleState:
-    """The rules of each slot, and the tokens that the slot has generated.
+    """The penalties, biases and forbidden tokens of each slot, and the tokens that the slot has generated.
 
     S is the number of slots, and V is the size of the vocabulary.
 
@@ -59,7 +59,7 @@ class RuleState:
 
 @dataclass(frozen=True, slots=True)
 class RuleRows:
-    """The rules of M rows of logits. Each row contains the logits that follow one tree node.
+    """Rules for M rows of logits. Each row contains the logits that follow one tree node.
 
     Attributes:
         state: The rules of all slots.
@@ -93,10 +93,10 @@ class RuleRows:
 class OutputRows:
     """The rows of logits from which the accepted tokens of a round were chosen.
 
-    Index ``starts[e] + c`` of both tensors belongs to column c of the path of entry e.
+    Both tensors have the element ``starts[e] + c`` for column c of the accepted path of entry e.
 
     Attributes:
-        rows: ``[M] int64``, the packed row of the path's node. Past the end of the path, any valid row.
+        rows: ``[M] int64``, packed row of the node in that column. Past the end of the path, any valid row.
         tops: ``[M] int32``, number of alternatives whose logprobs are wanted; -1 for no logprobs.
     """
 

@@ -23,7 +23,7 @@ def merge_attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Merge two results of attention in fp32, weighted by the log-sum-exp of their scores.
 
-    The results belong to the same queries and to disjoint sets of tokens. Except for rounding, the merged
+    The two results belong to the same queries and to disjoint sets of tokens. Except for rounding, the merged
     result is exactly the attention over both sets together.
 
     A log-sum-exp of -inf means that a query saw no token of a set. The result for that set is ignored, even

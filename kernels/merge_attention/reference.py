@@ -1,4 +1,4 @@
-"""Torch reference of merge_attention. The package documents the contract."""
+"""Torch reference of merge_attention. `kernels.merge_attention` documents the op."""
 
 from __future__ import annotations
 

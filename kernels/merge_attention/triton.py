@@ -1,6 +1,6 @@
 """Triton version of merge_attention: one program per block of (row, head) pairs.
 
-The package documents the contract.
+`kernels.merge_attention` documents the op.
 """
 
 from __future__ import annotations

@@ -1,17 +1,19 @@
-"""packed_round: prepares and finishes rounds in which the trees of all sequences lie in packed rows.
+"""packed_round: prepares and finishes rounds whose draft trees are stored in packed rows.
 
-A slot holds the state of one decoding sequence. A round has a list of *entries*. Each entry names a slot and
-an upper bound of the number of nodes of its tree. The nodes of all entries are packed rows, one entry behind
-the other.
+A slot contains the state of one decoding sequence. A round has a list of *entries*. Each entry names a slot
+and an upper bound of the number of nodes of its tree. The nodes of all entries are the packed rows, one entry
+after the other.
 
-An entry is live if it has rows, its slot has a token from the last round (the root of the next tree), and the
-slot has not reached its limit. Otherwise the entry is idle, and nothing is stored or accepted for it.
+An entry is live if all three conditions hold: it has rows, its slot has a token from the last round (the root
+of the next tree), and the slot has not reached its limit. Otherwise the entry is idle, and nothing is stored
+or accepted for it.
 
 A round uses four ops:
 
 1. `gather_group` copies the state of the slots that draft with one tree shape.
-2. `pack_trees` places the drafted trees in the packed rows.
-3. `place_entries` adds the roots of the entries without a drafted tree, and locates every row.
+2. `pack_trees` copies the drafted trees to the packed rows.
+3. `place_entries` adds the roots of the entries without a drafted tree, and locates every packed row in the
+   KV cache.
 4. `accept_entries` walks the trees after the verify pass, and updates the slots.
 """
 
@@ -54,7 +56,9 @@ def gather_group(
     entries: Entries,
     group: GroupRows,
 ) -> None:
-    """Copy the state of a group's slots to the rows of `group`, in place.
+    """Copy the state of the slots of a group to the rows of `group`, in place.
+
+    A group consists of the slots that draft with the same tree shape.
 
     Args:
         state: State of all slots.
@@ -133,7 +137,7 @@ def pack_trees(
     entries: Entries,
     trees: PackedTrees,
 ) -> None:
-    """Write the trees of a group to the packed rows of their entries, in place.
+    """Copy the trees of a group (slots with the same tree shape) to the packed rows of their entries.
 
     If a tree has more nodes than its entry has rows, the tree is cut. Parents precede children, so a cut tree
     is valid.
@@ -195,7 +199,7 @@ def place_entries(
     page_size: int,
     sampling: SamplingTensors,
 ) -> PlacedEntries:
-    """Add the roots of entries without a drafted tree, and return the locations of all packed rows.
+    """Add the roots of entries without a drafted tree, and return the inputs of the verify pass.
 
     Args:
         state: State of all slots.
@@ -267,8 +271,9 @@ def accept_entries(
 ) -> AcceptedEntries:
     """Walk the tree of every entry, and prepare the results for the host and for the next round.
 
-    Among siblings with the same token, the walk descends to the lowest index. A path of more than R tokens is
-    cut. Later rounds generate the tokens that were cut off, so the output does not change.
+    If several children of a node have the same token, the walk descends to the one with the lowest index. A
+    path of more than R tokens is cut. Later rounds generate the tokens that were cut off, so the output does
+    not change.
 
     Args:
         state: State of all slots; the tokens, counts and committed_lens of live entries are set in place. A
@@ -282,7 +287,7 @@ def accept_entries(
         results: B, the number of leading entries that may be real.
 
     Returns:
-        The tensors, contiguous.
+        The results of the round, in contiguous tensors.
 
     Raises:
         ValueError: A tensor's shape, dtype or layout is wrong, or B exceeds the number of entries. The

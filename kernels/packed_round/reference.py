@@ -1,4 +1,4 @@
-"""Torch reference of packed_round. The package documents the contract."""
+"""Torch reference of packed_round. `kernels.packed_round` documents the ops."""
 
 from __future__ import annotations
 

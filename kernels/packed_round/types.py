@@ -29,7 +29,7 @@ class SlotState:
 
 @dataclass(frozen=True, slots=True)
 class Entries:
-    """The sequences of a round. Real entries come first.
+    """The entries of a round: one for each sequence, then padding.
 
     Attributes:
         slots: ``[E] int32``, the slot of each entry; -1 for padding.
@@ -46,7 +46,7 @@ class Entries:
 
 @dataclass(frozen=True, slots=True)
 class PackedTrees:
-    """The trees of a round in packed rows. Node n of entry e is row ``starts[e] + n``.
+    """The draft trees of a round in packed rows. Node n of entry e is row ``starts[e] + n``.
 
     Attributes:
         tokens: ``[M] int32``.
@@ -67,7 +67,7 @@ class PackedTrees:
 
 @dataclass(frozen=True, slots=True)
 class PlacedEntries:
-    """Inputs of the verify pass, from `place_entries`.
+    """Inputs of the verify pass, as returned by `place_entries`. E is the number of entries.
 
     Attributes:
         cached_lens: ``[E] int32``; ``committed_len - 1``, 0 for an idle entry.
@@ -75,7 +75,7 @@ class PlacedEntries:
         table_rows: ``[E] int32``, the entry's row of the page table; -1 for an idle entry.
         positions: ``[M] int64``; ``cached_len + depth``, 0 for padding.
         next_positions: ``[M] int64``; ``positions + 1``, the index of the token chosen after the node.
-        kv_slots: ``[M] int64``; -1 for padding and idle entries.
+        kv_slots: ``[M] int64``, KV slot of each row; -1 for padding and idle entries.
         sampling: Sampling parameters of each row, ``[M]``. Padding and idle entries have neutral parameters
             (greedy, without filters).
     """
@@ -91,13 +91,13 @@ class PlacedEntries:
 
 @dataclass(frozen=True, slots=True)
 class AcceptedEntries:
-    """Result of a round. B is the number of entries that may be real.
+    """Results of a round, as returned by `accept_entries`. B is the number of entries that may be real.
 
     Attributes:
         path: ``[B, R] int32``, node indices of the root and the accepted drafts, padded with -1.
         num_accepted: ``[B] int32``, at most R - 1; -1 for an idle entry.
-        packed: ``[B, 2 + 2 R] int32``: num_accepted, num_nodes, path, emitted; path and emitted are padded
-            with -1.
+        packed: ``[B, 2 + 2 R] int32``, a row per entry: num_accepted, num_nodes, path, emitted tokens. Path
+            and emitted tokens are padded with -1.
         feature_rows: ``[M] int64``. Element ``starts[e] + c`` is the packed row of the node in column c of
             entry e's path. Past the end of the path, it is any valid row.
         feature_slots: ``[M] int64``, KV slot of each row in `feature_rows`. The slot is -1 past the end of a
@@ -116,14 +116,14 @@ class AcceptedEntries:
 
 @dataclass(frozen=True, slots=True)
 class GroupRows:
-    """The state of a group of slots, one row per member, from `gather_group`.
+    """State of a group of slots, one row per member, as written by `gather_group`.
 
     Attributes:
-        committed_lens: ``[G] int32``, 1 for an idle row.
-        counts: ``[G] int32``, 0 for an idle row.
-        tokens: ``[G, C] int32``.
-        features: ``[G, C, width]``, or width 0.
-        temperature, seeds, choices: ``[G]`` fp32, int64 and int32.
+        committed_lens: ``[G] int32``, number of committed tokens, the root included; 1 for an idle row.
+        counts: ``[G] int32``, number of tokens that the last round chose; 0 for an idle row.
+        tokens: ``[G, C] int32``, these tokens.
+        features: ``[G, C, width]``, feature rows of these tokens. The width is 0 if there are none.
+        temperature, seeds, choices: ``[G]`` fp32, int64 and int32, sampling parameters.
     """
 
     committed_lens: torch.Tensor

@@ -1,9 +1,9 @@
 """path_attention: batch-invariant attention of each row to its own history, read in token order.
 
-A row may be a node of a tree, the row of a plain decode step, or a row of a prompt chunk. Rows with equal
-histories may therefore read them from different slots. This op reads the history by logical index, in blocks
-of fixed size that start at index 0, and folds the blocks in that order. Rows with equal histories therefore
-get equal bits.
+A row may be a tree node, the row of a plain decode step, or a row of a prompt chunk. Two rows with equal
+histories may therefore read them from different slots of the KV cache. This op reads the history by logical
+index, in blocks of fixed size that start at index 0, and adds the blocks in that order. Rows with equal
+histories therefore get equal bits.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ __all__ = ["RowPaths", "path_attention", "row_paths"]
 
 @dataclass(frozen=True, slots=True)
 class RowPaths:
-    """Location of each row's history.
+    """Location in the KV cache of each row's history: the tokens that the row attends to.
 
-    Let prefix be the row's entry in `prefix_lens`. Token j of the row's history is at index j of the row's
-    sequence if j < prefix, and otherwise at index ``prefix + columns[row, j - prefix]``.
+    Let prefix be the row's entry in `prefix_lens`. Token j of the history is at token index j of the row's
+    sequence if j < prefix, and otherwise at token index ``prefix + columns[row, j - prefix]``.
 
     Attributes:
         sequences: ``[rows] int32``, row of the page table that belongs to each row's sequence.
@@ -48,7 +48,7 @@ def row_paths(
     rows: int,
     table_rows: torch.Tensor | None = None,
 ) -> RowPaths:
-    """Find the history of each row of a step, without any work on the host.
+    """Find the history of each row of a step: the tokens that the row attends to. No work runs on the host.
 
     Args:
         prefix_lens: ``[bs] int32``, prefix lengths, as in `tree_attention`.

@@ -1,4 +1,4 @@
-"""Torch reference of path_attention, one row at a time. The package documents the contract."""
+"""Torch reference of path_attention, one row at a time. `kernels.path_attention` documents the op."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """peer_words: sends small messages of 32-bit words between the GPUs of one machine, one launch at each end.
 
-The scheme is NCCL's LL protocol without its host side.
+The scheme is the LL ("low latency") protocol of NCCL, without NCCL's work on the host.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ def send_words(words: torch.Tensor, mail: Mail, readers: range, *, missing: int)
         mail: This rank's mail.
         readers: Consecutive ranks, excluding this rank. They must be the same for every message that this
             rank sends through this mail.
-        missing: Value sent in place of every word once `Mail.lost` is 1, because this rank may have computed
-            its words from words that never arrived.
+        missing: Value sent in place of every word once `Mail.lost` is 1. This rank may then have computed its
+            words from words that never arrived.
 
     Raises:
         ValueError: The words' shape, dtype or layout is wrong, or the message is too long.

@@ -1,6 +1,6 @@
 """Torch reference of peer_words, over boxes in memory shared by processes.
 
-The package documents the contract.
+`kernels.peer_words` documents the ops.
 """
 
 from __future__ import annotations

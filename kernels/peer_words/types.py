@@ -17,24 +17,25 @@ TILES = 64
 
 @dataclass(frozen=True, slots=True)
 class Mail:
-    """One rank's view of the mailboxes of all ranks.
+    """One rank's view of the mailboxes of all tensor-parallel ranks.
 
-    Use the mail from one stream at a time. Every rank must make the same calls in the same order.
+    Use the mailboxes from one CUDA stream at a time. Every rank must make the same calls in the same order.
 
     A letter is a 64-bit element with a word of a message and the number of the message. Letters are written
-    atomically. A tile is written again only after its reader has sent the receipt for the previous message.
+    atomically. A mailbox stores letters in tiles. A tile is written again only after its reader has sent a
+    receipt for the previous message.
 
     Attributes:
         rank: Rank that this view belongs to.
-        boxes: Box of every rank, ``[ranks, TILES, BLOCK + 1] int64``: letters, indexed by sender,
+        boxes: Mailbox of every rank, ``[ranks, TILES, BLOCK + 1] int64``: letters, indexed by sender,
             tile and word. The last column contains receipts, indexed by reader and tile.
-        addresses: ``[ranks] int64``, start address of each box.
+        addresses: ``[ranks] int64``, start address of each mailbox.
         turns: ``[ranks, TILES] int32``, number of messages received from each rank. This rank's own entry is
             the number of messages that this rank has sent.
         lost: ``[1] int32``, 1 once a letter or receipt did not arrive in time. The tensor may be shared with
             other mail of this rank, and with this rank's `exchange_add.Boxes`.
-        patience: Number of polls for a letter or receipt before the rank that should send it counts as lost.
-            One poll takes about a microsecond.
+        patience: Number of polls for a letter or receipt before its sender counts as lost. One poll takes
+            about a microsecond.
     """
 
     rank: int
@@ -48,9 +49,9 @@ class Mail:
     def of(
         cls, rank: int, boxes: Sequence[torch.Tensor], patience: int, lost: torch.Tensor | None = None
     ) -> Mail:
-        """Return a rank's view of these boxes, and empty the rank's own box.
+        """Return a rank's view of the given mailboxes, and empty the rank's own mailbox.
 
-        No rank may use its mail before all ranks have created their mail.
+        No rank may use its view before all ranks have created theirs.
         """
         own = boxes[rank].zero_()
         addresses = torch.tensor([box.data_ptr() for box in boxes], dtype=torch.int64, device=own.device)
@@ -60,7 +61,7 @@ class Mail:
 
 
 def box_shape(ranks: int) -> tuple[int, int, int]:
-    """Return the shape of a rank's box.
+    """Return the shape of a rank's mailbox.
 
     Example:
         >>> from outrider.kernels.peer_words import box_shape
@@ -71,7 +72,7 @@ def box_shape(ranks: int) -> tuple[int, int, int]:
 
 
 def can_pass(words: int) -> bool:
-    """Return whether a message of this many words fits.
+    """Return whether a message of this many words fits into a mailbox.
 
     Example:
         >>> from outrider.kernels.peer_words import can_pass

@@ -22,7 +22,7 @@ __all__ = ["gumbel_noise"]
 def gumbel_noise(
     seeds: torch.Tensor, positions: torch.Tensor, choices: torch.Tensor, tokens: torch.Tensor | int
 ) -> torch.Tensor:
-    """Return the noise of every row and token.
+    """Return the Gumbel noise of every row and token.
 
     Args:
         seeds: ``[rows] int64``, bit pattern of the request's 64-bit seed.

@@ -1,4 +1,4 @@
-"""Reference of Philox4x32-10 and the Gumbel noise, on the host. The package documents the contract.
+"""Reference of Philox4x32-10 and the Gumbel noise, on the host. `kernels.philox` documents the algorithm.
 
 Integers are computed with numpy, because torch has no unsigned arithmetic. Logarithms are computed with
 torch.

@@ -1,6 +1,6 @@
 """Triton version of the Gumbel noise.
 
-Verify and topk_expand use `gumbel`. The package documents the contract.
+Verify and topk_expand use `gumbel`. `kernels.philox` documents the algorithm.
 """
 
 from __future__ import annotations

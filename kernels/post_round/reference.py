@@ -1,4 +1,4 @@
-"""Torch reference of post_round. The package documents the contract."""
+"""Torch reference of post_round. `kernels.post_round` documents the op."""
 
 from __future__ import annotations
 

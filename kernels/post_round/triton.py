@@ -1,7 +1,8 @@
-"""Triton version of post_round. The package documents the contract.
+"""Triton version of post_round. `kernels.post_round` documents the op.
 
-Most results have few words, so one program copies them and advances the turn. Several programs share a large
-result, and another launch advances the turn after all programs have read the turn.
+A round's result usually has few words. One program then copies it and advances the turn (the index of the
+ring's next entry). For a large result, several programs copy it. Another launch then advances the turn, after
+all programs have read it.
 """
 
 from __future__ import annotations

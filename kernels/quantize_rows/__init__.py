@@ -12,10 +12,10 @@ __all__ = ["quantize_rows"]
 
 
 def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return x in e4m3, and one scale per row.
+    """Quantize the rows of x to e4m3 (8-bit floats), with one scale per row.
 
-    Each returned row times its scale approximates the corresponding row of x. The scale maps each row's
-    largest magnitude to 448, the largest e4m3 number.
+    Each returned row times its scale approximates the corresponding row of x. The scale is chosen so that
+    the row's largest magnitude becomes 448, the largest e4m3 number.
 
     Args:
         x: ``[rows, width]`` fp32/bf16/fp16; rows may be strided.

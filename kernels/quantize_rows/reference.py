@@ -1,4 +1,4 @@
-"""Torch reference of quantize_rows. The package documents the contract."""
+"""Torch reference of quantize_rows. `kernels.quantize_rows` documents the op."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Triton version of quantize_rows: a program handles one row. The package documents the contract.
+"""Triton version of quantize_rows: a program handles one row. `kernels.quantize_rows` documents the op.
 
 A program finds the scale of a row and then stores the scaled row. In between, a row of up to `_BLOCK` columns
 stays in registers.

@@ -16,7 +16,9 @@ __all__ = ["Lookup", "rope_angles", "rope_store"]
 def rope_angles(
     positions: torch.Tensor, frequencies: torch.Tensor, factor: float, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return cos and sin of ``positions * frequencies``, times `factor`. The first half of sin is negated.
+    """Return the cosines and sines of RoPE's angles: ``positions * frequencies``.
+
+    Both are multiplied by `factor`. The first half of each row of sines is negated.
 
     Args:
         positions: ``[rows]`` of any integer type.
@@ -63,7 +65,9 @@ def rope_store(
     head_eps: float = 0.0,
     lookup: Lookup | None = None,
 ) -> torch.Tensor:
-    """Return the rotated queries of a q-k-v product; store its rotated keys and its values at their slots.
+    """Rotate (RoPE) a q-k-v product: return the queries, and store keys and values at their KV slots.
+
+    Only queries and keys are rotated.
 
     Args:
         parts: The product ``[rows, (heads + 2 * kv_heads) * dim]``, ordered q, k, v. It may also be fp32
@@ -74,8 +78,8 @@ def rope_store(
         k_plane: ``[pages, page_size, kv_heads, dim]``, contiguous; may be FP8.
         v_plane: Like `k_plane`.
         slots: ``[rows] int64``. Rows with slot -1 are not stored. Slots >= 0 must be distinct.
-        stream: Stream that the product was computed from, if the rows must still be divided by the stream's
-            root mean square. With None, the op does not divide.
+        stream: Residual stream that the product was computed from. Give it if the rows must still be divided
+            by the stream's root mean square. With None, the op does not divide.
         bias: ``[(heads + 2 * kv_heads) * dim]`` or None.
         head_norm: ``[heads + kv_heads, dim]``, weights of an RMSNorm over each head of q and k before the
             rotation (Qwen3), or None.

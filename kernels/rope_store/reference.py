@@ -1,4 +1,4 @@
-"""Torch reference of rope_store. The package documents the contract."""
+"""Torch reference of rope_store. `kernels.rope_store` documents the ops."""
 
 from __future__ import annotations
 

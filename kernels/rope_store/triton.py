@@ -1,4 +1,4 @@
-"""Triton version of rope_store. The package documents the contract.
+"""Triton version of rope_store. `kernels.rope_store` documents the ops.
 
 A program handles some heads of one row. It loads the two halves of each head separately.
 """

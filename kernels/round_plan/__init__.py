@@ -26,7 +26,7 @@ def round_plan(
     lead: int,
     behind: int = 0,
 ) -> RoundPlan:
-    """Lay out the rows of a round, given the results of the last round. `RoundPlan` explains the layout.
+    """Lay out the rows of a drafting round, given the results of the last round (see `RoundPlan`).
 
     The host provides no values that change between rounds, so one CUDA graph serves all lengths.
 
@@ -37,7 +37,7 @@ def round_plan(
         tokens: ``[bs, columns] int32``, the fresh tokens, the root last. Columns from ``counts[b]`` on are
             ignored.
         max_nodes: ``[bs] int32``, largest number of nodes of each tree.
-        page_table: ``[bs, max_pages] int32``, the pages of each sequence, with room for the rows of all
+        page_table: ``[bs, max_pages] int32``, the pages of each sequence, with room for the rows of all tree
             levels.
         rows: R, the number of rows that extend a sequence, at most `columns`.
         depth: Depth of the trees, at least 1.
@@ -46,9 +46,9 @@ def round_plan(
         lead: 0 if a row pairs a token with the feature of the preceding token, 1 if a row represents a single
             token. Without `behind`, a sequence has ``committed_lens - 1 + lead`` stable rows (see
             `RoundPlan`).
-        behind: Number of stable rows that are missing at the end of a sequence, because a later layer of a
-            chain of MTP layers reads tokens that are further ahead. Positions decrease by `behind`. Rows
-            whose position would be below 0 have no slots.
+        behind: Number of stable rows that are missing at the end of a sequence. It is above 0 for a later
+            layer of a chain of MTP layers, which reads tokens that are further ahead. Positions decrease by
+            `behind`. Rows whose position would be below 0 have no slots.
 
     Returns:
         The plan.

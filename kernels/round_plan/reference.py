@@ -1,4 +1,4 @@
-"""Torch reference of round_plan. The package documents the contract."""
+"""Torch reference of round_plan. `kernels.round_plan` documents the op."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Triton version of round_plan: one program per sequence. The package documents the contract."""
+"""Triton version of round_plan: one program per sequence. `kernels.round_plan` documents the op."""
 
 from __future__ import annotations
 

@@ -8,22 +8,23 @@ import torch
 
 
 class RoundPlan(NamedTuple):
-    """Layout of the rows of a drafting round.
+    """Layout of the rows of a drafting round in the draft's KV cache.
 
     The *stable* rows of a sequence are the draft's cached rows of committed tokens. A round adds R rows
     behind them, and then ``depth - 1`` tree levels of `topk` rows each.
 
     The last round committed c tokens, which have no stable rows yet. Their rows are the *fresh* rows, the
-    **last** c of the R rows. The rows before them are padding and store nothing. With this order, the state
-    from which the tree grows is always in row R - 1.
+    **last** c of the R rows. The rows before them are padding, and nothing is stored for them. With this
+    order, the state from which the tree grows is always in row R - 1.
 
     Attributes:
         tokens: ``[bs * R] int32``, tokens of the R rows of each sequence; 0 for padding.
         features: ``[bs * R] int32``, index of each row among the ``[bs * columns]`` fresh rows. Padding has
             the index of its sequence's first fresh row.
-        extend_slots: ``[bs * R] int64``, slots of the R rows of each sequence; -1 for padding and for rows
+        extend_slots: ``[bs * R] int64``, KV slots of the R rows of each sequence; -1 for padding and for rows
             before position 0.
-        level_slots: ``[depth - 1, bs * topk] int64``, slots of the levels' rows; -1 for idle sequences.
+        level_slots: ``[depth - 1, bs * topk] int64``, KV slots of the tree levels' rows; -1 for idle
+            sequences.
         positions: ``[bs * R + (depth - 1) * bs * topk] int32``, positions of the R rows of each sequence,
             then positions of the levels' rows. Positions of padding are at least 0.
         lens: ``[1 + depth, bs] int32``: the number of stable rows before the extension, the number of stable

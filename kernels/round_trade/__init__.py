@@ -1,6 +1,7 @@
-"""round_trade: exchanges a round's data with another process: copies blobs, drops old states, packs trees.
+"""round_trade: ops that exchange a round's data with another process: blobs, outdated states and draft trees.
 
-Kernels copy the blobs, because starting the GPU's copy engines takes longer than transferring 50 kB.
+A blob is the data of one round in one direction. Kernels copy the blobs, because starting the GPU's copy
+engines takes longer than transferring 50 kB.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ WORD_BYTES = 4
 
 
 def post_blob(blob: torch.Tensor, slot: int, number: int) -> None:
-    """Copy a blob to a mailbox slot, and overwrite the slot's first word with the round's number.
+    """Copy a blob to a mailbox slot in shared memory, and overwrite its first word with the round's number.
 
     Args:
         blob: ``[n] uint8``, contiguous, n a multiple of 4, at an address that is a multiple of 16.
@@ -48,7 +49,7 @@ def post_blob(blob: torch.Tensor, slot: int, number: int) -> None:
 
 
 def fetch_blob(slot: int, blob: torch.Tensor, passed: int, number: int) -> None:
-    """Copy a mailbox slot to a blob, and publish how far this side has read.
+    """Copy a mailbox slot in shared memory to a blob, and publish the number of the round that was read.
 
     Args:
         slot: Address to read from; a multiple of 16.
@@ -93,8 +94,8 @@ def _expect_blob(blob: torch.Tensor, slot: int) -> None:
 def admit_counts(number: torch.Tensor, expected: torch.Tensor, counts: torch.Tensor) -> None:
     """Set the counts of all rows to 0 (idle), in place, unless ``number == expected``.
 
-    A different number means that the state is from an earlier round, because the state of this round did not
-    arrive in time.
+    The counts belong to a round state: the data that the target sends for a round. If the numbers differ, the
+    state is from an earlier round, because the state of this round did not arrive in time.
 
     Args:
         number: ``[1] int32``, number of the round that the state was made for.
@@ -137,7 +138,7 @@ def pack_trees(
     out_tokens: torch.Tensor,
     out_parents: torch.Tensor,
 ) -> None:
-    """Copy trees to the buffers from which the trees are sent.
+    """Copy draft trees to the buffers that are sent to the other process.
 
     Args:
         num_nodes: ``[bs] int32``, contiguous: number of nodes of each tree.

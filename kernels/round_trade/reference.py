@@ -1,4 +1,4 @@
-"""Torch reference of round_trade, for slots in host memory. The package documents the contract."""
+"""Torch reference of round_trade, for slots in host memory. `kernels.round_trade` documents the ops."""
 
 from __future__ import annotations
 

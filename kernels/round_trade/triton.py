@@ -1,4 +1,4 @@
-"""Triton version of round_trade: one launch per function. The package documents the contract."""
+"""Triton version of round_trade: one launch per function. `kernels.round_trade` documents the ops."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ __all__ = ["row_norm"]
 
 
 def row_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Return ``x / sqrt(mean(x²) + eps) * weight`` over the last dimension, computed in fp32.
+    """Return the RMS norm ``x / sqrt(mean(x²) + eps) * weight`` over the last dimension, computed in fp32.
 
     Args:
         x: ``[rows, size]``, or ``[rows, heads, size]`` with a weight for each head; fp32/bf16/fp16.

@@ -1,4 +1,4 @@
-"""Torch reference of row_norm, one row at a time. The package documents the contract."""
+"""Torch reference of row_norm, one row at a time. `kernels.row_norm` documents the op."""
 
 from __future__ import annotations
 

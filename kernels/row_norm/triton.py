@@ -1,4 +1,4 @@
-"""Triton version of row_norm: one program per row (and head). The package documents the contract."""
+"""Triton version of row_norm: one program per row (and head). `kernels.row_norm` documents the op."""
 
 from __future__ import annotations
 

@@ -19,13 +19,13 @@ def silu_mul(
     bias: torch.Tensor | None = None,
     gelu: bool = False,
 ) -> torch.Tensor:
-    """Return ``act(gate) * up`` for ``gate, up = (sum of parts / rms + bias).chunk(2)``.
+    """Return ``act(gate) * up`` of a gated MLP, with ``gate, up = (sum of parts / rms + bias).chunk(2)``.
 
     Args:
         parts: ``[rows, 2 * intermediate]``, gate first, or partial sums
             ``[splits, rows, 2 * intermediate] fp32``, which are added in order. Contiguous.
-        stream: Stream that the product was computed from, if the rows must still be divided by the stream's
-            root mean square. With None, the op does not divide.
+        stream: Residual stream that the product was computed from. Give it if the rows must still be divided
+            by the stream's root mean square (rms). With None, the op does not divide.
         bias: ``[2 * intermediate]`` or None.
         gelu: True selects gelu (tanh form) instead of silu.
 

@@ -1,4 +1,4 @@
-"""Torch reference of silu_mul. The package documents the contract."""
+"""Torch reference of silu_mul. `kernels.silu_mul` documents the op."""
 
 from __future__ import annotations
 

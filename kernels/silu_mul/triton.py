@@ -1,6 +1,6 @@
 """Triton version of silu_mul: a program handles a block of one row.
 
-The package documents the contract.
+`kernels.silu_mul` documents the op.
 """
 
 from __future__ import annotations

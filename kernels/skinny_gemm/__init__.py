@@ -1,8 +1,8 @@
-"""skinny_gemm: few rows times a large matrix, fused with the operation that follows in a decoder layer.
+"""skinny_gemm: few rows times a large weight matrix, fused with the next operation of a decoder layer.
 
 Such a product takes as long as reading the matrix. Products of up to `FEW_ROWS` rows use the kernels in this
-package's `triton`. Products of more rows use the kernels in `wide`, for shapes at which they measured faster
-than torch's library.
+package's module `triton`. Products of more rows use the kernels in the package `wide` for shapes at which
+these kernels measured faster than torch's library.
 """
 
 from __future__ import annotations
@@ -71,9 +71,9 @@ def project(
 def project_normed(stream: Stream, weight: torch.Tensor, *, tile: Tile | None = None) -> torch.Tensor:
     """Return ``norm(stream) @ weight.T``, or partial sums of this product, which the next kernel must add.
 
-    This is `project` plus the norm's last step, a division by the root mean square. The methods DOT and STAY
-    divide in their epilogue. With SUM, a separate launch norms the row first, because each of its many
-    programs would have to read all sums of squares.
+    This is `project` plus the RMS norm's last step, a division by the root mean square. The methods DOT and
+    STAY divide after the product. With the method SUM, a separate launch divides the row first, because each
+    of SUM's many programs would otherwise have to read all sums of squares.
 
     Args:
         stream: The residual stream; the row limit of `project` applies.
@@ -117,10 +117,10 @@ def project_add(
     out: torch.Tensor | None = None,
     tile: Tile | None = None,
 ) -> Stream:
-    """Return the residual stream after ``residual + x @ weight.T + bias``, prepared for the next norm.
+    """Return the residual stream after ``residual + x @ weight.T + bias``, prepared for the next RMS norm.
 
-    In fp16, `add_sums` adds and norms in a separate launch: fp16 rows must be divided by their root mean
-    square when they are written (`normed_on_write`), and no program of a product sees a whole row.
+    In fp16, rows must be divided by their root mean square when they are written (`normed_on_write`). No
+    program of a product sees a whole row, so `add_sums` adds and norms in a separate launch.
 
     Args:
         x: Rows to multiply, as in `project`.
@@ -177,7 +177,9 @@ def project_gated(
     gelu: bool = False,
     tile: Tile | None = None,
 ) -> torch.Tensor:
-    """Return ``act(gate) * up`` for ``gate, up = (norm(stream) @ weight.T + bias).chunk(2)``.
+    """Return ``act(gate) * up`` of a gated MLP.
+
+    The inputs are ``gate, up = (norm(stream) @ weight.T + bias).chunk(2)``.
 
     Args:
         stream: The residual stream; the row limit of `project` applies.
@@ -230,15 +232,15 @@ def project_rotated(
     lookup: Lookup | None = None,
     tile: Tile | None = None,
 ) -> torch.Tensor:
-    """Return the rotated queries of ``norm(stream) @ weight.T + bias``.
+    """Return the queries of ``norm(stream) @ weight.T + bias`` after the rotation (RoPE).
 
-    The rotated keys and the values are stored in their planes. This is `project_normed` fused with
-    `rope_store`.
+    The rotated keys and the values are stored in the planes of the KV cache. This is `project_normed` fused
+    with `rope_store`.
 
     Args:
         stream: The residual stream; the row limit of `project` applies.
         weight: ``[(heads + 2 * kv_heads) * dim, width]``, rows ordered q, k, v, as in `project`.
-        rotary: Angles, planes and slots.
+        rotary: Angles of the rotation, planes of the KV cache, and KV slots.
         scales: Factors of an FP8 weight's rows, as in `project`.
         bias: ``[(heads + 2 * kv_heads) * dim]`` or None.
         lookup: Table entries to add to each row before the rotation, or None.

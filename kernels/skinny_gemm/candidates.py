@@ -1,6 +1,7 @@
-"""Candidate tiles to measure for a product of few rows: the default tile, its neighbours, the library's tile.
+"""Lists tiles to measure for a product of few rows: the default tile, its neighbours, the library's tile.
 
-The default tile is the one that `guess_tile` returns for a shape without measurements.
+A tile is one way to compute a matrix product. The default tile is the one that `guess_tile` returns for a
+shape without measurements.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Measured tiles stored on disk, so that a later start chooses the same tiles and rounds the same way.
+"""Stores measured tiles on disk, so that a later start chooses the same tiles and rounds the same way.
 
-A trial measures several tiles of a product on this machine."""
+A tile is one way to compute a matrix product. A trial measures several tiles of a product on this machine."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ _RUN_BY_TRIALS = (
     "skinny_gemm",
     "stream.py",
 )
-"""Files and folders, relative to the folder of kernels, that decide a trial's result: the products themselves
-and the kernels that read or write their data."""
+"""Files and folders, relative to the folder `kernels`, with code that a trial of tiles runs: the products
+themselves and the kernels that read or write their data."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """Result of a trial of a product.
+    """Result of a trial, which measures several tiles of a matrix product.
 
     Attributes:
-        product: Product that was tried.
+        product: Product that was measured.
         tile: Tile to choose.
         microseconds: Time of a launch with that tile, in microseconds.
         rule: Time of a launch with the tile of `guess_tile`, in microseconds. None if that tile was not
-            tried.
-        library: Time of a launch by the library, in microseconds. None if the library was not tried.
+            measured.
+        library: Time of a launch by torch's library, in microseconds. None if the library was not measured.
     """
 
     product: Product
@@ -89,10 +89,10 @@ class Tried:
 
 
 def tiles_file(device: str) -> Path:
-    """Return the file with the tiles of a kind of device.
+    """Return the path of the file with the measured tiles of a kind of device.
 
-    The file is in the folder of Triton's cache. Its name depends on the sources (`sources`) and on the
-    versions of Triton, torch and CUDA, so that results of other versions are not used.
+    The file is in the folder of Triton's cache. Its name depends on the kernels' sources (`sources`) and on
+    the versions of Triton, torch and CUDA, so that results of other versions are not used.
     """
     import triton
     from triton import knobs
@@ -122,12 +122,14 @@ def read_tiles(path: Path) -> list[Tried]:
 
 @contextlib.contextmanager
 def trying_alone(path: Path) -> Iterator[bool]:
-    """Keep other processes from trying tiles for the same file, because trials slow each other down.
+    """Context manager that keeps other processes from measuring tiles for the same file.
+
+    Concurrent measurements would slow each other down.
 
     Yields:
-        True if no other process is trying tiles now, otherwise False. If the lock file cannot be written, the
-        result is always True. In this case, processes do not exclude each other, and results cannot be
-        stored.
+        True if this process may measure, or False if another process is measuring. If the lock file cannot be
+        written, the result is always True. In this case, processes do not exclude each other, and results
+        cannot be stored.
     """
     with contextlib.ExitStack() as held:
         try:
@@ -144,10 +146,10 @@ def trying_alone(path: Path) -> Iterator[bool]:
 
 
 def keep_tiles(path: Path, tried: Sequence[Tried], device: str) -> list[Tried]:
-    """Add results to a file, and return the file's results for the same products.
+    """Add results of trials to a file of measured tiles, and return the file's results for these products.
 
-    If several processes start together, the first process that stores a product's tile decides the tile for
-    all of them.
+    If several processes measure the same product, the first process that stores a tile for it decides the
+    tile for all of them.
 
     Raises:
         OSError: The file cannot be written.

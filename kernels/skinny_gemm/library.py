@@ -8,10 +8,10 @@ from outrider.kernels.skinny_gemm import reference
 
 
 def project(x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor | None, splits: int) -> torch.Tensor:
-    """Compute `outrider.kernels.skinny_gemm.project`.
+    """Compute `outrider.kernels.skinny_gemm.project` with torch's library.
 
-    With splits > 1, the result is a batch of partial products in fp32, which the next kernel adds. The
-    library itself would add such parts in a separate launch, and in the weight's dtype.
+    If the tile has several splits, the result is a batch of partial products in fp32, which the next kernel
+    adds. The library itself would add them in a separate launch, and in the weight's dtype.
     """
     # Scaled weights, uneven shares and strided columns cannot be viewed as a batch: compute one whole
     # product.

@@ -1,4 +1,4 @@
-"""Torch reference of skinny_gemm. The package documents the contract."""
+"""Torch reference of skinny_gemm. `kernels.skinny_gemm` documents the ops."""
 
 from __future__ import annotations
 

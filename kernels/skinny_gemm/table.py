@@ -1,4 +1,4 @@
-"""Chooses how a product is computed: by a measured tile if there is one, otherwise by a tile from a rule.
+"""Chooses a tile, the way to compute a matrix product: a measured tile if there is one, else one by a rule.
 
 Measured tiles come from this package's ``tiles.json`` or from trials on this machine.
 """
@@ -32,13 +32,13 @@ _Shape = tuple[Epilogue, int, int]
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """Product that a tile is chosen for: ``[rows, in_features] @ [out_features, in_features].T``.
+    """Matrix product that a tile is chosen for: ``[rows, in_features] @ [out_features, in_features].T``.
 
     Attributes:
         epilogue: Operation that follows the product.
         out_features: Rows of the weight.
         in_features: Columns of the weight.
-        rows: Rows of x.
+        rows: Rows of the left operand x.
         dtype: Dtype of the weight.
     """
 
@@ -58,10 +58,10 @@ _trials: dict[str, dict[tuple[_Shape, torch.dtype], _Rows]] = {}  # by device na
 
 
 def choose_tile(epilogue: Epilogue, x: torch.Tensor, weight: torch.Tensor) -> Tile:
-    """Return the measured tile for a product, or the tile of `guess_tile` if there is no measured tile.
+    """Return the measured tile of a matrix product, or the tile of `guess_tile` if none was measured.
 
-    Without a tile for exactly this row count, a tile that was measured for more rows is used. The library
-    computes products of more than `FEW_ROWS` rows without a measured tile.
+    If no tile was measured for exactly this row count, a tile that was measured for more rows is used.
+    Products of more than `FEW_ROWS` rows without a measured tile are computed by torch's library.
 
     Args:
         epilogue: Operation that follows the product.
@@ -93,11 +93,11 @@ def measured_tile(product: Product, device: str) -> Tile | None:
 
 
 def needs_trial(product: Product, device: str) -> bool:
-    """Return whether a product has not been measured yet on this kind of device.
+    """Return True if the tiles of a matrix product still have to be measured on a kind of device.
 
-    On `STORED_OF`, a product with a tile in ``tiles.json`` counts as measured. Otherwise, it counts as
-    measured only after a trial of exactly this row count, because an interrupted run may have tried only some
-    row counts.
+    On the device `STORED_OF`, a product with a tile in ``tiles.json`` counts as measured. Otherwise, it
+    counts as measured only after a trial of exactly this row count, because an interrupted run may have
+    measured only some row counts.
     """
     if device == STORED_OF and _nearest(_stored_rows(product), product.rows) is not None:
         return False
@@ -220,9 +220,9 @@ def guess_tile(epilogue: Epilogue, out_features: int, in_features: int, rows: in
 
 
 def _guess_narrow(epilogue: Epilogue, blocks: int, rows: int) -> Tile:
-    """Return a tile for an FP8 product with `blocks` times 64 outputs.
+    """Return a tile for an FP8 product with 64 times `blocks` outputs.
 
-    Tiles have at least 64 rows of the weight, because FP8 instructions need that number.
+    The tile has at least 64 rows of the weight, because FP8 instructions need that number.
     """
     if epilogue is Epilogue.ROTATED:
         return Tile(Method.DOT, 32, 256, 1, 4, 4)

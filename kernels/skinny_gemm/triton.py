@@ -1,18 +1,18 @@
-"""Triton version of skinny_gemm. The package documents the contract.
+"""Triton version of skinny_gemm. `kernels.skinny_gemm` documents the ops.
 
-Operands: the weight is the left operand of the dot. The weight's rows fill the tensor core's 64 rows, and the
-few activations form the narrow side.
+Operands: the weight is the left operand of the product (`tl.dot`). The weight's rows fill the tensor core's
+64 rows, and the few rows of x form the narrow side.
 
 Splits: with SPLIT > 1, each program sums a part of the columns and stores fp32 partial sums. The next kernel,
 or the program that finishes last, adds the partial sums in order, so results do not depend on timing.
 
-FP8: for a dot with an FP8 weight, a separate launch converts x to FP8. Both operands then move from shared
-memory to the tensor cores unchanged. Widening the weight in registers measured slower than reading it in
-bf16. Tensor cores accumulate FP8 products in few bits, so the kernel adds their result to an fp32 sum after
-each BLOCK_K columns. The kernels in `rows`, for 1 to 4 rows, do not convert x.
+FP8: for a product with an FP8 weight, a separate launch converts x to FP8. Both operands then move from
+shared memory to the tensor cores unchanged. Widening the weight in registers measured slower than reading a
+bf16 weight. Tensor cores accumulate FP8 products in few bits, so the kernel adds their result to an fp32 sum
+after each BLOCK_K columns. The kernels in `rows`, for 1 to 4 rows, do not convert x.
 
-WIDEN converts x to fp32. It is set under Triton's interpreter, whose dot interprets the bits of a bf16 as an
-integer.
+The constant WIDEN converts x to fp32. It is set under Triton's interpreter, because the interpreter's dot
+reads the bits of a bf16 as an integer.
 """
 
 from __future__ import annotations
@@ -297,10 +297,10 @@ _FETCHED = 512  # bytes of each weight row that are prefetched
 
 
 def can_gather(weight: torch.Tensor, tile: Tile) -> bool:
-    """Return whether counters of finished programs are available for this weight.
+    """Return whether the counters of finished programs are available for a weight.
 
-    The counters are allocated on the first call with a weight. The first call must not happen during graph
-    capture.
+    The counters are allocated on the first call with a weight. That call must not happen while a CUDA graph
+    is captured.
     """
     few = tile.method is Method.DOT and _launch.ceil_div(weight.shape[0], tile.block_n) <= _MOST_TILES
     made = (weight.device, weight.data_ptr()) in _ARRIVALS
@@ -308,10 +308,10 @@ def can_gather(weight: torch.Tensor, tile: Tile) -> bool:
 
 
 def _arrivals(weight: torch.Tensor) -> torch.Tensor:
-    """Return counters of the finished programs of each tile of a weight.
+    """Return the counters of finished programs, one for each tile of a weight.
 
-    Between products, all counters are zero. There is one set of counters per weight, because products with
-    different weights may overlap. Products with the same weight run one after the other.
+    Between products, all counters are zero. Each weight has its own counters, because products with different
+    weights may overlap. Products with the same weight run one after the other.
     """
     key = (weight.device, weight.data_ptr())
     if key not in _ARRIVALS:

@@ -23,7 +23,7 @@ class Method(Enum):
     """torch's product (cuBLAS)."""
     HALVES = "halves"
     """torch's product, run separately for each half of the outputs of a gated product. Used at sizes for
-    which the library is faster with half the outputs."""
+    which torch's library is faster with half the outputs."""
 
 
 class Epilogue(Enum):
@@ -38,9 +38,9 @@ class Epilogue(Enum):
 class Overlap(Enum):
     """How far a product may overlap with the kernels before and after it (programmatic dependent launch).
 
-    A kernel that starts early still waits for the end of the previous kernel. Its programs are placed
-    wherever there is room at that time, so they are spread unevenly over the multiprocessors. Measurements
-    therefore determine the best choice.
+    A kernel that starts early still waits for the end of the previous kernel. Until then, its programs take
+    whatever room is free, so they are spread unevenly over the multiprocessors. The best choice is therefore
+    found by measuring.
     """
 
     LATE = 0
@@ -55,7 +55,7 @@ class Overlap(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Rotary:
-    """Rotation and destination of a q-k-v product: angles for Q and K, planes and slots for K and V.
+    """Rotation (RoPE) of Q and K in a q-k-v product, and the place of K and V in the KV cache.
 
     Attributes:
         cos: ``[rows, 1, dim]`` from `rope_angles`.
@@ -74,20 +74,20 @@ class Rotary:
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """One way to compute a product.
+    """One way to compute a matrix product.
 
     Attributes:
-        method: Way to compute the product.
+        method: Algorithm of the product.
         block_n: Outputs per program: rows of the weight, or pairs of rows if gated or rotated.
         block_k: Columns per step (DOT, WIDE).
         splits: Number of programs that share the columns of an output. SUM and products of pairs have one
-            split. The next kernel adds the programs' sums in order. With DOT and a residual, the program that
-            finishes last adds them.
+            split. The next kernel adds the sums of the programs in order. With DOT and a residual, the
+            program that finishes last adds them instead.
         warps: Warps per program.
         stages: Pipeline stages of a program.
         block_m: Rows per program (WIDE).
-        overlap: Overlap with the kernels before and after (not WIDE). SUM and STAY always prefetch, so FETCH
-            and EARLY are the same for these methods.
+        overlap: Overlap with the kernels before and after (not WIDE). SUM and STAY always prefetch the
+            weight, so FETCH and EARLY are the same for these methods.
         programs: Programs of the launch (STAY).
     """
 

@@ -29,7 +29,7 @@ def synthetic_acceptance(
     thresholds: torch.Tensor,
     vocab_size: int,
 ) -> torch.Tensor:
-    """Return chosen tokens with which `verify_tree` accepts exactly k drafts of each row.
+    """Rewrite chosen tokens so that `verify_tree` accepts exactly k drafts of each row.
 
     - k is the number of `thresholds` above the row's noise,
       ``gumbel_noise(seed, position, NOISE_CHOICE, 0)``, but at most the depth of the deepest node.
@@ -133,7 +133,7 @@ def packed_acceptance(
         ValueError: A tensor's shape or dtype is wrong. The message names the tensor.
 
     Example:
-        The tree of `synthetic_acceptance` lies behind a single root. The last row is padding.
+        The tree of the example of `synthetic_acceptance` follows a single root. The last row is padding.
 
         >>> import torch
         >>> from outrider.kernels.synthetic_acceptance import packed_acceptance

@@ -1,4 +1,4 @@
-"""Reference of synthetic_acceptance, on the host. The package documents the contract."""
+"""Reference of synthetic_acceptance, on the host. `kernels.synthetic_acceptance` documents the ops."""
 
 from __future__ import annotations
 

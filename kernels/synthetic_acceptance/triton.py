@@ -1,4 +1,7 @@
-"""Triton version of synthetic_acceptance: one program per tree. The package documents the contract."""
+"""Triton version of synthetic_acceptance: one program per tree.
+
+`kernels.synthetic_acceptance` documents the ops.
+"""
 
 from __future__ import annotations
 

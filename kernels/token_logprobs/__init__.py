@@ -15,7 +15,7 @@ __all__ = ["MAX_TOP", "WORDS", "token_logprobs"]
 def token_logprobs(
     logits: torch.Tensor, rows: torch.Tensor, tokens: torch.Tensor, tops: torch.Tensor
 ) -> torch.Tensor:
-    """Return, for each result, the log-probabilities of one token and of the most likely tokens.
+    """Return log-probabilities: for each of N results, those of one token and of the most likely tokens.
 
     The distribution is the softmax of the logits, computed in fp32. Tokens are ordered by (logit descending,
     id ascending).
@@ -28,8 +28,9 @@ def token_logprobs(
             and has undefined contents.
 
     Returns:
-        ``[N, WORDS] int32``: the token's log-probability, the `MAX_TOP` ids, and their log-probabilities.
-        Log-probabilities are the bits of fp32 numbers. Past the number of wanted tokens, ids are -1.
+        ``[N, WORDS] int32``: the token's log-probability, the `MAX_TOP` ids of the most likely tokens, and
+        their log-probabilities. Log-probabilities are the bits of fp32 numbers. After the first `tops` ids,
+        ids are -1.
 
     Raises:
         ValueError: A tensor's shape or dtype is wrong. The message names the tensor.

@@ -1,4 +1,4 @@
-"""Torch reference of token_logprobs. The package documents the contract."""
+"""Torch reference of token_logprobs. `kernels.token_logprobs` documents the op."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Triton version of token_logprobs. The package documents the contract.
+"""Triton version of token_logprobs. `kernels.token_logprobs` documents the op.
 
 The first launch has one program per result and part of the vocabulary. Each program finds the part's maximum,
 the sum of the part's exponentials, and the part's most likely tokens. The second launch merges the parts of

@@ -1,4 +1,4 @@
-"""Torch reference of token_masks. The package documents the contract."""
+"""Torch reference of token_masks. `kernels.token_masks` documents the op."""
 
 from __future__ import annotations
 

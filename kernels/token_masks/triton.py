@@ -1,4 +1,7 @@
-"""Triton version of token_masks: one program per row and block of tokens. The package documents the contract."""
+"""Triton version of token_masks: one program per row and block of tokens.
+
+`kernels.token_masks` documents the op.
+"""
 
 from __future__ import annotations
 

@@ -32,17 +32,17 @@ def topk_expand(
     positions: torch.Tensor | None = None,
     choices: torch.Tensor | None = None,
 ) -> Expansion:
-    """Return the topk best children of every row, and the children's scores.
+    """Return the topk best children of every row (tree node), and the children's scores.
 
-    Without a temperature, children are ranked by (logit descending, draft id ascending). The score of a child
-    is its parent's score plus ``log q = log_softmax(logits)``. If there is a draft vocabulary, the softmax is
-    computed over the draft vocabulary.
+    Without a temperature, children are ranked by (logit descending, draft id ascending). Let
+    ``log q = log_softmax(logits)``, computed over the draft vocabulary if there is one. The score of a child
+    is its parent's score plus log q.
 
     With a temperature T > 0, children are ranked by ``log q / T + gumbel(seed, position, choice, target
     id)``. The target will sample with the same noise (Gumbel coupling). The score of a child is its parent's
-    score plus the log_softmax of the ranked numbers.
+    score plus the log_softmax of these ranked numbers.
 
-    In both cases, the number added is <= 0, so a child never outranks its parent.
+    In both cases, the added number is <= 0, so a child never outranks its parent.
 
     Args:
         logits: ``[rows, V]`` fp32/bf16/fp16.
@@ -139,7 +139,7 @@ def expand_level(
     d2t: torch.Tensor | None = None,
     noise: Noise | None = None,
 ) -> Beam | None:
-    """Expand one level of a tree: score the children, store them as candidates, select the next beam.
+    """Expand one level of a draft tree: score the children, store them, and select the next beam.
 
     This fuses `topk_expand` and `select_beam`.
 

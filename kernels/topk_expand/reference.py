@@ -1,4 +1,4 @@
-"""Torch reference of topk_expand. The package documents the contract."""
+"""Torch reference of topk_expand. `kernels.topk_expand` documents the ops."""
 
 from __future__ import annotations
 

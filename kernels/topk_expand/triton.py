@@ -1,4 +1,4 @@
-"""Triton version of topk_expand. The package documents the contract.
+"""Triton version of topk_expand. `kernels.topk_expand` documents the ops.
 
 The vocabulary is split over programs. Each program reads its part of the logits once and adds the noise. The
 program then stores its best keys and its share of two log-sum-exps: one with the noise, and one without the

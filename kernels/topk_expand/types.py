@@ -10,7 +10,7 @@ from outrider.kernels import _launch
 
 
 class Noise(NamedTuple):
-    """Parameters of the noise that couples the draft's choice to the target's; one entry per row.
+    """Parameters of the sampling noise that draft and target share; one entry per row.
 
     Attributes:
         temperature: ``[rows] fp32``; 0 adds no noise to the row.
@@ -26,7 +26,7 @@ class Noise(NamedTuple):
 
 
 class Expansion(NamedTuple):
-    """The best children of every row, best first.
+    """The best children of every row (tree node), best first.
 
     Attributes:
         token_ids: ``[rows, topk] int32``, target ids.
@@ -42,14 +42,14 @@ class Expansion(NamedTuple):
 
 
 class Candidates(NamedTuple):
-    """All candidates scored by a tree's levels, in level order.
+    """All candidate nodes that the levels of a draft tree have scored, in level order.
 
     The first `topk` candidates are children of the root. Each later level adds ``topk * topk`` candidates.
 
     Attributes:
         scores: ``[bs, C] fp32``, cumulative scores.
         tokens: ``[bs, C] int32``, target ids.
-        parents: ``[bs, C] int32``, candidate index of the parent, -1 = the root.
+        parents: ``[bs, C] int32``, candidate index of the parent; -1 for children of the root.
         logprobs: ``[bs, C] fp32``, the draft's own log-probability of the token.
     """
 
@@ -84,7 +84,7 @@ def num_candidates(depth: int, topk: int) -> int:
 
 
 class Beam(NamedTuple):
-    """Rows of the next level: `topk` adjacent rows for each sequence, best first.
+    """The beam of a tree level, i.e. the nodes to expand next: `topk` adjacent rows per sequence, best first.
 
     Attributes:
         tokens: ``[rows] int32``, target ids.

@@ -48,8 +48,8 @@ def tree_attention(
 
     A row that sees nothing yields zeros. Rows of an idle sequence see nothing.
 
-    Without `work`, the grid is sized for sequences of `max_query_len` rows and `max_kv_len` tokens. With
-    `work`, the cost of each sequence depends on its own rows and tokens.
+    Without a work list (`work`), the grid is sized for sequences of `max_query_len` rows and `max_kv_len`
+    tokens. With a work list, the cost of each sequence depends on its own rows and tokens.
 
     Args:
         q: ``[rows, heads, dim]`` fp32/bf16/fp16; any strides with a dense last dimension.

@@ -33,21 +33,22 @@ class Release(Enum):
     WAITED = 1
     """The next kernel may start once all programs of this kernel have waited for the kernel before it."""
     AT_ONCE = 2
-    """The next kernel may start once all programs of this kernel run. The data that the next kernel reads
-    before it waits must have been written by kernels older than the kernel that precedes this one."""
+    """The next kernel may start once all programs of this kernel run. Before its wait, it may read only data
+    of kernels that are older than the kernel before this one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """Sizes of a launch.
+    """Sizes of one launch of the attention kernel.
 
     Attributes:
-        pairs: (row, head of the group) pairs per program.
-        tokens: Token indices per step.
+        pairs: (row, head of the group) pairs per program. A group consists of the query heads that share a
+            K/V head.
+        tokens: Token indices per step of a program.
         splits: Number of programs that share the token indices of a block of pairs.
         warps: Warps per program.
         stages: Pipeline stages of a program.
-        release: When the attention kernel and the kernel that merges splits release the kernel after them.
+        release: Earliest start of the kernel that follows the attention kernel and the merging kernel.
         transposed: True if the pairs are the narrow side of the products; see `fold`.
         gathers: True if the last program of a block merges the block's splits. False if a second launch
             merges the splits.
@@ -67,21 +68,21 @@ def choose_blocks(
     bs: int, rows: int, pairs: int, kv_heads: int, block_d: int, itemsize: int, max_kv_len: int,
     processors: int, roomy: bool = True
 ) -> Blocks:  # fmt: skip
-    """Return the sizes of a launch, as measured on an H200 with heads of 128 in bf16.
+    """Return the sizes of a launch of the attention kernel, as measured on an H200 with bf16 heads of 128.
 
-    The shares of splits are determined on the device from the real lengths. A program without a share ends
-    immediately.
+    The token range of each split is determined on the device from the real lengths. A program whose range is
+    empty ends immediately.
 
     Args:
         bs: Number of sequences.
         rows: Total number of rows of the sequences.
         pairs: Largest number of (row, head of the group) pairs of a sequence.
-        kv_heads: Heads of the planes.
+        kv_heads: Number of K/V heads.
         block_d: Width of a head, padded.
         itemsize: Bytes per element.
-        max_kv_len: Upper bound of the token indices of a sequence.
-        processors: Multiprocessors of the device.
-        roomy: True if a program may use `SHARED_BYTES` of shared memory and the planes have the queries'
+        max_kv_len: Upper bound of the number of tokens of a sequence.
+        processors: Number of multiprocessors of the device.
+        roomy: True if a program may use `SHARED_BYTES` of shared memory, and K and V have the queries'
             dtype.
     """
     large = _is_large(block_d, itemsize)
@@ -177,7 +178,7 @@ def _power_of_2(n: int) -> int:
 def _release(bs: int, rows: int, splits: int) -> Release:
     """Return when the matrix product that follows attention may start.
 
-    Early starts are limited to the cases in which they were faster in measurements of whole passes.
+    Early starts are limited to the cases in which they measured faster.
     """
     if rows <= 2 or (splits > 1 and (bs >= 4 or 32 < rows <= 64)):
         return Release.AT_ONCE

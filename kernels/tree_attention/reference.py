@@ -1,4 +1,4 @@
-"""Torch reference of tree_attention. The package documents the contract."""
+"""Torch reference of tree_attention. `kernels.tree_attention` documents the ops."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def tree_attention(
 ) -> None:
     """Compute `outrider.kernels.tree_attention.tree_attention` into `out`, one sequence at a time.
 
-    Scores and sums are in fp32. The work list is not needed: this version reads all lengths.
+    Scores and sums are in fp32. This version needs no work list, because it reads all lengths.
     """
     page_size, kv_heads, dim = k_plane.shape[1:]
     group = q.shape[1] // kv_heads

@@ -1,17 +1,18 @@
-"""Triton version of tree_attention. The package documents the contract.
+"""Triton version of tree_attention. `kernels.tree_attention` documents the ops.
 
-One program handles a block of (row, head of the group) pairs of one sequence and one K/V head, so K and V are
-read once for the whole group. The program folds token indices into three values: a maximum, a sum and an
-accumulator (see `fold`).
+One program handles a block of (row, head of the group) pairs of one sequence and one K/V head. A group
+consists of the query heads that share the K/V head, so K and V are read once for the whole group. The program
+folds token indices into three values: a maximum, a sum and an accumulator (see `fold`).
 
-If a batch has too few blocks to fill the GPU, the token indices are split over programs, and each program
-stores its three values. The program that ends last merges few splits, and a second launch merges many. Splits
-are always merged in order. Their number depends on host integers only.
+If a batch has too few blocks to fill the GPU, the token indices are split over several programs. Each program
+then stores its three values for a merge. If there are few splits, the program that ends last merges them. If
+there are many, a second launch merges them. Splits are always merged in order. Their number depends on host
+integers only.
 
 With a work list (WORK), a program takes its block of pairs and its token indices from an item of the list.
 
-WIDEN converts the operands of a dot to fp32. It is set under Triton's interpreter, whose dot interprets the
-bits of a bf16 as an integer.
+The constant WIDEN converts the operands of a dot to fp32. It is set under Triton's interpreter, because the
+interpreter's dot reads the bits of a bf16 as an integer.
 """
 
 from __future__ import annotations
@@ -200,20 +201,20 @@ _MOST_COUNTERS = 1024
 
 
 def _can_count(k_plane: torch.Tensor) -> bool:
-    """Return whether counters of finished programs are available for this plane.
+    """Return whether the counters of finished programs are available for a K plane of the KV cache.
 
-    The counters are allocated on the first call with a plane. The first call must not happen during graph
-    capture.
+    The counters are allocated on the first call with a plane. That call must not happen while a CUDA graph is
+    captured.
     """
     made = (k_plane.device, k_plane.data_ptr()) in _COUNTERS
     return made or not (k_plane.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def _counters(k_plane: torch.Tensor) -> torch.Tensor:
-    """Return counters of the finished programs of each block of pairs.
+    """Return the counters of finished programs, one for each block of (row, head) pairs.
 
-    Between launches, all counters are zero. There is one set of counters per plane, because steps over
-    different planes may overlap. Steps over the same plane run one after the other.
+    Between launches, all counters are zero. Each plane of the KV cache has its own counters, because
+    attention over different planes may overlap. Steps over the same plane run one after the other.
     """
     key = (k_plane.device, k_plane.data_ptr())
     if key not in _COUNTERS:

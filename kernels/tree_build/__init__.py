@@ -21,12 +21,12 @@ def tree_build(
     num_columns: int,
     logprobs: torch.Tensor | None = None,
 ) -> DraftTreeTensors:
-    """Keep each sequence's best ``max_nodes - 1`` candidates and arrange them as a tree below the root.
+    """Build each sequence's draft tree: keep the best ``max_nodes - 1`` candidates below the root.
 
     Candidates are selected by (score descending, index ascending), and nodes are ordered by candidate index.
-    A child neither outranks nor precedes its parent, so the selected set is a tree. If the input violates
-    that rule, a child can be selected without its parent. That child gets parent -1, which verification
-    never accepts.
+    The input must obey one rule: a child neither outranks nor precedes its parent. The selected candidates
+    then form a tree. If the input violates the rule, a child can be selected without its parent. Such a child
+    gets parent -1, and verification never accepts it.
 
     The method is the reranking phase of EAGLE-2 (arXiv 2406.16858, section 4.2).
 

@@ -1,6 +1,6 @@
 """Reference version of tree_build, which builds trees on the host, node by node.
 
-The package documents the contract.
+`kernels.tree_build` documents the op.
 
 Trees are small, so tensor operations would be slower.
 """

@@ -1,8 +1,8 @@
-"""Triton version of tree_build: one program per sequence. The package documents the contract.
+"""Triton version of tree_build: one program per sequence. `kernels.tree_build` documents the op.
 
 Candidates are in level order, so a running count over the kept candidates numbers parents before children.
-Threads exchange these numbers through memory, which requires a barrier. A program is a single warp if the
-registers of one warp suffice, because a warp counts in one instruction.
+Threads exchange these numbers through memory, which requires a barrier. If the registers of one warp are
+enough, a program is a single warp, because a warp computes the count in one instruction.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from outrider.kernels.tree_build.types import DraftTreeTensors
 
 _WORD_BITS = 32
 _COUNTED = 128
-"""Largest number of candidates for which each candidate is compared with all others.
+"""Largest number of candidates for which each candidate is compared with all others to find its rank.
 
 For more candidates, a bitwise search is used. For 68 candidates, the comparison took 3.8 µs and the search
 5.7 µs. For 264 candidates, the comparison took 17.7 µs and the search 10.3 µs."""

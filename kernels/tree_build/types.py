@@ -9,7 +9,7 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class DraftTreeTensors:
-    """One tree per sequence.
+    """Draft trees, one per sequence.
 
     Node 0 is the root, parents precede children, and columns past `num_nodes` are padding.
 

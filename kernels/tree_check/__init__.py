@@ -34,10 +34,10 @@ def tree_check(
     vocab_size: int,
     depth: int,
 ) -> CheckedTrees:
-    """Validate trees on the device, and derive the parts that are not sent: roots, depths and masks.
+    """Validate draft trees on the device, and compute their roots, depths and ancestor masks.
 
-    A row keeps its tree if all of the conditions below are met. Otherwise, the root alone replaces the tree,
-    whatever bytes the row contains.
+    A row keeps its tree if all of the conditions below are met. Otherwise, a tree with only the root replaces
+    it, whatever bytes the row contains.
 
     - ``number == expected``, and the row is not idle.
     - The number of nodes is within 1..N.

@@ -1,4 +1,4 @@
-"""Torch reference of tree_check. The package documents the contract."""
+"""Torch reference of tree_check. `kernels.tree_check` documents the op."""
 
 from __future__ import annotations
 

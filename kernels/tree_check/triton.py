@@ -1,4 +1,4 @@
-"""Triton version of tree_check: one program per row. The package documents the contract."""
+"""Triton version of tree_check: one program per row. `kernels.tree_check` documents the op."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ __all__ = ["SamplingTensors", "VerifiedTree", "choose_tokens", "verify_tree"]
 
 
 def choose_tokens(logits: torch.Tensor, sampling: SamplingTensors, positions: torch.Tensor) -> torch.Tensor:
-    """Choose one token per row.
+    """Choose one token for each row of logits, greedily or by sampling.
 
     A row with temperature 0 chooses its argmax. If several tokens tie, it chooses the lowest id. Any other
     row chooses ``argmax(filtered(logits / temperature) + gumbel(seed, position, choice, id))``.
@@ -96,7 +96,7 @@ def choose_tokens(logits: torch.Tensor, sampling: SamplingTensors, positions: to
 def verify_tree(
     tokens: torch.Tensor, parents: torch.Tensor, num_nodes: torch.Tensor, chosen: torch.Tensor
 ) -> VerifiedTree:
-    """Walk each tree from its root, descending while a child carries the token chosen after the node.
+    """Walk each draft tree from its root: descend while a child has the token chosen after the current node.
 
     Args:
         tokens: ``[bs, N] int32``, tokens of the nodes; column 0 is the root. Among siblings with the same

@@ -18,7 +18,7 @@ _HOST_WIDTH = 256  # on a CPU, sorting is the main cost, and this many best toke
 def filter_logits(
     scores: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor
 ) -> torch.Tensor:
-    """Return the scores with every filtered-out token set to -inf.
+    """Apply top-k, top-p and min-p: return the scores with every filtered-out token set to -inf.
 
     `choose_tokens` defines the order of the filters and the treatment of ties.
 
@@ -47,7 +47,7 @@ def _filter(
     top_p: torch.Tensor,
     min_p: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Filter each row, looking only at its best `width` tokens.
+    """Apply the filters to the best `width` tokens of each row only.
 
     `ordered` and `order` are the scores and ids of these tokens, ``[rows, width]``, best first.
 

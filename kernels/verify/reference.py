@@ -1,4 +1,4 @@
-"""Torch reference of verify. The package documents the contract."""
+"""Torch reference of verify. `kernels.verify` documents the ops."""
 
 from __future__ import annotations
 

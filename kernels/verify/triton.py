@@ -1,4 +1,4 @@
-"""Triton version of verify. The package documents the contract.
+"""Triton version of verify. `kernels.verify` documents the ops.
 
 - Choosing a token takes two launches: an argmax over each split of the vocabulary, with noise if needed, and
   a merge.
@@ -29,10 +29,10 @@ from outrider.kernels.verify.types import SamplingTensors, VerifiedTree
 
 _BLOCK = 4096
 _MANY_ROWS, _LONG_BLOCK = 64, 8192
-"""Number of rows from which the work per logit determines the time of a plain argmax.
+"""Least number of rows for which choosing greedy tokens takes two steps, to reduce the work per logit.
 
-To reduce this work, the maximum of each block of `_LONG_BLOCK` tokens is found first. The index of the
-maximum is then searched in a single block."""
+The maximum of each block of `_LONG_BLOCK` tokens is found first. The index of the maximum is then searched in
+a single block."""
 
 _log = logging.getLogger("outrider.kernels")
 
@@ -172,11 +172,11 @@ def _sorted(logits: torch.Tensor, sampling: SamplingTensors) -> tuple[torch.Tens
 
 
 def _searches(logits: torch.Tensor) -> bool:
-    """Return whether filters are applied by search (`filtered_choice`) rather than by sorting (`filters.py`).
+    """Return True if filters are applied by search (`filtered_choice`), False if by sorting (`filters.py`).
 
-    On a GPU, a check runs once per device, dtype and vocabulary size: search must choose the same tokens as
-    sorting. The check cannot run while a CUDA graph is being captured, so an unchecked search is not used
-    then. Triton's interpreter always uses search.
+    On a GPU, the search is used only after it has passed a check, once per device, dtype and vocabulary size:
+    it must choose the same tokens as sorting. The check cannot run while a CUDA graph is being captured, so
+    an unchecked search is not used then. Triton's interpreter always uses the search.
     """
     if not logits.is_cuda:
         return True
@@ -245,7 +245,7 @@ def _argmax(logits: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
 def _best(
     logits: torch.Tensor, sampling: SamplingTensors, positions: torch.Tensor, chosen: torch.Tensor
 ) -> Parts:
-    """Return the best token of every part of the vocabulary, noise included.
+    """Return the best token of every part of the vocabulary, for every row. Scores include noise.
 
     If the vocabulary is a single part, the chosen tokens are written to `chosen` instead.
     """

@@ -43,7 +43,7 @@ class SamplingTensors:
 
 @dataclass(frozen=True, slots=True)
 class VerifiedTree:
-    """Result of verifying one tree per sequence.
+    """Result of verifying one draft tree per sequence.
 
     Attributes:
         path: ``[bs, N] int32``, node indices of the root and the accepted drafts, padded with -1.

@@ -1,7 +1,7 @@
-"""Entry points of `outrider serve gateway|target|draft`.
+"""Functions that run the gateway, target and draft services for `outrider serve gateway|target|draft`.
 
 Services do not import each other. Only this module, the command line and the launcher import several
-services. This module imports each service only when that service starts.
+services. This module imports a service only when that service starts.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ def serve_gateway(settings: GatewaySettings) -> int:
 
 
 def serve_target(settings: TargetSettings) -> int:
-    """Run the target until it is stopped.
+    """Run the target service until it is stopped.
 
-    With ``--draft inproc:[DIR]``, also load the draft into the target's process. The draft is loaded here
-    because the two services must not import each other. Without a DIR, ``--speculative-algorithm`` names the
-    drafting method: n-grams or the model's MTP layers.
+    With ``--draft inproc:[DIR]``, the draft runs in the target's process, and this function loads the draft
+    too. Without a DIR, ``--speculative-algorithm`` names the drafting method: n-grams or the MTP layers of
+    the target model.
     """
     watch_sockets()
     from outrider.services.target import app

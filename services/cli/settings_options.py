@@ -1,7 +1,8 @@
 """Generates a service's command-line options from its settings class.
 
-Only flags that the user gave are passed to the settings class, which resolves the precedence itself: flags
-override the environment, the environment overrides the file, and the file overrides the defaults.
+Only flags that the user gave are passed to the settings class. The settings class resolves the precedence:
+flags override environment variables, environment variables override the configuration file, and the
+configuration file overrides the defaults.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ ALIASES: dict[str, tuple[str, ...]] = {
 def settings_command(
     settings_type: type[ServiceSettings], run: Callable[[ServiceSettings], int], help_text: str
 ) -> Callable[..., None]:
-    """Return a function for `typer.Typer.command`.
+    """Return a function that serves as a Typer command: pass it to `typer.Typer.command`.
 
-    The function has an option for each settings field, and ``--config FILE``.
+    The returned function has one option for each field of the settings class, and ``--config FILE``.
 
     Args:
         settings_type: The service's settings class. Descriptions of its fields become the help texts.

@@ -325,9 +325,10 @@ def up(
 
 
 class StatusConsole(Console):
-    """A console that prints nothing more after its output pipe is closed.
+    """A rich console that prints nothing more after its output pipe is closed.
 
-    rich would raise an exit instead, which would end the thread that supervises a child.
+    By default, a rich console raises SystemExit instead. This exception would end the thread that supervises
+    a child process.
     """
 
     def on_broken_pipe(self) -> None:
@@ -353,10 +354,10 @@ def _source(context: typer.Context, name: str) -> str:
 
 
 def _draft_folder(target: Path | None, draft: str | None, algorithm: Algorithm) -> Path | None:
-    """Return the draft's folder, or None for no folder.
+    """Return the folder of the draft model or head, or None to serve without a draft folder.
 
-    Without ``--draft``, return the folder of the embedded head if that head can be used. The embedded head is
-    an EAGLE-3 head that fits the embedded target only.
+    Without ``--draft``, return the folder of the head that is embedded in Outrider, if that head can be used.
+    The embedded head is an EAGLE-3 head that fits the embedded target only.
     """
     if draft is None:
         return DEMO_DRAFT if target is None and algorithm in (Algorithm.AUTO, Algorithm.EAGLE3) else None

@@ -62,14 +62,14 @@ class Reply:
 
 
 class RestClient:
-    """Client of one gateway. The `stream_*` methods yield pieces of text and fill the given `Reply`.
+    """REST client of one gateway. The `stream_*` methods yield pieces of text and fill the given `Reply`.
 
     Args:
-        url: URL of the gateway, as `gateway_url` reads it.
-        api_key: API key to send, if any.
+        url: URL of the gateway, in any form that `gateway_url` accepts.
+        api_key: API key to send. None sends no key.
         timeout_s: Time limit of each network read and write, in seconds.
-        verify: True to require a valid certificate from an https URL. A context decides about certificates
-            itself, and may contain a certificate of the client.
+        verify: True to require a valid certificate from an https URL. An SSL context replaces this check with
+            its own, and may contain a certificate of the client.
 
     Raises:
         UnavailableError: No server answers at the URL, or the connection breaks.

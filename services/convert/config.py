@@ -36,9 +36,9 @@ OFFICIAL_ROPES = (RopeKind.DEFAULT, RopeKind.LINEAR)
 def outrider_config(
     raw: Mapping[str, Any], source: Path, kind: HeadKind, tensors: Mapping[str, torch.Tensor]
 ) -> dict[str, Any]:
-    """Return a flat configuration with the same content as the head's own configuration.
+    """Return a flat config.json, in Outrider's layout, with the same content as a head's own config.json.
 
-    The aux layers are stored in the ``eagle_config`` section, because SGLang reads them there too.
+    The ids of the aux layers are stored in the section ``eagle_config``, because SGLang reads them there too.
     """
     flat = flatten(raw, source)
     layer = HeadConfig.parse(ConfigReader(flat, source))
@@ -63,11 +63,11 @@ def outrider_config(
 def eagle_config(
     raw: Mapping[str, Any], source: Path, kind: HeadKind, tensors: Mapping[str, torch.Tensor]
 ) -> dict[str, Any]:
-    """Return the configuration that the official EAGLE code reads.
+    """Return the config.json of a head in the form that the official EAGLE code reads.
 
     Raises:
         CheckpointError: The official code would ignore a feature that this head needs. The message names the
-            key.
+            key in config.json.
     """
     flat = flatten(raw, source)
     layer = HeadConfig.parse(ConfigReader(flat, source))

@@ -1,7 +1,7 @@
-"""Rewrites a draft head in another layout (dialect): Outrider's own or the official EAGLE code's.
+"""Converts the files of a draft head to another layout: Outrider's own or that of the official EAGLE code.
 
-The source may have any supported layout. To check the result, the loader that is used for serving reads the
-written head. If the loader fails, the written files are removed.
+The source head may have any supported layout. After writing the converted head, this module reads it with the
+loader that the services use. If the loader fails, the written files are removed.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ EAGLE3_FIRST_LAYER = "midlayer."
 
 
 class HeadLayout(Enum):
-    """Layout, or dialect, of a written head.
+    """Layout of the files of a converted head.
 
     Attributes:
-        OUTRIDER: Tensors are named ``layers.N.*``. This layout supports every feature.
+        OUTRIDER: Tensors are named ``layers.N.*``. This layout supports every feature of a head.
         EAGLE: Tensors are named ``midlayer.*``. This layout supports only the official EAGLE code's features.
     """
 
@@ -48,12 +48,12 @@ class HeadLayout(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Converted:
-    """Summary of a converted head.
+    """Summary of the conversion of a draft head.
 
     Attributes:
-        algorithm: Algorithm of the head.
+        algorithm: Drafting algorithm of the head.
         tensors: Number of tensors written.
-        notes: Notes about omissions and changes, each with its reason.
+        notes: One note for each tensor or key that was left out or changed, with the reason.
     """
 
     algorithm: str
@@ -63,13 +63,13 @@ class Converted:
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """A stored head that is to be converted.
+    """A stored draft head that is to be converted.
 
     Attributes:
         kind: Kind of the head.
-        tensors: Canonical name → tensor.
+        tensors: Canonical tensor name → tensor.
         ignored: Stored name of each tensor that is left out → the reason.
-        raw: The head's config.json.
+        raw: The content of the head's config.json.
     """
 
     kind: HeadKind
@@ -152,9 +152,9 @@ CONFIGS: Mapping[
 
 
 def _settle_vocabulary(source: Path, stored: _Source) -> list[str]:
-    """Rewrite ``d2t`` as int64 offsets and ``t2d`` as the matching mask.
+    """Rewrite the vocabulary maps of a head: ``d2t`` as int64 offsets, and ``t2d`` as the matching mask.
 
-    If the lm_head has the full vocabulary, only the rows of the draft vocabulary are kept.
+    If the head's lm_head has the full vocabulary, only the rows of the draft vocabulary are kept.
 
     Returns:
         Notes about the changes.

@@ -1,7 +1,7 @@
 """Makes tokenizer.json from a slow tokenizer's files, and checks that both tokenizers encode alike.
 
-The check encodes sample texts with both tokenizers. This module needs transformers, but the services'
-tokenizers do not.
+The check encodes sample texts with both tokenizers. This module needs the package transformers, which the
+services do not need for their tokenizers.
 """
 
 from __future__ import annotations

@@ -125,10 +125,11 @@ def check_d2t(pair: Pair) -> Iterator[Finding]:
 
 
 def check_embedding(pair: Pair) -> Iterator[Finding]:
-    """Compare a draft's embedding with the target's embedding. Some exports contain an untrained embedding.
+    """Compare the embedding table of a draft with that of its target, and report suspicious differences.
 
-    MTP layers come with copies of the target's embedding and lm_head. If the copies differ from the target's
-    tensors, the MTP layers belong to another model.
+    Some exported drafts contain an untrained embedding table. MTP layers come with copies of the target's
+    embedding table and lm_head. If these copies differ from the target's tensors, the MTP layers belong to
+    another model.
     """
     if pair.choice.algorithm is Algorithm.MTP:
         copies = compare_copies(pair.mtp, pair.choice.require_folder(), pair.target)
@@ -164,7 +165,7 @@ def check_embedding(pair: Pair) -> Iterator[Finding]:
 
 
 def _compare(reader: CheckpointReader, config: ModelConfig) -> list[str]:
-    """Check a model's tensors in the same way as loading does, and return their names.
+    """Check the stored tensors of a model in the same way as the model loader, and return their names.
 
     Raises:
         CheckpointError: A tensor is missing, unexpected, or has the wrong shape or type.

@@ -87,7 +87,8 @@ def doctor(
 
     Examines files, sizes, conventions and memory use without starting a service.
 
-    Exit code 0: the pair can be served, perhaps with warnings. 2: the pair would be refused.
+    Exit code 0: the target and the draft can be served, perhaps with warnings. Exit code 2: they would be
+    refused.
     """
     from outrider.services.doctor.command import DoctorOptions, run_doctor
     from outrider.services.hub.model_folder import model_folder

@@ -48,7 +48,7 @@ class DoctorOptions:
         algorithm: Value of `--speculative-algorithm`.
         token_map: Value of `--speculative-token-map`.
         device, dtype: Device and data type in the services' notation, including ``auto``.
-        probe: True to run the pair and measure its accept length.
+        probe: True to answer prompts with the target and the draft, and to measure their accept length.
         prompts: JSON lines file with the probe's prompts. None selects the built-in prompts.
         num_prompts, tokens: Number of prompts, and length of each answer in tokens.
         shape: Shape of the probe's draft trees.
@@ -70,10 +70,10 @@ class DoctorOptions:
 
 
 def run_doctor(options: DoctorOptions) -> int:
-    """Examine a pair and print the report.
+    """Run `outrider doctor`: examine a target and a draft, and print the report.
 
     Returns:
-        Exit code: 0 if the pair can be served, or 2 if it would be refused.
+        Exit code: 0 if target and draft can be served, or 2 if they would be refused.
 
     Raises:
         ConfigurationError: A flag is invalid.

@@ -11,12 +11,12 @@ from outrider.shared.base.errors import OutriderError
 
 
 class Severity(Enum):
-    """Severity of a finding.
+    """Severity of one finding of `outrider doctor`.
 
     Attributes:
-        OK: The result is as expected, or the finding only informs.
-        WARNING: The pair can be served, but perhaps not well.
-        REFUSED: The pair would not start.
+        OK: The result is as expected, or the finding is only information.
+        WARNING: Target and draft can be served, but perhaps with poor speed or quality.
+        REFUSED: The services would refuse to start with this target and draft.
     """
 
     OK = "ok"
@@ -26,14 +26,14 @@ class Severity(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of the report.
+    """One line of the report of `outrider doctor`.
 
     Attributes:
         severity: Severity of the finding.
         field: The config key, tensor, file or flag that the finding is about.
-        message: The observation, with its values.
-        fix: Suggested fix. Empty for an OK finding.
-        check: Name of the check. `examine` fills in this name.
+        message: The observation, with the observed values.
+        fix: Suggested fix. Empty for a finding with severity OK.
+        check: Name of the check that made the finding. `examine` fills in this name.
     """
 
     severity: Severity
@@ -75,12 +75,12 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class DoctorReport:
-    """All findings about a pair.
+    """All findings of `outrider doctor` about a target and a draft.
 
     Attributes:
         target, draft: Folders of the target and the draft. `draft` is empty if there is no draft.
         findings: Findings in the order of the checks.
-        numbers: Section (``memory`` or ``probe``) → name → additional number, for scripts.
+        numbers: Section of the report (``memory`` or ``probe``) → name → a number for scripts.
     """
 
     target: str

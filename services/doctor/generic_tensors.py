@@ -16,11 +16,11 @@ from outrider.shared.nn.config.model_config import CONFIG_FILE, read_json
 
 
 def check_generic(reader: CheckpointReader, folder: Path) -> Iterator[Finding]:
-    """Report tensors that are missing or have a wrong shape or type.
+    """Report tensors that are missing from a model's files, or have a wrong shape or type.
 
-    Extra names are not errors, because transformers renames tensors of older releases. If the files contain
-    extra names, a missing tensor may be stored under one of them. The finding about a missing tensor is then
-    only a warning, because only loading can decide.
+    A stored tensor with an unexpected name is not an error, because transformers renames tensors of older
+    releases. If there are such names, a missing tensor may be stored under one of them. It is then reported
+    only as a warning.
     """
     from outrider.shared.nn.generic.weights import wrong_types
 

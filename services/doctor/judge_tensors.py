@@ -44,12 +44,12 @@ def judge(
     """Report damaged or untrained tensors of a model.
 
     Args:
-        examined: All tensors of the model, or a sample.
+        examined: Statistics of all tensors of the model, or of a sample of its tensors.
         whose: The model's name for the messages, such as ``the head``.
-        sampled: True if `examined` is a sample of the tensors of many layers. A single tensor is then
-            suspected only if it differs from the same tensor in other layers.
-        norms_about_one: True if norms multiply by their weights, which are then close to 1. False if norms
-            multiply by 1 + weight, because such weights may have any sign.
+        sampled: True if `examined` contains only some tensors of a model with many layers. A tensor is then
+            reported only if it differs from the same tensor in other layers.
+        norms_about_one: True if the model's norms multiply by their weights. These weights should then be
+            close to 1. False if the norms multiply by 1 + weight. Such weights may have any sign.
     """
     broken = [one.name for one in examined if not one.statistics.finite]
     if broken:
@@ -134,7 +134,7 @@ def _untrained(weights: Sequence[NamedStatistics], whose: str, *, sampled: bool)
 
 
 def _differs(one: NamedStatistics, group: Sequence[NamedStatistics], look: str) -> bool:
-    """Return True if a tensor that looks freshly initialised differs from the same tensor in other layers.
+    """Return True if a tensor that looks untrained differs from the same tensor in other layers.
 
     In small models, training leaves some tensors almost unchanged in all layers. A tensor that resembles the
     same tensor in other layers is therefore not suspicious.

@@ -44,21 +44,21 @@ Measured runs use less memory.
 
 @dataclass(frozen=True, slots=True)
 class MemoryEstimate:
-    """Memory needed when target and draft run in one process on one device. Sizes are in bytes.
+    """Estimate of the memory for a target and a draft in one process on one device. Sizes are in bytes.
 
     Attributes:
         target_weights, draft_weights: Sizes of the weights of target and draft, in the data type used for
             serving. A tensor that the draft borrows from the target is counted only once. On a GPU,
             `draft_weights` of an EAGLE-3 head includes the head's table of embedding products.
-        target_kv_per_token: Size of one token in the target's cache: keys and values (or latents), and the
+        target_kv_per_token: Size of one token in the target's KV cache: keys and values (or latents), and the
             feature row.
-        draft_kv_per_token: Size of the keys and values of one token in the draft.
+        draft_kv_per_token: Size of the keys and values of one token in the draft's KV cache.
         context: Largest number of tokens of a sequence that the target supports.
-        least_tokens: Smallest cache size, in tokens, with which the target starts.
+        least_tokens: Smallest size of the KV cache, in tokens, with which the target starts.
         minimum: Sum of the weights, the working memory, and KV caches of `least_tokens` tokens.
         full_context: Sum of the weights, the working memory, and KV caches of `context` tokens.
-        kv_tokens: Cache size, in tokens, that the target chooses with the given settings. 0 if the target
-            would not start.
+        kv_tokens: Size of the KV cache, in tokens, that the target chooses with the given settings. 0 if the
+            target would not start.
         refusal: The target's error message if the target would not start. Otherwise empty.
         reserve: Memory that the target reserves on a GPU for CUDA graphs, activations and logits.
         available, total: Free memory and total memory of the device, respectively.
@@ -82,12 +82,12 @@ class MemoryEstimate:
 def plan_memory(
     pair: Pair, settings: TargetSettings | None = None, memory_of_device: tuple[int, int] | None = None
 ) -> MemoryEstimate:
-    """Compute the memory plan from tensor headers and configurations.
+    """Estimate the memory of a target and a draft from their tensor headers and configurations.
 
     Args:
         pair: Target and draft.
         settings: Settings of the target. None uses the target's defaults.
-        memory_of_device: (free, total) bytes of the device. None queries the device.
+        memory_of_device: Free and total memory of the device, in bytes. None queries the device.
 
     Raises:
         CheckpointError: A folder cannot be read.
@@ -154,9 +154,10 @@ def plan_memory(
 
 
 def table_bytes(config: HeadConfig, dtype: torch.dtype, free: int, total: int) -> int:
-    """Return the size of an EAGLE-3 head's table of embedding products on a GPU, or 0 if there is no table.
+    """Return the size, in bytes, of an EAGLE-3 head's table of embedding products on a GPU.
 
-    Loading the head makes this table, with the function `token_products`.
+    The function `token_products` makes this table while the head is loaded. The size is 0 if the head has no
+    such table.
     """
     nbytes = (
         config.vocab_size * (config.num_heads + 2 * config.num_kv_heads) * config.head_dim * dtype.itemsize

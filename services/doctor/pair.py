@@ -148,8 +148,8 @@ class Pair:
 def expected_of(reader: CheckpointReader, config: ModelConfig) -> ExpectedTensors:
     """Return the tensors that a model's files must contain, including FP8 scales of weights and KV cache.
 
-    The result is empty for a model that runs on transformers' modules. transformers renames tensors while it
-    loads them, and checks the tensors itself.
+    The result is empty for a model that Outrider runs with the modules of the package transformers. That
+    package renames tensors while it loads them, and checks the tensors itself.
     """
     if ANYTHING in config.ignored:
         return ExpectedTensors()

@@ -51,15 +51,15 @@ USEFUL = 1.2
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Result of one run over all prompts.
+    """Accept length and speed of one run of `outrider doctor --probe` over all prompts.
 
     Attributes:
-        variant: ``as configured``, ``aux layers -1`` or ``aux layers +1``.
+        variant: Name of the run: ``as configured``, ``aux layers -1`` or ``aux layers +1``.
         aux_layer_ids: Target layers whose outputs the draft received.
-        named_ids: The ids by which the head's config would name these target layers. None if the config
-            cannot name these layers.
+        named_ids: The ids with which the head's config.json would specify these target layers. None if
+            config.json cannot specify these layers.
         accept_length: Average number of tokens per round, over rounds with draft nodes.
-        rounds, tokens: Totals over all prompts.
+        rounds, tokens: Numbers of rounds and of generated tokens, over all prompts.
         seconds: Duration of the run.
     """
 
@@ -79,17 +79,17 @@ def run_probe(
     shape: DraftShape,
     progress: Progress = lambda step, share: None,
 ) -> list[Measured]:
-    """Load the pair and answer the prompts greedily, once for each variant of the aux layers.
+    """Load a target and a draft, and answer prompts greedily, once for each variant of the aux layers.
 
     Args:
-        pair: The pair, which must have a draft method.
+        pair: The target and the draft. There must be a drafting method.
         prompts: Prompts as token ids.
-        num_tokens: Length of each answer.
+        num_tokens: Length of each answer, in tokens.
         shape: Shape of every draft tree.
         progress: Called with each step; see `Progress`.
 
     Raises:
-        CheckpointError, ConfigurationError: The pair cannot be loaded.
+        CheckpointError, ConfigurationError: The target or the draft cannot be loaded.
         OutriderError: A request failed.
     """
     progress("loading", 0.0)
@@ -111,16 +111,16 @@ def run_probe(
 
 
 def load_draft(pair: Pair, decoder: Decoder, room: int, shape: DraftShape) -> tuple[DraftEngine, FeatureSpec]:
-    """Load the draft of a pair beside its target.
+    """Load a draft beside its target.
 
     Args:
-        pair: The pair, which must have a draft method.
-        decoder: The loaded target.
+        pair: The target and the draft. There must be a drafting method.
+        decoder: The loaded target model.
         room: Largest number of tokens of a sequence.
         shape: Shape of the largest draft tree.
 
     Returns:
-        The draft's engine for up to `BATCH` sequences, and the features that the engine reads.
+        The draft's engine for up to `BATCH` sequences, and the features of the target that the engine reads.
 
     Raises:
         CheckpointError, ConfigurationError: The draft cannot be loaded.

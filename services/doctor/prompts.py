@@ -17,17 +17,18 @@ MADE_UP_LEN = 32
 
 
 def read_prompts(file: Path | None, target: Path, vocab_size: int, count: int) -> list[tuple[int, ...]]:
-    """Return up to `count` prompts.
+    """Return up to `count` prompts as token ids.
 
     Args:
-        file: JSON lines with ``prompt``, ``messages`` or ``prompt_ids``. None uses the built-in prompts.
-        target: Folder with the tokenizer. If there is no tokenizer and `file` is None, prompts are random
-            ids.
+        file: JSON lines file. Each line has a field ``prompt``, ``messages`` or ``prompt_ids``. None uses the
+            built-in prompts.
+        target: Folder of the target, with the tokenizer. Without a tokenizer and without `file`, the prompts
+            are random token ids.
         vocab_size: Vocabulary size of the target.
         count: Maximum number of prompts.
 
     Raises:
-        ConfigurationError: The file cannot be read, or a line has none of the fields.
+        ConfigurationError: The file cannot be read, or a line has none of the three fields.
         CheckpointError: Text must be encoded, but the tokenizer is missing or broken.
     """
     if file is None and not (target / TOKENIZER_FILE).is_file():

@@ -23,12 +23,12 @@ ENOUGH_NUMBERS = 1 << 15
 
 @dataclass(frozen=True, slots=True)
 class TensorStatistics:
-    """Statistics of a floating-point tensor, or of a sample of it.
+    """Statistics of a floating-point tensor, or of a sample of its numbers.
 
-    The three spreads measure whether rows or columns differ. Each spread is a standard deviation, divided by
-    its expected value for independent numbers with the same kurtosis. A spread of 1 therefore means
-    independent numbers. Trained weights have higher spreads, because their rows and columns differ in size.
-    For vectors, the spreads are 0.
+    The three spreads measure how much the rows or the columns differ from each other. A spread is the
+    standard deviation of a value per row or column, divided by the expected standard deviation for
+    independent numbers with the same kurtosis. A spread of 1 therefore indicates independent numbers. Trained
+    weights have larger spreads. For vectors, the spreads are 0.
 
     Attributes:
         numbers: Number of examined numbers.
@@ -36,8 +36,8 @@ class TensorStatistics:
         mean, std: Mean and standard deviation.
         kurtosis: Excess kurtosis, which is 0 for a normal distribution and -1.2 for a uniform distribution.
             Trained weights have a higher, sometimes far higher, kurtosis.
-        row_spread, column_spread: Spread of the rows' norms, and spread of the columns' norms.
-        mean_spread: Spread of the columns' means.
+        row_spread, column_spread: Spread of the norms of the rows, and spread of the norms of the columns.
+        mean_spread: Spread of the means of the columns.
         rows, columns: Number of examined rows, and length of a row. For vectors, both are 0.
         negative: Share of the numbers that are negative.
         constant: True if all numbers are equal.
@@ -94,9 +94,9 @@ def is_finite(tensor: torch.Tensor) -> bool:
 
 
 def sample(tensor: torch.Tensor, size: int = SAMPLE) -> torch.Tensor:
-    """Return a sample of about `size` numbers, as fp32. A smaller tensor is returned whole.
+    """Return about `size` numbers of a tensor, as fp32. A tensor with fewer numbers is returned whole.
 
-    The sample consists of whole rows from evenly spaced positions of the tensor.
+    The returned sample consists of whole rows from evenly spaced positions of the tensor.
 
     Returns:
         ``[rows, columns]``, or ``[numbers]`` for a vector.
@@ -117,8 +117,8 @@ def describe(tensor: torch.Tensor, *, whole: bool) -> TensorStatistics:
 
     Args:
         tensor: Floating-point tensor on the host.
-        whole: True checks every number for NaN and infinity. False checks only a sample, so that a large
-            target is not read in full.
+        whole: True checks every number for NaN and infinity. False checks only a sample of the numbers, and
+            does not read the rest of a large tensor.
     """
     sampled = sample(tensor) if whole else sample(tensor, SAMPLE >> 4)
     numbers, columns = sampled.numel(), sampled.shape[-1] if sampled.dim() > 1 else 0

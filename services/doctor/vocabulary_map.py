@@ -1,10 +1,10 @@
 """Infers from the values of a ``d2t`` tensor whether the tensor stores offsets or target ids.
 
-``d2t`` maps the token ids of a draft to token ids of the target. Published heads store offsets: the target id
-minus the draft id.
+``d2t`` is a tensor of a draft head. It maps the token ids of the draft to token ids of the target. Published
+heads store offsets: the target id minus the draft id.
 
-Offsets grow slowly and repeat, because two neighbouring tokens of the target have the same offset if the
-draft keeps both tokens. Target ids never repeat.
+Offsets repeat: if the draft vocabulary contains two neighbouring tokens of the target, both have the same
+offset. Target ids never repeat.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ class D2tMeaning(Enum):
 
 
 def d2t_meaning(d2t: torch.Tensor, t2d: torch.Tensor | None, target_size: int) -> D2tMeaning:
-    """Return the meaning of a ``d2t`` tensor.
+    """Return whether a ``d2t`` tensor stores offsets or target ids.
 
     The decision depends on the range of the values, on whether all values differ, and on the mask ``t2d`` if
     there is one.
 
     Args:
-        d2t: ``[size]`` integers.
-        t2d: ``[target_size]`` mask of the kept tokens, or None.
+        d2t: ``[size]`` integers, one for each token of the draft vocabulary.
+        t2d: ``[target_size]`` mask of the target tokens in the draft vocabulary, or None.
         target_size: Vocabulary size of the target.
     """
     values = d2t.to(torch.int64)

@@ -9,12 +9,13 @@ from outrider.shared.base.errors import ConfigurationError, OutriderError, Unava
 
 
 def cached_snapshot(name: str, revision: str | None, cache: Path | None = None) -> Path | None:
-    """Return the folder of a complete snapshot in the cache, without using the network.
+    """Return the folder of a complete model snapshot in the Hugging Face cache, without using the network.
 
     Args:
         name: ``ORG/NAME``.
         revision: Branch, tag or commit. None means ``main``.
-        cache: Folder of the cache. None means HF_HUB_CACHE, or ``hub`` in HF_HOME.
+        cache: Folder of the cache. None means the folder in the environment variable HF_HUB_CACHE, or the
+            subfolder ``hub`` of the folder in HF_HOME.
     """
     from huggingface_hub import try_to_load_from_cache
 
@@ -28,7 +29,7 @@ def cached_snapshot(name: str, revision: str | None, cache: Path | None = None) 
 def download_snapshot(
     name: str, revision: str | None, flag: str, cache: Path | None = None, endpoint: str | None = None
 ) -> Path:
-    """Download the files that serving reads, with a progress bar on stderr.
+    """Download a model's files that the services read, with a progress bar on stderr.
 
     If the download breaks off, finished files stay in the cache, and the next attempt continues after them.
     The weights come last, so that a snapshot with complete weights also has its tokenizer.
@@ -37,15 +38,17 @@ def download_snapshot(
         name: ``ORG/NAME``.
         revision: Branch, tag or commit. None means ``main``.
         flag: The flag that named the model, for error messages.
-        cache: Folder of the cache. None means HF_HUB_CACHE, or ``hub`` in HF_HOME.
-        endpoint: Address of the hub. None means HF_ENDPOINT, or huggingface.co.
+        cache: Folder of the cache. None means the folder in the environment variable HF_HUB_CACHE, or the
+            subfolder ``hub`` of the folder in HF_HOME.
+        endpoint: Address of the hub. None means the address in the environment variable HF_ENDPOINT, or
+            huggingface.co.
 
     Returns:
         The folder of the snapshot.
 
     Raises:
-        ConfigurationError: The hub has no such model or revision, its terms are not accepted, or it has no
-            weights that Outrider reads.
+        ConfigurationError: The hub has no such model or revision. Or the user has not accepted the model's
+            terms, or the model has no weights that Outrider can read.
         UnavailableError: The hub cannot be reached, or the download broke off.
     """
     from huggingface_hub import HfApi, snapshot_download

@@ -24,17 +24,18 @@ def model_folder(
     cache: Path | None = None,
     endpoint: str | None = None,
 ) -> Path:
-    """Return the folder of a model, after downloading it from the hub if necessary.
+    """Return the folder of a model, after downloading the model from the Hugging Face hub if necessary.
 
-    huggingface_hub reads the environment: HF_TOKEN, HF_ENDPOINT, HF_HOME and HF_HUB_OFFLINE.
+    The library huggingface_hub reads the environment variables HF_TOKEN, HF_ENDPOINT, HF_HOME and
+    HF_HUB_OFFLINE.
 
     Args:
         name: A folder, or ``ORG/NAME``. Any other name is returned unchanged, so that opening it fails later
             with a suitable message.
         flag: The flag that named the model, for error messages.
         revision: Branch, tag or commit on the hub.
-        cache: Folder of the Hugging Face cache. None selects the folder that the environment names.
-        endpoint: Address of the hub. None selects the address that the environment names.
+        cache: Folder of the Hugging Face cache. None selects the folder that the environment variables name.
+        endpoint: Address of the hub. None selects the address in the environment variable HF_ENDPOINT.
 
     Raises:
         ConfigurationError: The hub has no such model, or a revision is given for a folder.

@@ -16,11 +16,11 @@ SHARD = "*-of-*"
 
 
 def wanted_files(names: Iterable[str]) -> tuple[list[str], list[str]]:
-    """Choose the files of a repository that serving reads.
+    """Choose the files of a model repository that the services read.
 
-    Weights are safetensors files. ``.bin`` files are chosen only if the repository has no safetensors files,
-    and are later read without running code. Mistral's ``consolidated`` copies of the weights are left out if
-    the usual files exist. Files in subfolders are never chosen.
+    The weights are safetensors files. ``.bin`` files are chosen only if the repository has no safetensors
+    files. The loader reads ``.bin`` files without executing code from them. Mistral's ``consolidated`` copies
+    of the weights are left out if the usual weight files exist. Files in subfolders are never chosen.
 
     Args:
         names: Names of all files in the repository.
@@ -39,10 +39,10 @@ def wanted_files(names: Iterable[str]) -> tuple[list[str], list[str]]:
 
 
 def missing_file(folder: Path) -> str:
-    """Return the name of a file that a snapshot lacks, or an empty string if the snapshot can be served.
+    """Return the name of a file that a model snapshot lacks, or an empty string if no file is missing.
 
-    A snapshot is incomplete after an interrupted download. A link whose destination is gone counts as
-    missing.
+    A snapshot is incomplete after an interrupted download. A symbolic link whose destination is gone counts
+    as missing.
     """
     if not any((folder / name).is_file() for name in CONFIGS):
         return CONFIGS[0]

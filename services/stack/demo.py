@@ -19,7 +19,7 @@ SHOWN_LINES_ON_FAILURE = 30
 
 
 def run_demo(prompt: str, device: str, tokens: int) -> int:
-    """Start the services, stream one answer, measure with and without speculation, and stop.
+    """Run the demo: start the services, stream one answer, and compare speeds with and without speculation.
 
     Args:
         prompt: The prompt to answer.

@@ -51,13 +51,13 @@ STOP_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class StackPlan:
-    """Command lines and addresses of one stack.
+    """Command lines and addresses of one stack, which consists of a gateway, a target and a draft.
 
     Attributes:
         children: Processes in the order in which they are drained: gateway, target and draft.
         url: REST address of the gateway.
         target_address: gRPC address of the target.
-        draft_address: Address of the draft, or None if the draft has no process of its own.
+        draft_address: gRPC address of the draft, or None if the draft has no process of its own.
     """
 
     children: tuple[ChildSpec, ...]
@@ -67,9 +67,9 @@ class StackPlan:
 
 
 def plan_stack(options: StackOptions, runtime_dir: Path, inproc: bool) -> StackPlan:
-    """Return the processes to start.
+    """Return the command lines of the processes that `outrider up` starts.
 
-    The services connect through unix sockets in `runtime_dir`. Only the gateway listens on ports.
+    The services connect through unix sockets in `runtime_dir`. Only the gateway listens on TCP ports.
 
     Args:
         options: Options of `outrider up`.
@@ -273,10 +273,10 @@ def _texts(value: object) -> tuple[str, ...]:
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """Return a free port. The next higher port is free too.
+    """Return a free TCP port. The next higher port is free too.
 
-    Both ports lie outside the range from which the system assigns ports to outgoing connections. The ports
-    therefore normally stay free until a service listens on them.
+    Both ports lie outside the range from which the operating system assigns ports to outgoing connections.
+    Other programs are therefore unlikely to occupy the ports before a service listens on them.
     """
     while True:
         port = OWN_PORTS[secrets.randbelow(len(OWN_PORTS))]
@@ -306,13 +306,12 @@ class Stack:
 def running_stack(
     options: StackOptions, echo: Echo, progress: Progress, stopped: Callable[[], bool] = lambda: False
 ) -> Iterator[Stack]:
-    """Start the services, wait until all are ready, and stop them on exit.
+    """Start the gateway, the target and the draft, wait until all are ready, and stop them on exit.
 
     Args:
         options: Models and settings to serve.
         echo: Called with (service, line) for each line that a service prints.
-        progress: Called with a message when the place of the draft is known, and each time a service becomes
-            ready.
+        progress: Called with a message about where the draft runs, and each time a service becomes ready.
         stopped: Function that is polled during startup. Startup is abandoned when the function returns True.
 
     Yields:

@@ -21,11 +21,12 @@ Probe = Callable[[], bool]
 
 @dataclass(slots=True)
 class _Record:
-    """The known facts about one run of a child.
+    """The probe results of one run of a child process.
 
     Attributes:
         starts: Number of the run, counted from 1.
-        answered: True once the run has answered. Before that, the child is starting, which may take minutes.
+        answered: True once the child has answered a probe in this run. Before that, the child is starting,
+            which may take minutes.
         silent_since: Time of the first failed probe since the last answer. None if the last probe succeeded.
     """
 
@@ -48,12 +49,12 @@ class Socket:
 
 
 class Liveness:
-    """Probes children on a thread of its own. Use as a context manager.
+    """Context manager that probes child processes on its own thread, and kills children that stop answering.
 
     Args:
-        supervisor: Restarts the children.
-        probes: A probe for each child, by name.
-        sockets: Name of a child → the socket on which the child listens. See `service_sockets`.
+        supervisor: The supervisor that started the children. It restarts a killed child.
+        probes: Name of a child → the child's probe.
+        sockets: Name of a child → the unix socket on which the child listens. See `service_sockets`.
         hung_after_s: Time without an answer, in seconds, after which a child is killed.
         interval_s: Time between two probes of a child, in seconds.
     """
@@ -95,10 +96,10 @@ class Liveness:
             self._stopping.wait(self._interval_s)
 
     def _check_socket(self, child: Child, socket: Socket, record: _Record) -> None:
-        """Kill a child that its restarted client cannot reach, because the file of the socket is gone.
+        """Kill a child process whose unix socket was deleted, if its client (a service) was restarted.
 
-        Connections that were made earlier survive the removal, so a child is left alone while its client
-        runs.
+        Deleting a socket does not break existing connections. The child is therefore left alone until its
+        client has restarted.
         """
         name = child.spec.name
         starts = self._supervisor.child(socket.client).starts
@@ -133,14 +134,15 @@ def service_probes(
     cleanup: ExitStack,
     verify: Callable[[], ssl.SSLContext | bool] = lambda: False,
 ) -> dict[str, Probe]:
-    """Return a probe for each service of a stack. Any answer counts, even from a service that drains.
+    """Return a probe for each service of a stack. Any answer counts, even that of a draining service.
 
     Args:
         url: REST address of the gateway.
         target_address: gRPC address of the target.
         draft_address: Address of the draft. None if the draft has no process of its own.
-        cleanup: Closes the connections of the probes.
-        verify: Returns how to connect to a gateway with TLS: `own_certificate.probe_context`.
+        cleanup: Exit stack that closes the connections of the probes.
+        verify: Function that returns the TLS parameter for connecting to the gateway:
+            `own_certificate.probe_context`.
     """
     from outrider.services.clients.health import DRAFT_SERVICE, TARGET_SERVICE, ServingProbe
     from outrider.services.clients.rest import RestClient
@@ -167,7 +169,9 @@ def service_probes(
 
 
 def service_sockets(target_address: str, draft_address: str | None) -> dict[str, Socket]:
-    """Return the sockets of the target and of the draft that are files.
+    """Return the unix sockets on which the target and the draft listen, by service name.
+
+    A service with a TCP address has no such socket, and is left out.
 
     Args:
         target_address: gRPC address of the target.

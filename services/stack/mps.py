@@ -38,11 +38,11 @@ def mps_program() -> str:
 
 @contextmanager
 def shared_gpu(folder: Path, echo: Echo) -> Iterator[Surroundings]:
-    """Run an MPS daemon with its own pipes and logs until the context exits.
+    """Context manager that runs an MPS daemon (NVIDIA's multi-process service) until the context exits.
 
     Args:
-        folder: Folder to create for the pipes and logs. The path must be short because the path becomes part
-            of socket names.
+        folder: Folder to create for the daemon's pipes and logs. The path must be short because it becomes
+            part of socket names.
         echo: Called with ("mps", message) if the daemon does not quit.
 
     Yields:
@@ -128,9 +128,9 @@ class _Control:
         ) if done.returncode else None
 
     def let_go(self, process_id: int) -> None:
-        """Detach a process from the GPU. Call this before the process is killed.
+        """Detach a process from the GPU, as a client of MPS. Call this before the process is killed.
 
-        Killing an MPS client with kernels in flight would end the other clients too.
+        Killing an MPS client while its kernels run would end the other MPS clients too.
         """
         for server in self.tell("get_server_list")[0].split():
             with contextlib.suppress(ValueError):

@@ -1,7 +1,7 @@
 """Checks the values given to `outrider up` before any process starts and without importing torch.
 
-The services check their own settings again. The check in this module reports a wrong value immediately, and
-names the flag that the user typed.
+The services check their own settings again. This earlier check reports a wrong value immediately, and its
+message contains the flag that the user typed.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def check_values(options: StackOptions, devices: Path = Path("/dev")) -> None:
 
     Args:
         options: Options of `outrider up`.
-        devices: Folder of the kernel's device files.
+        devices: Folder of the device files of the Linux kernel, usually ``/dev``.
 
     Raises:
         ConfigurationError: A value is invalid. The message names the flag, the value and the allowed values.
@@ -99,11 +99,11 @@ def _check_mps(options: StackOptions, devices: Path) -> None:
 
 
 def check_mps_device(device: str, devices: Path = Path("/dev")) -> None:
-    """Reject --mps for processes that do not share an NVIDIA GPU.
+    """Reject the flag --mps if the processes of the stack do not share an NVIDIA GPU.
 
     Args:
         device: Device of the processes, in the notation of `--device`.
-        devices: Folder of the kernel's device files.
+        devices: Folder of the device files of the Linux kernel, usually ``/dev``.
 
     Raises:
         ConfigurationError: There is no NVIDIA GPU, or the processes do not use one.

@@ -30,7 +30,7 @@ class Transport(Enum):
 
 @dataclass(frozen=True, slots=True)
 class StackOptions:
-    """Options of `outrider up`. An option that is None leaves the service's own default in force.
+    """Options of `outrider up`. If an option is None, the service uses its own default.
 
     Attributes:
         target: Model folder in Hugging Face layout.
@@ -43,7 +43,7 @@ class StackOptions:
         max_steps, max_topk, max_nodes: Limits on the shape that a request may specify.
         host, port: REST address of the gateway. The gRPC API listens on the next port.
         skip_tokenizer: True to serve token ids only, without a tokenizer.
-        transport: How the target reaches the draft. If AUTO, `placement.place_draft` decides.
+        transport: How the target connects to the draft. If AUTO, `placement.place_draft` decides.
         draft_device: Device of a draft with its own process. With `auto`, an idle GPU is preferred.
         kv_tokens: Size of the KV cache in tokens, for the target and the draft alike. Needed to run several
             stacks on one GPU.

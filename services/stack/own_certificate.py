@@ -9,17 +9,18 @@ from outrider.shared.base.errors import ConfigurationError
 
 
 def probe_context(certificate: Path | None, key: Path | None, ca: Path | None) -> ssl.SSLContext | bool:
-    """Return how to connect to the gateway of this process.
+    """Return the TLS parameter with which the health probes of `outrider up` connect to their own gateway.
 
     The probes send no secret, so the gateway's certificate need not name the loopback address. A gateway with
-    a CA accepts only clients with a certificate. The probes then send the gateway's own certificate.
+    a certificate authority (CA) for clients accepts only clients with a certificate. The probes then send the
+    gateway's own certificate.
 
     Args:
-        certificate, key: Certificate and key of the gateway, or None.
-        ca: Authority of the certificates of clients, or None.
+        certificate, key: Files with the gateway's certificate and key, or None.
+        ca: File with the authority that signs the certificates of clients, or None.
 
     Returns:
-        A context, or False if no certificate is needed.
+        An SSL context, or False if the probes send no certificate.
     """
     if ca is None or certificate is None:
         return False
@@ -31,10 +32,11 @@ def probe_context(certificate: Path | None, key: Path | None, ca: Path | None) -
 
 
 def check_own_certificate(certificate: Path, key: Path | None, ca: Path) -> None:
-    """Check that a gateway accepts its own certificate as that of a client.
+    """Check that a gateway accepts its own certificate as a client certificate.
 
     Raises:
-        ConfigurationError: The authority has not signed the certificate, or not for clients.
+        ConfigurationError: The certificate authority for clients has not signed the gateway's certificate, or
+            the certificate is not valid for clients.
     """
     server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     server.load_cert_chain(certificate, key)

@@ -17,10 +17,10 @@ QUERY_TIMEOUT_S = 20.0
 IDLE_BYTES = 1 << 30
 """Largest memory in use of a GPU that counts as idle."""
 MOST_MEASURED_REQUESTS = 1
-"""Largest number of concurrent requests for which `auto` uses a second GPU.
+"""Largest number of concurrent requests for which `--transport auto` runs the draft on a second GPU.
 
-With the draft on a second GPU, measured rounds of one request take 0.99 times as long as with the draft in
-the target's process. For more requests, the `ipc:` transport was slower or was not measured.
+With one request, a measured round with the draft on a second GPU takes 0.99 times as long as a round with the
+draft in the target's process. For more requests, the `ipc:` transport was slower or was not measured.
 """
 
 
@@ -45,10 +45,10 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where the draft runs.
+    """The process and the device in which the draft runs.
 
     Attributes:
-        transport: How the target reaches the draft; never AUTO.
+        transport: How the target connects to the draft; never AUTO.
         draft_device: Device of a draft with its own process, in the notation of `--device`.
         why: The reason for the choice, for the log.
     """
@@ -68,10 +68,10 @@ class Placement:
 
 
 def place_draft(options: StackOptions, gpus: Sequence[Gpu]) -> Placement:
-    """Choose where the draft of a stack runs. Call only for options that enable speculation.
+    """Choose the process and the device for the draft of a stack. Call only if speculation is enabled.
 
-    An explicit `--transport` decides. Otherwise, the draft runs in the target's process, with two exceptions:
-    on a CPU, and if there is an idle second GPU that is known to be at least as fast.
+    An explicit `--transport` decides. Without it, the draft normally runs in the target's process. The draft
+    gets its own process on a CPU, or if there is an idle second GPU that is known to be at least as fast.
 
     Args:
         options: Options of `outrider up`.
@@ -122,10 +122,10 @@ def usable_gpus() -> list[Gpu]:
 
 
 def gpu_memory(index: int) -> tuple[int, int] | None:
-    """Return (free, total) bytes of this process's GPU number `index`, or None if there is no such GPU.
+    """Return the free and total memory, in bytes, of this process's GPU number `index`.
 
-    The function asks nvidia-smi. Asking CUDA would create a context, which uses GPU memory until this process
-    exits.
+    The result is None if there is no such GPU. The function runs the program nvidia-smi instead of calling
+    CUDA, because CUDA would create a context that uses GPU memory until this process exits.
     """
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     visible = [name.strip() for name in (named or "").split(",") if name.strip()]

@@ -16,10 +16,10 @@ _NAME = re.compile(rf"{PREFIX}(\d+)-\w+")
 
 @contextlib.contextmanager
 def private_folder() -> Iterator[Path]:
-    """Make a folder that only this user can enter, and remove it at the end.
+    """Context manager that makes a folder that only this user can enter, and removes the folder on exit.
 
-    The folder's name contains the id of this process, so a later stack can remove the folder of a killed
-    stack.
+    The folder's name contains the id of this process. A later stack can therefore recognise and remove the
+    folder of a killed stack.
     """
     remove_abandoned(Path(tempfile.gettempdir()))
     with tempfile.TemporaryDirectory(prefix=f"{PREFIX}{os.getpid()}-", ignore_cleanup_errors=True) as folder:
@@ -27,7 +27,9 @@ def private_folder() -> Iterator[Path]:
 
 
 def restore(folder: Path) -> None:
-    """Make a private folder again if it was removed while its stack runs. The removed sockets are lost.
+    """Make a private folder again if it was removed while its stack runs.
+
+    Sockets that were in the folder are lost.
 
     Raises:
         PermissionError: Another user has created a file or folder of the same name.
@@ -42,9 +44,10 @@ def restore(folder: Path) -> None:
 
 
 def remove_abandoned(parent: Path) -> None:
-    """Remove this user's folders in `parent` whose process has ended. Errors are ignored.
+    """Remove this user's private folders in `parent` whose process has ended. Errors are ignored.
 
-    A folder of the MPS daemon is kept. The daemon may still run, and its pipes are needed to stop it.
+    The folder of a daemon of NVIDIA's multi-process service (MPS) is kept. The daemon may still run, and the
+    pipes in the folder are needed to stop it.
     """
     with contextlib.suppress(OSError):
         for folder in parent.iterdir():

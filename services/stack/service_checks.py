@@ -17,8 +17,8 @@ def check_gateway_flags(options: StackOptions) -> None:
     """Check the gateway's flags with the gateway's own settings class, before the gateway starts.
 
     Raises:
-        ConfigurationError: A value is invalid, other hosts could connect without an API key, or the gateway
-            would refuse its own certificate.
+        ConfigurationError: A value is invalid. Or other hosts could connect without an API key, or the
+            gateway would refuse its own certificate.
     """
     from outrider.services.gateway.settings import GatewaySettings
 
@@ -31,9 +31,9 @@ def check_gateway_flags(options: StackOptions) -> None:
 
 
 def gateway_context(options: StackOptions) -> Callable[[], ssl.SSLContext | bool]:
-    """Return a function that returns how to connect to the gateway: the parameter `verify` of a RestClient.
+    """Return a function whose result is the TLS parameter for the gateway: `verify` of a `RestClient`.
 
-    Each call reads the files again, because they may have been renewed.
+    Each call of the returned function reads the certificate files again, because they may have been renewed.
     """
     from outrider.services.gateway.settings import GatewaySettings
 

@@ -1,7 +1,8 @@
 """Chooses one KV cache size for a target and a draft that `outrider up` starts as two processes on one GPU.
 
-If each process chose its cache size by the free memory, the sizes would depend on which process starts first.
-Both processes therefore get the same size: that of a target with the draft in its own process.
+If each process chose the size from the free memory, the sizes would depend on which process starts first.
+Both processes therefore get the same size. This is the size that a target would choose if its draft ran in
+the target's process.
 """
 
 from __future__ import annotations
@@ -13,23 +14,22 @@ from outrider.shared.spec.algorithm import Algorithm
 CONTEXTS_BYTES = 2 * (600 << 20)
 """GPU memory of two processes' CUDA contexts. `mem_get_info` of a running process counts contexts as used."""
 DRAFT_WORK_BYTES = 512 << 20
-"""GPU memory that the draft process needs in addition to weights and cache.
+"""GPU memory that the draft process needs in addition to its weights and its KV cache, in bytes.
 
-The process uses this memory for CUDA graphs, workspaces of matrix products, and copies that it makes while it
-tunes tile sizes. The plan counts only the target's workspaces, because a draft in the target's process shares
-them.
+The draft process uses this memory for CUDA graphs, workspaces of matrix products, and copies that it makes
+while it tunes tile sizes.
 """
 
 
 def shared_kv_tokens(options: StackOptions) -> int | None:
-    """Return the common size of both KV caches, in tokens.
+    """Return the size of the target's KV cache and of the draft's KV cache, in tokens.
 
     Args:
         options: Options of a stack whose draft has its own process.
 
     Returns:
-        The size. None if the size is already set, if the processes share no GPU, or if the plan finds too
-        little memory.
+        The size. None if the options already set the size, if the two processes do not share a GPU, or if the
+        memory estimate shows too little memory.
 
     Raises:
         CheckpointError: A model folder cannot be read.

@@ -1,11 +1,12 @@
-"""Standby processes: a second process of a service that has imported its code and waits to replace the first.
+"""Standby processes: spare processes that have imported a service's code and can replace a failed process.
 
 Importing torch takes seconds. A standby process does this ahead of time, but neither loads a model nor uses a
-GPU. The supervisor controls the standby process by lines on the process's standard input:
+GPU. The supervisor writes these commands to the standard input of the standby process:
 
     PREPARE    import the service's code
     SERVE      load the model and serve
-    (the end)  exit, because the supervisor is gone
+
+The standby process exits at the end of its standard input, because the supervisor is then gone.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ def wait_until_needed(load: Callable[[], object]) -> None:
     Exits this process if the supervisor ends first.
 
     Args:
-        load: Imports the service's code.
+        load: Function that imports the service's code.
     """
     if os.environ.pop(VARIABLE, "") != "1":
         return

@@ -1,8 +1,8 @@
 """Runs services as child processes: restarts them when they exit, forwards their output, and stops them.
 
-For each child, one thread starts the child, reads its output and waits for its exit. If this process dies
-without stopping its children, Linux kills the children, because each has a parent-death signal that is tied
-to its thread.
+For each child, one thread starts the child, reads its output and waits for its exit. If the parent process
+dies without stopping its children, Linux kills the children. For this, each child has a parent-death signal
+for the thread that started it.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ def next_backoff(previous_s: float, lived_s: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class ChildSpec:
-    """One process to keep running.
+    """One child process that the supervisor keeps running.
 
     Attributes:
         name: Name of the child, and prefix of its output lines.
         command: Command line.
         drain_s: Seconds that the process may take to stop after SIGTERM. After that, the process is killed.
         hidden: Names of environment variables that the process does not inherit.
-        secrets: Environment variables for this process only. Unlike command lines, the environment does not
-            show in the list of processes.
+        secrets: Environment variables for this process only. Other users cannot see the environment in the
+            list of processes, unlike command lines.
         standby: True to keep a standby process that takes over when the process exits. The command must call
             `standby.wait_until_needed`.
     """
@@ -66,10 +66,10 @@ class ChildSpec:
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """The environment in which children run, and functions to call around their lives.
+    """The environment variables of child processes, and functions that are called when children start or end.
 
     Attributes:
-        variables: Environment variables to add to this process's own.
+        variables: Environment variables to add to those of this process.
         before_start: Called before each start of a child. An OSError prevents the start.
         before_kill: Called with the id of a process that did not stop in time, before the process is killed.
     """
@@ -80,10 +80,10 @@ class Surroundings:
 
 
 class Child:
-    """A supervised process.
+    """A supervised child process.
 
-    A process that exits after `Supervisor.settle` is restarted. If the process exits earlier, the start has
-    failed, and the caller decides how to continue.
+    If the process exits after `Supervisor.settle` was called, it is restarted. If the process exits earlier,
+    startup has failed, and the caller of `Supervisor` decides how to continue.
 
     Attributes:
         starts: Number of times that the process has been started.
@@ -230,8 +230,8 @@ class Child:
 class Supervisor:
     """A group of child processes that start together and stop one after the other.
 
-    The children stop in the given order. The gateway comes first, so that its streams can finish. On exit,
-    the context manager stops all children.
+    The context manager stops all children on exit, in the order in which they were given. The gateway comes
+    first, so that its streams can finish while the target still runs.
     """
 
     def __init__(self, specs: Sequence[ChildSpec], echo: Echo, around: Surroundings | None = None) -> None:
@@ -270,7 +270,7 @@ class Supervisor:
 def _spawn(
     spec: ChildSpec, variables: Mapping[str, str], stdin: int = subprocess.DEVNULL
 ) -> subprocess.Popen[str]:
-    """Start a child whose life is tied to the calling thread.
+    """Start a child process that Linux kills when the calling thread ends.
 
     The child gets its own session, so that Ctrl-C in a terminal reaches only the supervisor.
     """

@@ -20,13 +20,13 @@ CONTEXT_FULL = "context_length_exceeded"
 
 
 class Chat:
-    """One chat with a running gateway.
+    """One terminal chat with a running gateway.
 
     Args:
         client: The gateway's client.
-        conversation: Options and messages to begin with.
-        console: Where answers are printed.
-        notes: Where notes and statistics are printed.
+        conversation: Options and messages at the start of the chat.
+        console: Console on which answers are printed.
+        notes: Console on which notes and statistics are printed.
     """
 
     def __init__(

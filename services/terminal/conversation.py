@@ -26,14 +26,14 @@ OPTIONS: Mapping[str, Callable[[str], int | float]] = {
 
 @dataclass(slots=True)
 class Conversation:
-    """One chat.
+    """The messages and request options of one terminal chat.
 
     Attributes:
         options: Options of every request, by field name.
         mode: Speculation mode (auto, on or off), or None for the server's default.
         system: System prompt; empty for none.
-        messages: The turns so far, without the system prompt.
-        last_round: The last traced round, or None.
+        messages: The messages so far, without the system prompt.
+        last_round: The most recent traced round, or None.
     """
 
     options: dict[str, int | float] = field(default_factory=dict)

@@ -30,10 +30,10 @@ class ChatState:
 
 
 def run_command(line: str, state: ChatState, console: Console) -> None:
-    """Run one line that begins with a slash.
+    """Run a slash command of the terminal chat: one typed line that begins with ``/``.
 
     Raises:
-        InvalidRequestError: If the command is unknown, or its arguments are invalid.
+        InvalidRequestError: The command is unknown, or its arguments are invalid.
         LeaveChat: The command ends the chat.
     """
     name, _, argument = line[1:].partition(" ")

@@ -25,16 +25,16 @@ FATAL = (ErrorCode.UNAUTHENTICATED, ErrorCode.NOT_FOUND)
 
 
 def run_top(client: RestClient, interval_s: float, once: bool, as_json: bool) -> None:
-    """Show the status until Ctrl-C, or once.
+    """Run `outrider top`: show the status of a gateway until Ctrl-C, or once.
 
     Args:
         client: Client of the gateway.
-        interval_s: Seconds between two requests.
+        interval_s: Seconds between two requests for the status.
         once: True to show one status and return. The same happens if standard output is not a terminal.
         as_json: True to print each status as one line of JSON.
 
     Raises:
-        OutriderError: The first request fails, or the key is refused.
+        OutriderError: The first request fails, or the gateway refuses the API key.
     """
     status = client.get_json(STATUS)
     console = Console(highlight=False)

@@ -11,9 +11,9 @@ TREE_NODES = (8, 16, 32, 64)
 
 
 def candidate_shapes(largest: DraftShape) -> list[DraftShape]:
-    """Return chains and trees within the limits of a server.
+    """Return the shapes of chains and trees that a server allows.
 
-    Shapes that cannot use all their nodes are left out.
+    A shape is left out if its depth and width admit fewer nodes than its number of nodes.
 
     Args:
         largest: The largest depth, width and number of nodes that the server allows.

@@ -33,16 +33,16 @@ class TuneOptions:
     """Options of `outrider tune`.
 
     Attributes:
-        stack: The pair and the device.
+        stack: Options for starting a server: the target, the draft and the device.
         url: Address of a running server to use. None starts a new server.
         api_key: API key of the running server, if it requires one.
         prompts: JSON lines file with prompts. None selects the built-in prompts.
         num_prompts, tokens: Number of prompts, and largest length of each answer in tokens.
         batches: Numbers of concurrent requests.
         exhaustive: True to measure every shape instead of predicting.
-        check: Number of passes that compare the choice with the best of all shapes; 0 for no check.
+        check: Number of passes that compare the chosen shape with the best of all shapes; 0 for no check.
         output: The profile file to write.
-        plot: Name of the pictures to write, or None. The theme is added to the name.
+        plot: Name of the SVG pictures to write, or None. The name of the colour theme is added to this name.
         as_json: True to print one JSON object instead of a table.
     """
 
@@ -61,7 +61,7 @@ class TuneOptions:
 
 
 def run_tune(options: TuneOptions) -> int:
-    """Search, write the profile and print the result.
+    """Run `outrider tune`: search for the best tree shapes, write the profile file and print the result.
 
     Returns:
         The exit code, 0.

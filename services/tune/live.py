@@ -25,7 +25,7 @@ class LiveAnswer:
         prompt_len: Number of tokens of the prompt.
         token_ids: Tokens of the answer.
         rounds: The traced rounds, in order. Empty if no trace was requested.
-        first_s, last_s: Times of the first and of the last event with tokens, from `time.perf_counter`.
+        first_s, last_s: Client's times of the first and last event with tokens, from `time.perf_counter`.
     """
 
     prompt_len: int
@@ -82,13 +82,13 @@ class LiveClient:
         tokens: int,
         trace: bool = False,
     ) -> LiveRun:
-        """Answer the prompts greedily. Keep `streams` requests in flight until no prompt is left.
+        """Answer prompts greedily, with `streams` requests in flight until no prompt is left.
 
         Args:
             prompts: Prompts as token ids.
-            shape: Shape of every round. `NO_DRAFT` switches speculation off.
+            shape: Shape of the draft trees. `NO_DRAFT` switches speculation off.
             streams: Number of concurrent requests.
-            tokens: Largest length of each answer.
+            tokens: Largest length of each answer, in tokens.
             trace: True to request the trace of each round.
         """
         return asyncio.run(self._run(list(prompts), shape, streams, tokens, trace))

@@ -1,9 +1,9 @@
-"""Measures shapes in alternating passes, so that other work on the machine hardly affects the comparison.
+"""Measures tree shapes in alternating passes, so that other work on the machine hardly affects the result.
 
 The speed of a single run varies by several percent on a busy machine. Each pass therefore runs all shapes one
-after the other, and only speeds of the same pass are compared. Every other pass runs in reverse order, so
-that a machine that becomes faster or slower favours no shape. Shapes that are slower than the fastest one in
-every pass take part in no further passes.
+after the other, and only speeds of the same pass are compared. Every other pass runs the shapes in reverse
+order, so that a machine that becomes faster or slower favours no shape. A shape is dropped after some passes
+if another shape was faster in every pass.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ Run = Callable[[DraftShape], float]
 
 
 class PairedSpeeds:
-    """The speeds of several shapes, pass by pass.
+    """The measured speeds of several tree shapes, pass by pass.
 
     Args:
-        passes: For each pass, the tokens per second of each shape. `NO_DRAFT` is part of every pass.
+        passes: For each pass, shape → tokens per second. Every pass contains `NO_DRAFT`.
     """
 
     def __init__(self, passes: Sequence[dict[DraftShape, float]] = ()) -> None:
@@ -45,9 +45,9 @@ class PairedSpeeds:
         return {shape: plain * median(self.ratios(shape)) for shape in self.shapes}
 
     def contenders(self) -> list[DraftShape]:
-        """Return plain decoding, and the shapes that may still turn out to be the fastest ones.
+        """Return `NO_DRAFT` and the shapes that may still turn out to be the fastest ones.
 
-        Return plain decoding alone if further passes would not change the choice by more than `EQUAL`.
+        Return `NO_DRAFT` alone if further passes would change the speed of the choice by at most `EQUAL`.
         """
         speeds = self.speeds()
         first = max(self.passes[-1], key=lambda shape: speeds[shape])
@@ -62,10 +62,10 @@ class PairedSpeeds:
 
 
 def measure_paired(run: Run, shapes: Sequence[DraftShape], least: int, most: int) -> PairedSpeeds:
-    """Measure plain decoding and shapes in alternating passes.
+    """Measure plain decoding and several tree shapes in alternating passes.
 
     Args:
-        run: Runs the prompts with a shape.
+        run: Function that answers the prompts with a given shape.
         shapes: The shapes, without `NO_DRAFT`.
         least: Number of passes in which all shapes take part.
         most: Largest number of passes. Measuring ends earlier if the fastest shape is known.

@@ -17,11 +17,11 @@ MOST_TICKS = 8
 
 
 def picture(result: TuneResult, target: str, draft: str, theme: Theme) -> str:
-    """Return the bars of all shown shapes as SVG text.
+    """Return an SVG bar chart of the speeds of tree shapes.
 
     Args:
         result: The result of the search.
-        target, draft: Names of the pair.
+        target, draft: Names of the target and the draft.
         theme: The colours.
     """
     groups = []

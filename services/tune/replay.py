@@ -1,12 +1,12 @@
-"""Predicts the accept length of any shape from the recorded trees of a larger shape.
+"""Predicts the accept length of any tree shape from the recorded trees of a larger shape.
 
 A draft proposes the same tokens for every shape, but a smaller shape keeps fewer of them. The tokens of the
 answer do not depend on the shape either. A recorded round therefore shows how many tokens a smaller tree at
-the same position would have accepted: the tokens of the answer, from the root on, that form a path in
-the smaller tree.
+the same position would have accepted: the longest path from the root of the smaller tree whose tokens are
+those of the answer.
 
-The recorded positions are those at which the rounds of the large tree began. Rounds of a smaller tree would
-also begin at other positions. The result is therefore an estimate, and `search` measures the best shapes.
+The prediction is an estimate, because rounds of a smaller tree would begin at other positions than the
+recorded rounds. `search` therefore measures the best shapes.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class RecordedTree:
 
     @classmethod
     def of(cls, entry: Mapping[str, Any], prompt_len: int, answer: Sequence[int]) -> RecordedTree:
-        """Return the tree of one round of an answer.
+        """Return the recorded tree of one round of an answer.
 
         Args:
             entry: The round's entry in the `trace` of the reply.
@@ -91,9 +91,10 @@ class RecordedTree:
 
 
 def accept_length(trees: Sequence[RecordedTree], shape: DraftShape) -> float:
-    """Return the predicted mean number of tokens per round of a shape, including the token of the target.
+    """Return the predicted mean number of tokens per round of a tree shape, including the bonus token.
 
-    Rounds are left out if the answer ends within the depth of the shape, unless this is so for all rounds.
+    A round is left out if the answer ends within the depth of the shape. If this is so for all rounds, no
+    round is left out.
     """
     if not shape.drafts or not trees:
         return 1.0

@@ -1,9 +1,9 @@
-"""Predicts the duration of rounds of any shape from measured rounds of a few shapes.
+"""Predicts the duration of rounds of any tree shape from measured rounds of a few shapes.
 
     round = draft (depth, width)  +  verify (number of nodes)  +  rest
 
-The time of drafting is linear in the depth, and is interpolated between the measured widths. The time of a
-verify pass is interpolated between the measured numbers of nodes. The rest is measured in rounds without
+Drafting time is linear in the depth of the tree, and is interpolated between the measured widths. The time of
+a verify pass is interpolated between the measured numbers of nodes. The rest is measured in rounds without
 drafts.
 """
 
@@ -16,10 +16,10 @@ from outrider.shared.spec.tree import NO_DRAFT, DraftShape
 
 
 def probe_shapes(candidates: Sequence[DraftShape]) -> list[DraftShape]:
-    """Return the shapes to measure.
+    """Return the tree shapes whose rounds `outrider tune` measures.
 
-    These are plain decoding, the shortest and the longest chain, the smallest and the largest tree of the
-    least and of the greatest width, and a tree of median size.
+    The shapes are plain decoding, the shortest and the longest chain, and some trees: the smallest and the
+    largest tree of the least width, the same two of the greatest width, and a tree of median size.
     """
     chains = [shape for shape in candidates if shape.topk == 1]
     probes = [NO_DRAFT, *chains[:1], *chains[-1:]]
@@ -46,13 +46,14 @@ class RoundTimes:
         self._rest = 0.0
 
     def add(self, shape: DraftShape, rounds: Iterable[Mapping[str, float]], round_ms: float | None) -> None:
-        """Add the rounds of one probe.
+        """Add the measured rounds of one tree shape.
 
         Args:
             shape: The shape of the rounds.
-            rounds: Entries of a trace, of which `draft_ms` and `verify_ms` are read. Leave out the first
-                round of an answer, because its draft also processes the prompt.
-            round_ms: Mean duration of these rounds on the client's clock. None if it is unknown.
+            rounds: Trace entries of the rounds. `draft_ms` and `verify_ms` are read from each entry. Leave
+                out the first round of an answer, because its draft also processes the prompt.
+            round_ms: Mean duration of these rounds on the client's clock, in milliseconds. None if it is
+                unknown.
         """
         rounds = list(rounds)
         if not rounds:

@@ -1,14 +1,13 @@
-"""Searches for the best shape for each batch size: predicts all shapes, and measures the best ones.
+"""Finds the best tree shape for each batch size: predicts the speed of all shapes, and measures the best.
 
 1. Answer the prompts once with the largest tree, and record the trees of all rounds. From these trees,
    predict the accept length of every shape (`replay`).
 2. For each batch size, run a few rounds of a few shapes. From the times of these rounds, predict the time of
    a round of every shape (`round_times`).
-3. The predicted speed of a shape is its accept length, divided by the time of its round. On the prompts,
-   measure plain decoding and the shapes with the best predictions in alternating passes (`paired`).
-
-With a check, all shapes are then measured, and the choice is compared with the best of them in alternating
-passes.
+3. The predicted speed of a shape is its accept length, divided by the time of its round. Measure plain
+   decoding and the shapes with the best predictions in alternating passes over the prompts (`paired`).
+4. If the user requests a check, measure all shapes. Then compare the shape chosen in step 3 with the best of
+   all shapes, again in alternating passes.
 
 The server is never restarted, because every request can have its own shape.
 """
@@ -39,17 +38,17 @@ FINALISTS = 3
 
 @dataclass(frozen=True, slots=True)
 class TuneSizes:
-    """The amount of work for one search.
+    """The amount of work for one search of tree shapes.
 
     Attributes:
-        batches: Numbers of concurrent requests.
-        tokens: Largest length of an answer.
+        batches: Numbers of concurrent requests. Each number is searched separately.
+        tokens: Largest length of an answer, in tokens.
         largest: The largest depth, width and number of nodes that the server allows.
-        passes: Number of passes in which all finalists are measured.
+        passes: Number of passes over the prompts in which all finalists are measured.
         most_passes: Largest number of passes. The passes after `passes` measure only shapes that may still be
             the fastest ones.
         exhaustive: True to measure all shapes instead of the finalists only.
-        check: Number of passes that compare the choice with the best of all shapes; 0 for no check.
+        check: Number of passes that compare the chosen shape with the best of all shapes; 0 for no check.
     """
 
     batches: Sequence[int]
@@ -63,12 +62,12 @@ class TuneSizes:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """A comparison of the choice with the best of all shapes.
+    """A comparison of the tree shape that the search chose with the best of all shapes.
 
     Attributes:
-        choice: The choice of the search.
-        best: The best shape when all shapes were measured.
-        ratios: Speed of the choice divided by that of `best`, for each pass.
+        choice: The shape that the search chose.
+        best: The fastest shape in a measurement of all shapes.
+        ratios: Speed of `choice` divided by that of `best`, for each pass.
         seconds: Duration of the measurements of all shapes.
     """
 
@@ -85,16 +84,16 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class BatchResult:
-    """The results for one batch size.
+    """Predicted and measured speeds of tree shapes for one batch size.
 
     Attributes:
         batch: Number of concurrent requests.
-        predicted: Shape → predicted speed, relative to plain decoding. The predictions are scaled so that the
-            measured shapes fit their measurements.
+        predicted: Shape → predicted speed, relative to plain decoding. The predictions are scaled so that
+            predictions of measured shapes match the measured speeds.
         measured: Shape → measured speed, in tokens per second of all requests together. Includes `NO_DRAFT`.
         ratios: Shape → speed relative to plain decoding in each pass.
         seconds: Duration of the search for this batch size, without the check.
-        check: The comparison with the best of all shapes, if there was one.
+        check: The comparison with the best of all shapes. None if no check was requested.
     """
 
     batch: int
@@ -135,11 +134,10 @@ class TuneResult:
         object.__setattr__(self, "shape", self._overall())
 
     def _overall(self) -> DraftShape:
-        """Return the measured shape with the best mean speed-up over all batch sizes.
+        """Return the measured tree shape with the best mean speed-up over all batch sizes.
 
-        The result is `NO_DRAFT` if no shape is faster than plain decoding.
-
-        A speed-up below 1 counts as 1, because mode ``auto`` then decodes without drafts.
+        A speed-up below 1 counts as 1, because the speculation mode ``auto`` then decodes without drafts. The
+        result is `NO_DRAFT` if no shape is faster than plain decoding.
         """
         best, most = NO_DRAFT, 1.0
         for shape in self.accept_lengths:
@@ -160,13 +158,13 @@ def search(
     sizes: TuneSizes,
     progress: Callable[[str], None] = lambda _: None,
 ) -> TuneResult:
-    """Find the best shape for each batch size.
+    """Find the best tree shape for each batch size.
 
     Args:
         client: Client of the running server.
         prompts: Prompts as token ids.
         sizes: The amount of work.
-        progress: Called with a line about each step.
+        progress: Called with a text line at each step.
 
     Raises:
         OutriderError: A request failed.
@@ -220,10 +218,10 @@ def search(
 
 
 def _finalists(predicted: Mapping[DraftShape, float]) -> list[DraftShape]:
-    """Return the shapes with the best predictions, among them at least one chain and one tree.
+    """Return the tree shapes with the best predictions, among them at least one chain and one branching tree.
 
-    The predictions of similar shapes have similar errors. Without this rule, one slow measurement of a chain
-    could leave out all chains.
+    Similar shapes have similar prediction errors. If only the best predictions counted, one slow measurement
+    of a chain could exclude all chains.
     """
     order = sorted(predicted, key=lambda shape: -predicted[shape])
     finalists = order[: FINALISTS - 1]
@@ -288,9 +286,9 @@ def _speeds(lengths: Mapping[DraftShape, float], times: RoundTimes) -> dict[Draf
 def _calibrated(
     predicted: Mapping[DraftShape, float], measured: Mapping[DraftShape, float]
 ) -> dict[DraftShape, float]:
-    """Scale all predictions so that those of the measured shapes fit their measurements.
+    """Scale the predicted speeds of all tree shapes so that predictions match the shapes measured so far.
 
-    All predictions are relative to plain rounds, whose few measurements may have been slow or fast.
+    Predictions are relative to plain rounds. Only a few plain rounds were timed, so their mean may be wrong.
     """
     known = [measured[shape] / measured[NO_DRAFT] / predicted[shape] for shape in measured if shape.drafts]
     return {shape: median(known) * speed for shape, speed in predicted.items()}
@@ -307,10 +305,10 @@ def _runner(client: LiveClient, prompts: Sequence[Sequence[int]], batch: int, si
 
 
 def _check(run: Run, choice: DraftShape, candidates: Sequence[DraftShape], passes: int) -> Check:
-    """Find the best of all shapes, and compare the choice with it.
+    """Find the fastest of all tree shapes, and compare the shape that the search chose with it.
 
-    The fastest of many noisy measurements is often just lucky. The best shapes of one pass over all shapes
-    are therefore measured again, together with the choice.
+    The fastest of many noisy measurements is often just lucky. After one pass over all shapes, the fastest
+    shapes of that pass are therefore measured again, together with the chosen shape.
     """
     started = time.perf_counter()
     once = measure_paired(run, candidates, 1, 1).speeds()

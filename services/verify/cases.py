@@ -17,15 +17,15 @@ STOP_OPTION = "stop_token_ids"
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """The options of one kind of request.
+    """The sampling and report options of one kind of request in `outrider verify`.
 
     Attributes:
         sampling: The sampling parameters.
         stops: True if the request has a stop token, which is taken from the middle of the greedy answer.
         ignore_eos: True to ignore the model's end-of-text tokens.
-        share: Answers are limited to this share of the run's answer length.
-        logprobs: The log-probabilities to report and compare.
-        states: The states of tokens to report and compare.
+        share: Largest length of the answers, as a fraction of the answer length of the whole run.
+        logprobs: The log-probabilities that the request asks for.
+        states: The hidden states of tokens that the request asks for.
     """
 
     sampling: SamplingParams
@@ -103,7 +103,7 @@ def requests_of(
     Args:
         prompts: Prompts as token ids.
         tokens: Largest length of the answers, in tokens.
-        speculation: Speculation settings, which the requests use in turn.
+        speculation: Speculation settings. The requests use them in turn.
         stop_tokens: The stop token of each prompt, for options with `Option.stops`. With None, these options
             are left out.
     """

@@ -44,12 +44,12 @@ def verify(
         bool, typer.Option("--json", help="Print one JSON object instead of a table.")
     ] = False,
 ) -> None:
-    """Check on your own pair that speculation changes nothing.
+    """Check with your own target and draft that speculation changes nothing.
 
     Answers prompts with every sampling option, with speculation (chains, trees, auto, mixed) and without, and
     compares all tokens and logprobs. Also compares sampled tokens with the target's probabilities.
 
-    Exit code 0: nothing changed. 1: a difference that rounding does not explain. 2: the pair cannot be run.
+    Exit code 0: nothing changed. 1: a difference that rounding does not explain. 2: the models cannot be run.
     """
     from outrider.services.hub.model_folder import model_folder
     from outrider.services.verify.command import VerifyOptions, run_verify

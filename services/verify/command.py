@@ -42,7 +42,7 @@ class VerifyOptions:
         device, dtype: Device and data type in the services' notation, including ``auto``.
         prompts: JSON lines file with prompts. None selects the built-in prompts.
         num_prompts, tokens: Number of prompts, and length of each answer in tokens.
-        samples: Number of sampled answers for the test of the output law (`law`).
+        samples: Number of sampled answers for the test of the distribution of the output (`law`).
         shape: Shape of the draft trees.
         as_json: True to print one JSON object instead of a table.
     """
@@ -63,13 +63,13 @@ class VerifyOptions:
 
 @dataclass(frozen=True, slots=True)
 class VerifiedRun:
-    """One run with speculation, compared with the run without speculation.
+    """One run with speculation, and its comparison with the run without speculation.
 
     Attributes:
         name: ``chain``, ``tree``, ``auto`` or ``mixed``.
         requests, tokens: Number of answers, and number of tokens in all answers.
         accept_length: Average number of tokens per round, over rounds with draft nodes.
-        differences: The first difference of each answer that is not equal, near-ties included.
+        differences: The first difference of each answer that is not equal, including near-ties.
         logprobs: The comparison of the log-probabilities.
         states: The comparison of the hidden states.
     """
@@ -129,7 +129,7 @@ class VerifyReport:
 
 
 def run_verify(options: VerifyOptions) -> int:
-    """Compare a target's answers with and without its draft, and print the report.
+    """Run `outrider verify`: compare a target's answers with and without its draft, and print the report.
 
     Returns:
         Exit code: 0 if speculation changed nothing, or 1 if it did.

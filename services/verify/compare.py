@@ -21,10 +21,10 @@ class Difference:
     """The first token at which two answers differ.
 
     Attributes:
-        request: The request's id, which names the option and the prompt.
+        request: Id of the request. The id names the sampling option and the prompt.
         token: Index of the differing token in the answers.
         off, on: The tokens without and with speculation, respectively. None if that answer ended earlier.
-        gap: How much lower the score of the worse of the two tokens is than the best score.
+        gap: Best score at this position, minus the score of the worse of the two tokens.
         allowed: Largest gap that rounding explains.
     """
 
@@ -44,7 +44,7 @@ class Difference:
 def ruled(
     logits: torch.Tensor, prompt: Sequence[int], output: Sequence[int], rules: LogitRules
 ) -> torch.Tensor:
-    """Return the logits ``[vocab]`` after biases and penalties. Forbidden tokens keep their logits.
+    """Return logits ``[vocab]`` after biases and penalties are applied. Forbidden tokens keep their logits.
 
     Args:
         logits: ``[vocab] float32``.

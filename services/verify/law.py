@@ -27,13 +27,13 @@ ALARM = 1e-4
 
 @dataclass(frozen=True, slots=True)
 class LawTest:
-    """Result of the test of the output law.
+    """Result of a chi-square test of the distribution of sampled tokens.
 
     Attributes:
-        samples: Number of answers.
+        samples: Number of sampled answers.
         temperature: Temperature at which the answers were sampled.
         outcomes: Number of outcomes that were counted separately.
-        p_value: Probability that correct samples deviate from the law at least this much.
+        p_value: Probability that samples from the correct distribution deviate from it at least this much.
     """
 
     samples: int
@@ -52,14 +52,14 @@ def check_law(
 ) -> LawTest:
     """Sample the first two tokens after a prompt, and compare the second with the target's probabilities.
 
-    Speculation produces the second token. The expected counts of second tokens are computed from the target's
+    Only the second token depends on speculation. Its expected counts are computed from the target's
     probabilities after each first token that was sampled.
 
     Args:
-        engine: The pair.
+        engine: The loaded target and draft.
         prompt: The prompt as token ids.
-        samples: Number of seeds.
-        speculation: The shape of the rounds.
+        samples: Number of sampled answers, each with its own seed.
+        speculation: The shape of the draft trees.
 
     Raises:
         OutriderError: A request failed.
@@ -106,10 +106,10 @@ def _spread(engine: PairEngine, prompt: Sequence[int]) -> SamplingParams:
 
 
 def chi_square(expected: Sequence[float], counted: Sequence[float]) -> tuple[float, int]:
-    """Return (p-value, number of cells) for counts and their expected values.
+    """Run a chi-square test, and return (p-value, number of cells).
 
-    Expected values below `LEAST_EXPECTED` share one cell, together with their counts. With fewer than two
-    cells, the p-value is 1.
+    Outcomes with expected counts below `LEAST_EXPECTED` are merged into one cell. With fewer than two cells,
+    the p-value is 1.
     """
     often = [pair for pair in zip(expected, counted, strict=True) if pair[0] >= LEAST_EXPECTED]
     rare = [pair for pair in zip(expected, counted, strict=True) if pair[0] < LEAST_EXPECTED]

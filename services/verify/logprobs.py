@@ -40,12 +40,12 @@ class LogprobComparison:
 def logprob_tolerance(engine: PairEngine, prompts: Iterable[Sequence[int]]) -> float:
     """Return the largest difference of two logprobs that rounding explains, in nats.
 
-    A logprob is a logit minus the logarithm of a sum of exponentials. Rounding may change the logit and the
-    logarithm, each by the largest gap between two scores that rounding can reverse (`NEAR_TIE`).
+    A logprob is a logit minus the logarithm of a sum of exponentials. Rounding may change both terms. Each
+    change is at most the largest gap between two scores that rounding can reverse (`NEAR_TIE`).
 
     Args:
-        engine: The pair.
-        prompts: Prompts as token ids. The largest logit after any of these prompts sets the scale.
+        engine: The loaded target and draft.
+        prompts: Prompts as token ids. The tolerance is proportional to the largest logit after any prompt.
     """
     scale = max(float(engine.logits(prompt).abs().max()) for prompt in prompts)
     return max(LEAST_TOLERANCE, 2 * NEAR_TIE.get(engine.decoder.dtype, 0.0) * scale)
@@ -61,7 +61,7 @@ def compare_logprobs(
     Args:
         requests: The requests by id.
         off, on: The answers without and with speculation, respectively.
-        tolerance: See `logprob_tolerance`.
+        tolerance: Largest difference that rounding explains; see `logprob_tolerance`.
     """
     compared, largest, worst = 0, 0.0, ""
     for name in requests:

@@ -29,7 +29,7 @@ from outrider.shared.spec.tree import DraftShape
 
 @dataclass
 class Answers:
-    """The answers of one run. Receives the events of the requests as an `EventSink`.
+    """The answers of one run of a target, collected from the events of its requests.
 
     Attributes:
         tokens: Request id → emitted tokens.
@@ -61,15 +61,15 @@ class Answers:
 
 
 class PairEngine:
-    """A loaded pair.
+    """An engine that runs a target and a draft in this process, without services.
 
     Args:
-        pair: The pair, which must have a draft method.
+        pair: The target and the draft. There must be a drafting method.
         room: Largest number of tokens of a sequence, including the nodes of a draft tree.
         shape: Shape of the largest draft tree.
 
     Raises:
-        CheckpointError, ConfigurationError: The pair cannot be loaded.
+        CheckpointError, ConfigurationError: The target or the draft cannot be loaded.
     """
 
     def __init__(self, pair: Pair, room: int, shape: DraftShape) -> None:
@@ -131,11 +131,11 @@ class PairEngine:
 
 
 def scores_of(logits: torch.Tensor, position: int, sampling: SamplingParams) -> torch.Tensor:
-    """Return scores ``[vocab] float32``. The token at the given position is the one with the largest score.
+    """Return the scores ``[vocab] float32`` by which sampling chooses a token: the largest score wins.
 
     Args:
         logits: ``[vocab] float32``.
-        position: Position of the token in the sequence.
+        position: Position of the chosen token in the sequence.
         sampling: The sampling parameters. For greedy sampling, the scores are the logits.
     """
     if sampling.temperature == 0:

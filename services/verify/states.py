@@ -16,9 +16,9 @@ from outrider.shared.base.token_states import TokenStates, join_states
 
 LEAST_TOLERANCE = 1e-3
 ROUNDINGS = 16
-"""Rounding may change the hidden states of a token by this multiple of `NEAR_TIE`, relative to their norm.
+"""Largest relative change of a token's hidden states that rounding explains, as a multiple of `NEAR_TIE`.
 
-The hidden states of another token differ by about 1.
+The change is relative to the norm of the hidden states. Hidden states of different tokens differ by about 1.
 """
 
 
@@ -31,7 +31,7 @@ class StateComparison:
         missing: Number of tokens whose states only one of the runs has.
         largest: Largest norm of a difference, relative to the norm of the hidden states.
         request: Id of the request with the largest difference. Empty if nothing differs.
-        tolerance: Largest difference that rounding explains.
+        tolerance: Largest relative difference that rounding explains.
     """
 
     compared: int

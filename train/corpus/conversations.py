@@ -46,7 +46,7 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Mix:
-    """Settings of the conversations.
+    """Settings for the mixture of topics in generated conversations.
 
     Attributes:
         split: The templates and entities that the conversations may use.

@@ -35,8 +35,8 @@ def perturb(rng: Random, question: str, answer: str) -> str:
     """Reword ``question``.
 
     Numbers, and words that also occur in ``answer``, stay in the question and keep their order. Other words
-    are sometimes dropped or replaced, and phrases are sometimes added before and after the question. The
-    result may be poor English, like the questions of users.
+    are sometimes dropped or replaced. Phrases are sometimes added before and after the question. The result
+    may be poor English, like the questions of users.
     """
     content = {_strip(w) for w in answer.split()}
     out = []

@@ -4,12 +4,13 @@ A program loads its part of the weight before it waits for the previous kernel, 
 weights.
 
 FP8 weights: converting weights to fp32 one number at a time takes longer than reading them from memory.
-`stay_rows` therefore reads eight numbers as one word (BYTES), and multiplies them as pairs of f16, which
+`stay_rows` therefore reads eight numbers as one word (BYTES), and multiplies them as pairs of f16. This type
 represents every e4m3 number exactly. Groups of four products are added in f16, and the groups' sums in fp32.
 
 Range: x is scaled by a power of two so that its largest number is below 16. A sum of four products is then
-below 4 * 448 * 16, less than 65504, the largest f16 number. A number of x that underflows is at most about
-2^-28 of the largest number. These effects change a sum by a fifth of the error of rounding it to bf16.
+below 4 * 448 * 16. This is less than 65504, the largest f16 number. Numbers of x below about 2^-28 of the
+largest one may underflow. All these effects together change a sum by a fifth of the error of rounding the sum
+to bf16.
 """
 
 from __future__ import annotations

@@ -40,11 +40,11 @@ def tiles_of(tensor: torch.Tensor, block_rows: int, block_columns: int) -> Tenso
 
 
 def readable_rows(tensor: torch.Tensor, block_rows: int) -> int:
-    """Return the number of rows of ``[rows, columns]`` that whole tiles may read.
+    """Return the number of rows of a matrix ``[rows, columns]`` that whole tiles may read.
 
-    The number can exceed the tensor's rows if the tensor's storage continues behind its last row. TMA takes
-    longer for a tile that reaches outside its map: a product of 96 rows measured slower than one of 128 rows.
-    The additional rows only affect rows of the product that are never stored.
+    The number can exceed the matrix's rows if the storage continues after the last row. Tiles that include
+    the additional rows are faster, because the tensor memory accelerator takes longer for a tile that reaches
+    outside its map. The additional rows only affect rows of the product that are never stored.
     """
     rows, columns = tensor.shape
     behind = tensor.untyped_storage().nbytes() // tensor.element_size() - tensor.storage_offset()

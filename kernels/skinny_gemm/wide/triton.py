@@ -1,11 +1,11 @@
 """Triton kernels of products of about 65 to 512 rows, fused with the next operation of a decoder layer.
 
-The package skinny_gemm documents the contract.
+`kernels.skinny_gemm` documents the ops.
 
-Here, the rows of x fill the tensor core's 64 rows, and the weight is the wide operand. The tensor memory
-accelerator loads the tiles of both operands, without registers and masks (rows and columns outside a matrix
-read as zeros). Programs with the same part of the weight are neighbours in launch order, so this part is read
-from memory only once.
+The rows of x fill the tensor core's 64 rows, and the weight is the wide operand. The tensor memory
+accelerator loads the tiles of both operands, without registers and masks. Rows and columns outside a matrix
+read as zeros. Programs that use the same part of the weight are neighbours in launch order, so this part is
+read from memory only once.
 
 SPLITS works as in the kernels for few rows: programs store fp32 parts, which the next kernel adds in order.
 """
@@ -122,7 +122,7 @@ def _wide_tiles(
 
 
 def fits(x: torch.Tensor, weight: torch.Tensor, half: int = 1) -> bool:
-    """Return whether these kernels can compute a product.
+    """Return whether the kernels for about 65 to 512 rows can compute a matrix product.
 
     The kernels need a suitable GPU, operands that a tensor map can express, and a head size that is a power
     of two.

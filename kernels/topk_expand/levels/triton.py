@@ -24,8 +24,9 @@ from outrider.kernels.topk_expand.parts.triton import MAX_BLOCK, UNFUSED, merged
 from outrider.kernels.topk_expand.types import Beam, Candidates, Noise
 
 _WHOLE_ROWS = 1
-"""Largest number of rows of a sequence that one program expands over the whole vocabulary. Measured with four
-rows, one launch took 5.6 µs and two launches took 3.9 µs."""
+"""Largest number of rows per sequence for which one program expands a whole sequence in a single launch.
+
+Measured with four rows per sequence, one launch took 5.6 µs and two launches took 3.9 µs."""
 
 
 @triton.jit

@@ -38,10 +38,10 @@ CHUNKED = 1024
 `_best_of_plain` explains the search.
 """
 CHUNKED_PROGRAMS = 256
-"""Least number of programs for the search of `CHUNKED`, which takes more steps per program. With fewer
-programs, the steps of a single program would determine the time of the launch."""
+"""Least number of programs for which the search `CHUNKED` is used. It takes more steps per program. With
+fewer programs, the steps of a single program would determine the time of the launch."""
 UNFUSED = {"enable_fp_fusion": False}
-"""Launch option of merges that turns fusion of products and sums off.
+"""Launch option of kernels that merge parts. It turns off the fusion of products and sums.
 
 With fusion, the lanes of one row might round differently and compute different log-sum-exps. Equal logits
 would then get scores that differ in the last bit, and would no longer be ordered by index."""
@@ -236,7 +236,7 @@ def merged(
 
 
 class Parts(NamedTuple):
-    """Results of the splits of a vocabulary.
+    """Best keys and log-sum-exps of each part (split) of the vocabulary.
 
     Attributes:
         keys: ``[rows, splits, topk] int64``, best keys of each split.

@@ -1,11 +1,13 @@
-"""Loop of `tree_attention` that folds tokens into the running softmax of (row, head of the group) pairs.
+"""Inner loop of `tree_attention`: adds tokens to the running softmax of (row, head of the group) pairs.
 
-The tensor core processes 64 rows of its left operand at a time. The kernel has two forms:
+A group consists of the query heads that share a K/V head. The tensor core processes 64 rows of its left
+operand at a time. The kernel has two forms:
 
 - Normally, the rows of the left operand are the pairs.
 - With TRANSPOSED, which is for few pairs, the rows of the left operand are token indices or head dimensions.
-  The pairs are the narrow side of the right operand. In this form, pairs are not padded to 64, K and V move
-  from shared memory to the tensor cores unchanged, and scores and results take few registers.
+  The pairs are the narrow side of the right operand. This form has three advantages: pairs are not padded to
+  64, K and V move from shared memory to the tensor cores unchanged, and scores and results take few
+  registers.
 """
 
 from __future__ import annotations

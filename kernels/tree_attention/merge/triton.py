@@ -1,4 +1,4 @@
-"""Merges the splits of `tree_attention`: within the program that ends last, or by a second launch.
+"""Merges partial results (splits) of `tree_attention`: in the program that ends last, or in a second launch.
 
 In both cases, the splits are added in the order of their numbers, so results do not depend on timing.
 """

@@ -1,9 +1,9 @@
 """plan_attention: cuts the K/V of a ragged batch into shares for `tree_attention`, on the device.
 
-In a ragged batch, the numbers of rows and tokens of each sequence are stored on the device only. A work list
-therefore assigns each program its block of rows and its token indices. The size of the grid depends on the
-number of rows alone, and the run time depends on the actual number of tokens. For a uniform batch, host
-integers determine the shares, without a work list.
+In a ragged batch, sequences have different numbers of rows and tokens, and these numbers are stored on the
+device only. A work list therefore assigns each program its block of rows and its token indices. The size of
+the grid depends on the number of rows alone, and the run time depends on the actual number of tokens. A
+uniform batch needs no work list, because its shares follow from numbers that the host knows.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def plan_attention(
     size: a sequence of 32,000 tokens among short ones is cut into many shares, and the short ones stay whole.
 
     The function never waits for the device and may be captured into a CUDA graph. Kernels that are launched
-    later may read the list before they wait for the kernel that precedes them.
+    later may read the work list before they wait for the kernel that precedes them.
 
     Args:
         kv_lens: ``[bs] int32``, number of cached tokens of each sequence, including those of this step. A
@@ -52,10 +52,10 @@ def plan_attention(
         rows: Number of rows of the step, including rows that belong to no sequence.
         max_query_len: Upper bound of the number of rows of a sequence, known on the host.
         heads: Query heads, a multiple of kv_heads.
-        kv_heads: Heads of the planes.
+        kv_heads: Number of K/V heads.
         dim: Width of a head.
         dtype: Type of the queries.
-        plane_dtype: Type of the planes; `dtype` if None.
+        plane_dtype: Type of the cached K and V; `dtype` if None.
 
     Returns:
         The work list for `tree_attention`. All layers with these heads and types can use the same list.

@@ -1,4 +1,4 @@
-"""Reference of plan_attention, in Python. The package documents the contract."""
+"""Reference of plan_attention, in Python. `kernels.tree_attention` documents the ops."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Triton version of plan_attention: one program. The package documents the contract.
+"""Triton version of plan_attention: one program. `kernels.tree_attention` documents the ops.
 
-The even size is the number of steps per program if `capacity` programs shared all steps evenly. The size of
-the shares is chosen in one of two ways:
+The even size is the number of steps per program if `capacity` programs shared all steps equally. A share is
+the part of a sequence's steps that one program does. The size of the shares is chosen in one of two ways:
 
 1. If all shares fit on the device together, with a size of at most twice the even size, the smallest such
    size is used. Then all programs start together.

@@ -23,16 +23,16 @@ _UNBOUNDED = 1 << 20  # tokens: more than any context that limits the number of 
 
 @dataclass(frozen=True, slots=True)
 class WorkSizes:
-    """Sizes of a work list and of the launches that use the list.
+    """Sizes of a work list for attention, and of the launches that use the list.
 
     Attributes:
-        rows: Rows of the step.
-        group: Query heads per K/V head.
-        kv_heads: Heads of the planes.
+        rows: Number of rows of the step.
+        group: Number of query heads per K/V head.
+        kv_heads: Number of K/V heads.
         blocks: Sizes of a program, as chosen for the most similar uniform batch. `blocks.splits` is not used.
-        capacity: Number of shares per K/V head that fill the device.
+        capacity: Number of shares (one per program) per K/V head that fill the device.
         least: Number of splits that every sequence may have, however short the splits become.
-        items: Upper bound of the number of items.
+        items: Upper bound of the number of items of the list.
         partial_rows: Upper bound of the number of rows of partial results.
         gathers: True if the last program of a block merges the block's splits. False if a second launch
             merges the splits.
@@ -51,7 +51,7 @@ class WorkSizes:
 
 @dataclass(frozen=True, slots=True)
 class WorkList:
-    """The shares of a ragged batch, made by `plan_attention`.
+    """Work list for attention over a ragged batch, made by `plan_attention`.
 
     An item is a row of `items`. It describes the work of one program for each K/V head. Its columns are:
 
@@ -89,21 +89,21 @@ def choose_work(
     bs: int, rows: int, max_query_len: int, group: int, kv_heads: int, block_d: int, itemsize: int,
     processors: int, roomy: bool,
 ) -> WorkSizes:  # fmt: skip
-    """Return the sizes of a work list.
+    """Return the sizes of a work list for attention over a ragged batch.
 
-    The sizes of a block are chosen for the most similar uniform batch, in which every sequence has
-    `max_query_len` rows, and which has at most the step's number of rows. The shares fill the device in the
-    same way as the programs of that batch.
+    The sizes of a block are chosen for the most similar uniform batch: every sequence has `max_query_len`
+    rows, and the number of rows in all is at most `rows`. The number of shares is chosen so that they fill
+    the device in the same way as the programs of that batch.
 
     Args:
         bs: Number of sequences, including idle ones.
         rows: Total number of rows of the sequences.
         max_query_len: Upper bound of the number of rows of a sequence.
         group: Query heads per K/V head.
-        kv_heads: Heads of the planes.
+        kv_heads: Number of K/V heads.
         block_d: Width of a head, padded.
         itemsize: Bytes per element of the queries.
-        processors: Multiprocessors of the device.
+        processors: Number of multiprocessors of the device.
         roomy: As for `choose_blocks`.
     """
     count = max(1, min(bs, rows // max(1, max_query_len)))
@@ -131,7 +131,7 @@ def choose_work(
 def _slots(
     count: int, pairs: int, blocks: Blocks, kv_heads: int, measured: bool, processors: int
 ) -> tuple[int, int]:
-    """Return the number of programs that fill the device, and the value of `WorkSizes.least`.
+    """Return the number of attention programs that fill the device, and the value of `WorkSizes.least`.
 
     Both numbers follow the choice of splits for uniform batches in `choose_blocks`.
     """
