@@ -122,7 +122,7 @@ def read_tiles(path: Path) -> list[Tried]:
 
 @contextlib.contextmanager
 def trying_alone(path: Path) -> Iterator[bool]:
-    """Context manager that keeps other processes from measuring tiles for the same file.
+    """Keep other processes from measuring tiles for the same file of results (a context manager).
 
     Concurrent measurements would slow each other down.
 

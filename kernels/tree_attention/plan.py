@@ -68,7 +68,9 @@ def choose_blocks(
     bs: int, rows: int, pairs: int, kv_heads: int, block_d: int, itemsize: int, max_kv_len: int,
     processors: int, roomy: bool = True
 ) -> Blocks:  # fmt: skip
-    """Return the sizes of a launch of the attention kernel, as measured on an H200 with bf16 heads of 128.
+    """Return the block sizes for a launch of the attention kernel.
+
+    They are the fastest ones that were measured on an H200, with bf16 heads of 128 elements.
 
     The token range of each split is determined on the device from the real lengths. A program whose range is
     empty ends immediately.
@@ -76,7 +78,7 @@ def choose_blocks(
     Args:
         bs: Number of sequences.
         rows: Total number of rows of the sequences.
-        pairs: Largest number of (row, head of the group) pairs of a sequence.
+        pairs: Largest number of query rows of a sequence, times the number of query heads per K/V head.
         kv_heads: Number of K/V heads.
         block_d: Width of a head, padded.
         itemsize: Bytes per element.

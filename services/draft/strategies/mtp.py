@@ -211,10 +211,10 @@ class _WaitingRows:
         return chunk.start - layer >= chunk.session.inherited_rows
 
     def join(self, index: int, layer: int, outputs: torch.Tensor) -> torch.Tensor:
-        """Return the input states of an MTP layer for the new rows of one prompt chunk.
+        """Return the input states of an MTP layer for one prompt chunk.
 
-        These are all states of the previous layer except the newest. The token that belongs to the newest
-        state is not known yet.
+        These are the states of the previous layer for this chunk, except the newest state, whose token is not
+        known yet. If the previous chunk has left such a state behind, it comes first.
 
         Args:
             index: Index of the chunk.

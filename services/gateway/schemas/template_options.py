@@ -14,7 +14,7 @@ MAX_VALUE_CHARS = 64
 
 
 def template_options(given: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Check and return the variables of the chat template that a client set.
+    """Check and return the variables that a client has set for the chat template.
 
     Raises:
         InvalidRequestError: If a key is not allowed, or a value is not a scalar.

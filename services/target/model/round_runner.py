@@ -66,14 +66,14 @@ class RoundRunner:
         max_nodes: Largest number of nodes of a tree.
         max_rows: Largest number of packed rows of a round.
         pages: Number of columns of the page table.
-        recorded_entries: Rounds with more entries than this number are not recorded. None records rounds of
-            all slots.
+        recorded_entries: Rounds with more entries than this number are not recorded. With None, there is no
+            limit.
 
     Attributes:
         table: The slots.
         buckets: Numbers of packed rows to which rounds are padded.
         batch: Entries and trees of the rounds.
-        recorded_entries: Largest number of entries of a round, or of one of its drafts, that is recorded.
+        recorded_entries: Largest number of entries of a recorded round.
     """
 
     def __init__(

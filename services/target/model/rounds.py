@@ -25,8 +25,8 @@ Moment = float | torch.cuda.Event
 class Marks:
     """Times at three moments of a round: its start, the end of drafting, and its end.
 
-    Drafting includes the drafter's work on earlier tokens. A round without drafts starts with its verify
-    pass.
+    Drafting includes the drafter's work on earlier tokens. In a round without drafts, the first two times are
+    the same.
 
     On a GPU, the times are CUDA events. On a CPU, they are seconds from `time.monotonic()`.
     """

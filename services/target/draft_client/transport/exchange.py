@@ -38,9 +38,10 @@ class Exchange(Protocol):
             state: The round states of all groups of sequences. This method writes the round's number into the
                 header of the state.
             trees: ``[n] uint8``, which receives the trees with their header.
-            expected: ``[1] int32``, which this method sets to the round's number.
+            expected: ``[1] int32``, which this method sets to the round's number. Trees whose header has
+                another number are not used.
             limit_s: Longest wait for the trees, in seconds, counted from the time when the state is complete.
-            ahead: True if the device may wait for work of the host. See `ExchangedRound.exchange`.
+            ahead: True if the device may wait until the host has sent or received a message. See `ExchangedRound.exchange`.
         """
         ...
 
