@@ -50,7 +50,8 @@ def test_without_a_url_a_server_of_the_pair_is_started(stack: Stack, tmp_path: P
     sizes = ["--num-prompts", "1", "--tokens", "8", "--exhaustive", "--output", str(output)]
     done = subprocess.run([*command, *sizes], capture_output=True, text=True, timeout=SEARCH_S)
     assert done.returncode == 0, done.stderr
-    assert "tree 10/4/16" in done.stdout or "chain 8" in done.stdout
+    # Which shapes are in the table and which one is best depends on measured times.
+    assert "best shape for these numbers of requests: " in done.stdout
     assert output.read_text().startswith("# Written by `outrider tune`.")
 
 
