@@ -17,10 +17,10 @@ from outrider.bench.options import (
     draft_folder,
     leave_on_terminate,
     numbers,
+    own_stack,
     result_file,
 )
-from outrider.services.stack.launch import free_port
-from outrider.services.stack.options import DEMO_TARGET, StackOptions, Transport
+from outrider.services.stack.options import DEMO_TARGET, Transport
 from outrider.shared.base.errors import ConfigurationError
 
 
@@ -53,14 +53,7 @@ def soak(
     if not minutes > 0:
         raise ConfigurationError(f"--minutes {minutes:g}: expected a number above 0.", field="--minutes")
     options = SoakOptions(
-        stack=StackOptions(
-            target=target or DEMO_TARGET,
-            draft=draft_folder(target, draft),
-            device=device,
-            dtype=dtype,
-            port=free_port(),
-            transport=transport,
-        ),
+        stack=own_stack(target, draft, transport, device, dtype),
         minutes=minutes,
         clients=clients,
         pause_s=pause,
@@ -104,14 +97,7 @@ def overload(
 
     leave_on_terminate()
     options = OverloadOptions(
-        stack=StackOptions(
-            target=target or DEMO_TARGET,
-            draft=draft_folder(target, draft),
-            device=device,
-            dtype=dtype,
-            port=free_port(),
-            transport=transport,
-        ),
+        stack=own_stack(target, draft, transport, device, dtype),
         requests=requests,
         capacity_s=capacity_seconds,
         max_tokens=numbers(max_tokens, "--max-tokens"),
@@ -192,14 +178,7 @@ def stall(
 
     leave_on_terminate()
     options = StallOptions(
-        stack=StackOptions(
-            target=target or DEMO_TARGET,
-            draft=draft_folder(target, draft),
-            device=device,
-            dtype=dtype,
-            port=free_port(),
-            transport=transport,
-        ),
+        stack=own_stack(target, draft, transport, device, dtype),
         streams=streams,
         repeats=repeats,
         quiet_s=quiet,

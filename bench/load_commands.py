@@ -16,13 +16,12 @@ from outrider.bench.options import (
     StackTransport,
     TargetDir,
     choice,
-    draft_folder,
     leave_on_terminate,
     numbers,
+    own_stack,
     result_file,
 )
-from outrider.services.stack.launch import free_port
-from outrider.services.stack.options import DEMO_TARGET, StackOptions, Transport
+from outrider.services.stack.options import Transport
 from outrider.shared.base.errors import ConfigurationError
 
 OMITTABLE = ("ignore_eos", "min_p", "seed", "speculation", "stream_options", "top_k", "top_p")
@@ -146,14 +145,7 @@ def serve(
     path_of_text = Route(choice(route, [kind.value for kind in Route], "--route"))
     own = url is None and grpc_address is None
     options = ServeOptions(
-        stack=StackOptions(
-            target=target or DEMO_TARGET,
-            draft=draft_folder(target, draft),
-            device=device,
-            dtype=dtype,
-            port=free_port(),
-            transport=transport,
-        ),
+        stack=own_stack(target, draft, transport, device, dtype),
         url=url,
         grpc=grpc_address,
         api=endpoint,
@@ -253,14 +245,7 @@ def mixed(
     if url is None and form is Api.OPENAI:
         raise ConfigurationError("--api openai needs the --url of a running server.", field="--url")
     options = MixedOptions(
-        stack=StackOptions(
-            target=target or DEMO_TARGET,
-            draft=draft_folder(target, draft),
-            device=device,
-            dtype=dtype,
-            port=free_port(),
-            transport=transport,
-        ),
+        stack=own_stack(target, draft, transport, device, dtype),
         url=url,
         api=form,
         api_key=api_key,
@@ -351,14 +336,7 @@ def prefix(
         path = result_file(output, "prefix-cost", placement(device, dtype)[0].type, force)
         raise typer.Exit(run_prefix_cost(measured, path))
     options = PrefixOptions(
-        stack=StackOptions(
-            target=target or DEMO_TARGET,
-            draft=draft_folder(target, draft),
-            device=device,
-            dtype=dtype,
-            port=free_port(),
-            transport=transport,
-        ),
+        stack=own_stack(target, draft, transport, device, dtype),
         url=url,
         api_key=api_key,
         chats=Chats(chats, turns, system_tokens, turn_tokens, answer_tokens, vocab, seed),

@@ -13,7 +13,8 @@ from typing import Annotated, Any
 
 import typer
 
-from outrider.services.stack.options import DEMO_DRAFT, Transport
+from outrider.services.stack.launch import free_port
+from outrider.services.stack.options import DEMO_DRAFT, DEMO_TARGET, StackOptions, Transport
 from outrider.shared.base.errors import ConfigurationError
 
 Prompts = Annotated[
@@ -67,6 +68,20 @@ Shape = Annotated[
         "(computed by transformers' modules), tiny …"
     ),
 ]
+
+
+def own_stack(
+    target: Path | None, draft: str | None, transport: Transport, device: str, dtype: str
+) -> StackOptions:
+    """Return the options of the services that a command starts itself, on a free port."""
+    return StackOptions(
+        target=target or DEMO_TARGET,
+        draft=draft_folder(target, draft),
+        device=device,
+        dtype=dtype,
+        port=free_port(),
+        transport=transport,
+    )
 
 
 def placement(device: str, dtype: str) -> tuple[Any, Any]:

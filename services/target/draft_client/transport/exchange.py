@@ -41,7 +41,8 @@ class Exchange(Protocol):
             expected: ``[1] int32``, which this method sets to the round's number. Trees whose header has
                 another number are not used.
             limit_s: Longest wait for the trees, in seconds, counted from the time when the state is complete.
-            ahead: True if the device may wait until the host has sent or received a message. See `ExchangedRound.exchange`.
+            ahead: True if the device may wait until the host has sent or received a message. See
+                `ExchangedRound.exchange`.
         """
         ...
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
+from support.grammar_rig import ENDS, SIZE
 from tokenizers import Tokenizer
 
 from outrider.services.target.grammar import backend
@@ -19,8 +19,6 @@ from outrider.services.target.grammar.xgrammar import XGrammar
 from outrider.shared.base.constraint import Constraint, ConstraintKind
 from outrider.shared.base.errors import ConfigurationError, InvalidRequestError
 
-FILE = Path(__file__).parents[4] / "models" / "demo" / "target" / "tokenizer.json"
-SIZE, ENDS = 4099, (0, 2)
 SCHEMA = json.dumps(
     {
         "type": "object",
@@ -31,16 +29,6 @@ SCHEMA = json.dumps(
 )
 KINDS = ConstraintKind
 Compile = Callable[[ConstraintKind, str], Grammar]
-
-
-@pytest.fixture(scope="module")
-def vocabulary() -> Vocabulary:
-    return Vocabulary(FILE, SIZE, ENDS)
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return Tokenizer.from_file(str(FILE))
 
 
 @pytest.fixture(params=[GrammarBackend.LLGUIDANCE, GrammarBackend.XGRAMMAR])

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from pathlib import Path
 
 import pytest
+from support.grammar_rig import FILE
 
 from outrider.services.target.grammar import compiler as module
 from outrider.services.target.grammar.backend import GrammarBackend
 from outrider.services.target.grammar.compiler import GrammarCompiler
 from outrider.shared.base.constraint import MAX_SOURCE_BYTES, Constraint, ConstraintKind
 from outrider.shared.base.errors import InvalidRequestError, OverloadedError
-
-FILE = Path(__file__).parents[4] / "models" / "demo" / "target" / "tokenizer.json"
 
 
 def regex(source: str, field: str = "regex") -> Constraint:

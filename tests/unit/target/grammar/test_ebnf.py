@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import random
-from pathlib import Path
 from typing import Any
 
 import jsonschema_rs
 import pytest
+from support.grammar_rig import FILE
 from support.random_schemas import random_schema
 from tokenizers import Tokenizer
 
@@ -17,7 +17,6 @@ from outrider.services.target.grammar.matcher import Grammar
 from outrider.services.target.grammar.vocabulary import Vocabulary
 from outrider.shared.base.constraint import Constraint, ConstraintKind
 
-FILE = Path(__file__).parents[4] / "models" / "demo" / "target" / "tokenizer.json"
 END = 2
 CLOSED = {"additionalProperties": False}
 
@@ -25,11 +24,6 @@ CLOSED = {"additionalProperties": False}
 @pytest.fixture(scope="module")
 def vocabulary() -> Vocabulary:
     return Vocabulary(FILE, 4096, (END,))
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return Tokenizer.from_file(str(FILE))
 
 
 def accepts(grammar: Grammar, tokenizer: Tokenizer, text: str) -> bool:

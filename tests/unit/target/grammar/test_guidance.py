@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
-from pathlib import Path
 
 import llguidance
 import numpy as np
 import pytest
+from support.grammar_rig import SIZE, check_refusal
 from tokenizers import Tokenizer
 
 from outrider.services.target.grammar import guidance
@@ -18,20 +18,8 @@ from outrider.services.target.grammar.vocabulary import Vocabulary
 from outrider.shared.base.constraint import Constraint, ConstraintKind
 from outrider.shared.base.errors import InvalidRequestError
 
-FILE = Path(__file__).parents[4] / "models" / "demo" / "target" / "tokenizer.json"
-SIZE, ENDS = 4099, (0, 2)
 SCHEMA = json.dumps({"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]})
 KINDS = ConstraintKind
-
-
-@pytest.fixture(scope="module")
-def vocabulary() -> Vocabulary:
-    return Vocabulary(FILE, SIZE, ENDS)
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return Tokenizer.from_file(str(FILE))
 
 
 def allows(matcher: Matcher, token: int) -> bool:
@@ -57,11 +45,8 @@ def allows(matcher: Matcher, token: int) -> bool:
 def test_what_cannot_be_enforced_is_refused(
     vocabulary: Vocabulary, kind: ConstraintKind, source: str, part: str
 ) -> None:
-    with pytest.raises(InvalidRequestError, match=part) as caught:
-        compile_grammar(Constraint(kind, source, field="a_field"), vocabulary)
-    assert caught.value.field == "a_field"
-    assert caught.value.message.startswith("a_field")
-    assert len(caught.value.message) < 600
+    constraint = Constraint(kind, source, field="a_field")
+    check_refusal(lambda one: compile_grammar(one, vocabulary), constraint, part)
 
 
 def test_a_token_that_takes_too_much_work_fails_this_output_only(
