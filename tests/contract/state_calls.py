@@ -54,7 +54,9 @@ def test_a_batch_may_want_hidden_states_of_some_prompts(stack: Stack) -> None:
     )
     metas = [one["meta_info"] for one in answer.json()]
     assert ["hidden_states" in meta for meta in metas] == [False, False, True, True]
-    assert metas[2]["hidden_states"] == metas[3]["hidden_states"]
+    for one, other in zip(metas[2]["hidden_states"], metas[3]["hidden_states"], strict=True):
+        # Batches of different sizes round differently.
+        np.testing.assert_allclose(one, other, atol=1e-3, rtol=1e-3)
 
 
 def test_a_prompt_alone_has_hidden_states(stack: Stack) -> None:

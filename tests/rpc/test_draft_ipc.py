@@ -207,6 +207,21 @@ def test_a_draft_that_hangs_up_before_the_mailbox_offer_leaks_no_descriptors(
     target.leave()
 
 
+def test_a_late_bulk_stream_does_not_end_the_next_connection(service: DraftService) -> None:
+    target = IpcTarget(service).start()
+    late = FrameSocket(connect(address(service).streams, 1.0))
+    hello = draft_pb2.BulkHello(target_id=target.hello.target_id, connection=1)
+    late.send(FrameKind.BULK_HELLO, hello.SerializeToString())
+    with pytest.raises(EndOfStream):
+        late.receive(TIMEOUT_S)
+    late.close()
+    target.open(7)
+    target.feed(7, len(PROMPT) - 1)
+    target.carrier.ping(draft_pb2.SessionRequest(ping=draft_pb2.Ping(nonce=5)))
+    wait_for(lambda: target.pongs == [5])
+    target.leave()
+
+
 def test_targets_that_come_and_go_leak_nothing(service: DraftService) -> None:
     """Must not depend on the garbage collector, which may not run for a long time."""
 

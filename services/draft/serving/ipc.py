@@ -99,7 +99,7 @@ class IpcServer:
             if kind is FrameKind.HELLO:
                 self._welcome(frames, draft_pb2.Hello.FromString(payload))
             else:
-                self._bulk(frames, draft_pb2.BulkHello.FromString(payload).target_id)
+                self._bulk(frames, draft_pb2.BulkHello.FromString(payload))
         except EndOfStream:
             self._forget(frames)
         except Exception as error:
@@ -120,6 +120,7 @@ class IpcServer:
                 files = frames.take_files(3 if offer.HasField("rounds") else 2)
                 answer, mapped = acknowledge(offer, files, self._protocol.device)
                 if mapped is not None:
+                    session.connection = offer.connection
                     # The engine thread must start to read the stream before the target receives this reply.
                     self._follow(hello.target_id, session, peer, mapped)
                 frames.send(FrameKind.MAILBOX, answer.SerializeToString())
@@ -139,11 +140,13 @@ class IpcServer:
             self._following[target_id] = session, peer, mapped
         self._protocol.loop.call(lambda: session.begin(peer, mapped))
 
-    def _bulk(self, frames: FrameSocket, target_id: str) -> None:
+    def _bulk(self, frames: FrameSocket, hello: draft_pb2.BulkHello) -> None:
         """Read a target's pings until it closes the connection."""
         with self._lock:
-            following = self._following.get(target_id)
-            if following is None:
+            following = self._following.get(hello.target_id)
+            # Each stream has its own thread, so the bulk stream of an earlier connection may arrive late. It
+            # must not end the session stream of the current connection.
+            if following is None or following[0].connection != hello.connection:
                 raise EndOfStream("the target has no open session stream")
             session, peer, mapped = following
             session.bulk = frames
@@ -187,6 +190,10 @@ class IpcSession(Source, Outlet):
         protocol: Handles the messages.
         frames: The connection to the target.
         left: Function that is called with this session when the session has ended.
+
+    Attributes:
+        connection: Number of the connection, which the bulk stream of the same connection repeats.
+        bulk: The bulk stream; None until it has arrived.
     """
 
     def __init__(
@@ -194,6 +201,7 @@ class IpcSession(Source, Outlet):
     ) -> None:
         self.frames = frames
         self.bulk: FrameSocket | None = None
+        self.connection = 0
         self._begun: tuple[Peer, Mapped] | None = None
         self._exchange: MailboxExchange | None = None
         self._protocol = protocol

@@ -1504,15 +1504,21 @@ class BulkHello(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     TARGET_ID_FIELD_NUMBER: _builtins.int
+    CONNECTION_FIELD_NUMBER: _builtins.int
     target_id: _builtins.str
+    connection: _builtins.int
+    """The `connection` of the accepted MailboxOffer. The draft closes a stream with another number: it belongs
+    to a connection that has ended.
+    """
     def __init__(
         self,
         *,
         target_id: _builtins.str = ...,
+        connection: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["target_id", b"target_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["connection", b"connection", "target_id", b"target_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1557,6 +1563,9 @@ class MailboxOffer(_message.Message):
     SESSION_FIELD_NUMBER: _builtins.int
     BULK_FIELD_NUMBER: _builtins.int
     ROUNDS_FIELD_NUMBER: _builtins.int
+    CONNECTION_FIELD_NUMBER: _builtins.int
+    connection: _builtins.int
+    """A random number that names this connection in BulkHello. 0 if the target is older than this field."""
     @_builtins.property
     def session(self) -> Global___Mailbox: ...
     @_builtins.property
@@ -1573,10 +1582,11 @@ class MailboxOffer(_message.Message):
         session: Global___Mailbox | None = ...,
         bulk: Global___Mailbox | None = ...,
         rounds: Global___RoundsMailbox | None = ...,
+        connection: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["bulk", b"bulk", "rounds", b"rounds", "session", b"session"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bulk", b"bulk", "rounds", b"rounds", "session", b"session"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bulk", b"bulk", "connection", b"connection", "rounds", b"rounds", "session", b"session"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -7,6 +7,7 @@ receives pongs on the bulk socket, and detects the end of the connection.
 from __future__ import annotations
 
 import contextlib
+import secrets
 import threading
 import time
 import weakref
@@ -67,6 +68,7 @@ class IpcCarrier(Carrier):
         self._device = device
         self._channel = open_channel(address.grpc)
         self._weights = WeightCalls(self._channel)
+        self._number = secrets.randbits(64)
         self._lock = threading.Lock()
         self._sockets: list[FrameSocket] = []
         self._rows: RowsOutbox | None = None
@@ -93,9 +95,8 @@ class IpcCarrier(Carrier):
             offered = self._agree(self._offers_rounds and Feature.SLOTTED_ROUNDS in features)
             self.tensors, self._rows = offered.session, RowsOutbox(offered.bulk, self.send)
             self._bulk = self._connect()
-            self._bulk.send(
-                FrameKind.BULK_HELLO, draft_pb2.BulkHello(target_id=target_id).SerializeToString()
-            )
+            hello = draft_pb2.BulkHello(target_id=target_id, connection=self._number)
+            self._bulk.send(FrameKind.BULK_HELLO, hello.SerializeToString())
 
     def follow(self, on_pong: Callable[[draft_pb2.Pong], None]) -> None:
         with _lost():
@@ -173,6 +174,7 @@ class IpcCarrier(Carrier):
                 reason = error.message
                 log.warning("cannot make a mailbox on the GPU", reason=reason)
                 continue
+            offered.offer.connection = self._number
             try:
                 self._session.send(FrameKind.MAILBOX, offered.offer.SerializeToString(), offered.files)
             finally:
