@@ -1,7 +1,7 @@
 """`outrider bench stall`: sends request bodies that are slow to parse, and measures pauses of other streams.
 
-The bodies are malformed lists, texts of the largest size that the gateway accepts, and large requests to the
-routes for tokens. If the gateway parsed such a body on its event loop, all streams would stop meanwhile.
+The bodies are malformed lists, very long texts over REST and gRPC, and large requests to the routes for
+tokens. If the gateway parsed such a body on its event loop, all streams would stop meanwhile.
 
 Other programs on the machine also cause pauses. The command therefore also measures how long the gateway's
 threads run for each body, beyond the time that they run for the streams. A body cannot stop the streams for
@@ -26,10 +26,13 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import grpc
+
 from outrider.bench.faults.processes import cpu_seconds
 from outrider.bench.faults.questions import CHAT, COMPLETIONS, GENERATE
 from outrider.bench.measure.clock import percentile
 from outrider.bench.report.record import Result, Row, finish
+from outrider.gateway.v1 import gateway_pb2, gateway_pb2_grpc
 from outrider.services.stack.launch import running_stack
 from outrider.services.stack.options import StackOptions
 from outrider.shared.base.errors import UnavailableError
@@ -40,7 +43,11 @@ STREAM_TOKENS = 1000
 AFTER_S = 0.2
 """Time after an answer in which a pause still counts for its body."""
 MIB = 1 << 20
+GRPC_SHARE = 4
+"""Size of the texts that are sent over gRPC, divided by the size of the bodies for REST."""
 JSON = {"content-type": "application/json"}
+REFUSED = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.OUT_OF_RANGE)
+COMPLETE = f"/{gateway_pb2.DESCRIPTOR.services_by_name['Inference'].full_name}/Complete"
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,14 +71,23 @@ class StallOptions:
 
 @dataclass(frozen=True, slots=True)
 class Body:
-    """One expensive request: its route and its content."""
+    """One expensive request.
+
+    Attributes:
+        path: The route of REST, or `COMPLETE` for a call over gRPC.
+        content: The JSON body, or the serialised message.
+    """
 
     path: str
     content: bytes
 
 
 def expensive_bodies(size: int = MIB) -> dict[str, Body]:
-    """Return the bodies by name. Each one has about `size` bytes, or a tenth of it if its name says so."""
+    """Return the bodies by name.
+
+    A body for REST has about `size` bytes, or a tenth of this size if its name says so. A message for gRPC
+    has `GRPC_SHARE` times this size.
+    """
 
     def filled(path: str, before: str, element: str, after: str, share: float = 1.0) -> Body:
         count = max(1, int(size * share) // (len(element) + 1))
@@ -80,6 +96,10 @@ def expensive_bodies(size: int = MIB) -> dict[str, Body]:
     def text(path: str, before: str, after: str, part: str, share: float = 1.0) -> Body:
         count = max(1, int(size * share) // len(part))
         return Body(path, f"{before}{part * count}{after}".encode())
+
+    def call(part: str) -> Body:
+        request = gateway_pb2.CompleteRequest(text=part * (GRPC_SHARE * size // len(part)))
+        return Body(COMPLETE, request.SerializeToString())
 
     chat = ('{"messages":[{"role":"user","content":"', '"}],"max_tokens":1}')
     many = ",".join(f'"field{number}":1' for number in range(max(1, size // 20)))
@@ -98,6 +118,8 @@ def expensive_bodies(size: int = MIB) -> dict[str, Body]:
         "digits to tokenize": text("/tokenize", '{"prompt":"', '"}', "1234567890"),
         "token ids to detokenize": filled("/detokenize", '{"tokens":[', "77", "]}"),
         "token ids as prompt": filled(GENERATE, '{"input_ids":[', "77", "]}"),
+        "words over gRPC": call("word and word "),
+        "digits over gRPC": call("1234567890"),
     }
 
 
@@ -138,13 +160,13 @@ def run_stall(options: StallOptions) -> int:
         ) as stack:
             gateway = stack.supervisor.child("gateway").process_id
             assert gateway is not None
-            return _measure(options, stack.url, gateway)
+            return _measure(options, stack.url, f"127.0.0.1:{options.stack.grpc}", gateway)
     except Exception:
         print(*log, sep="\n", file=sys.stderr)
         raise
 
 
-def _measure(options: StallOptions, url: str, gateway: int) -> int:
+def _measure(options: StallOptions, url: str, grpc_address: str, gateway: int) -> int:
     rows, statuses = [], {}
     with _streams(url, options.streams) as arrivals:
         began, ran = time.perf_counter(), cpu_seconds(gateway)
@@ -161,7 +183,8 @@ def _measure(options: StallOptions, url: str, gateway: int) -> int:
             pauses: list[float] = []
             began, ran = time.perf_counter(), cpu_seconds(gateway)
             for _ in range(options.repeats):
-                pauses += _window(arrivals, partial(_answer, url, body, answers))
+                send = partial(_call, grpc_address) if body.path == COMPLETE else partial(_post, url)
+                pauses += _window(arrivals, partial(_answer, send, body, answers))
             statuses[name] = sorted({status for status, _ in answers})
             more_s = cpu_seconds(gateway) - ran - share * (time.perf_counter() - began)
             cpu_s = max(0.0, more_s / options.repeats)
@@ -259,23 +282,36 @@ def _follow(url: str, number: int, times: list[float], stop: threading.Event) ->
         connection.close()
 
 
-def _answer(url: str, body: Body, answers: list[tuple[int, float]]) -> None:
-    answers.append(_send(url, body))
-
-
-def _send(url: str, body: Body) -> tuple[int, float]:
-    """Send a body. Return the status of its answer and the seconds until it. 0 if the connection broke."""
-    connection = _connect(url)
+def _answer(send: Callable[[Body], int], body: Body, answers: list[tuple[int, float]]) -> None:
     began = time.perf_counter()
+    status = send(body)
+    answers.append((status, time.perf_counter() - began))
+
+
+def _post(url: str, body: Body) -> int:
+    """Send a body over REST. Return the status of the answer; 0 if the connection broke."""
+    connection = _connect(url)
     try:
         connection.request("POST", body.path, body.content, JSON)
         reply = connection.getresponse()
         reply.read()
-        return reply.status, time.perf_counter() - began
+        return reply.status
     except (OSError, http.client.HTTPException):
-        return 0, time.perf_counter() - began
+        return 0
     finally:
         connection.close()
+
+
+def _call(address: str, body: Body) -> int:
+    """Send a message over gRPC. Return the status of REST that corresponds to the status of the call."""
+    with grpc.insecure_channel(address) as channel:
+        try:
+            stub = gateway_pb2_grpc.InferenceStub(channel)
+            for _ in stub.Complete(gateway_pb2.CompleteRequest.FromString(body.content), timeout=TIMEOUT_S):
+                pass
+        except grpc.RpcError as error:
+            return 400 if error.code() in REFUSED else 500
+    return 200
 
 
 def _connect(url: str) -> http.client.HTTPConnection:
