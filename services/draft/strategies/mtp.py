@@ -71,9 +71,9 @@ class MtpStrategy(PagedStrategy):
             # state, so layer 0 computes m earlier rows again to supply it.
             rewind=model.stages - 1,
         )
-        # The states of waiting rows are stored under the number of a session's first page (`StageStates`), so
-        # no two sessions may share that page.
-        super().__init__(info, model, pool, attention, shares=False)
+        # With several layers, the states of waiting rows are stored under the number of a session's first
+        # page (`StageStates`). No two sessions may then share that page.
+        super().__init__(info, model, pool, attention, shares=model.stages == 1)
         self._model = model
 
     def feature_spec(self, target: TargetInfo | None) -> FeatureSpec:
