@@ -38,9 +38,9 @@ class Reachability:
         self._listens = False
 
     def is_long(self) -> bool:
-        """Return True if nothing listens now and the first call was at least `ABSENT_S` seconds ago.
+        """Return True if nothing listens now, at least `ABSENT_S` seconds after the first call of this method.
 
-        The method tries to connect to the draft service's address at most once per `LOOK_S` seconds.
+        This method tries to connect to the draft service's address at most once per `LOOK_S` seconds.
         """
         now = self._now()
         if self._since is None:

@@ -9,8 +9,8 @@ On a CPU, or if the trees of a round come from the host, the loop reads a round 
 one (a lookahead of 0).
 
 An output may have a form, i.e. a constraint such as a JSON schema. The host must then know all earlier tokens
-before the next tokens can be chosen. A round with such an output is *open* when it is launched: the device
-starts with its forward pass. The host completes the round as soon as it has read all earlier passes:
+before the next tokens can be chosen. A round with such an output is launched as an *open* round: the device
+starts with the forward pass. The host completes the round as soon as it has read all earlier passes:
 
     device    | choose n | forward n + 1                                | choose n + 1 | …
     host      launch n + 1 · wait for n · complete n + 1 · deliver n · launch n + 2 …

@@ -308,8 +308,8 @@ class TargetEngine(Steppable):
     def step_failed(self, error: Exception) -> None:
         """Fail the requests of the batch after an exception in a step. Requests in the queue stay there.
 
-        Requests fail with the code INTERNAL. An `UnavailableError`, which reports the loss of a rank, instead
-        keeps its code and reason, so that clients retry.
+        The requests fail with the code INTERNAL. After an `UnavailableError`, i.e. the loss of a rank, they
+        fail with the code and reason of this error, so that clients retry.
         """
         code, reason = (
             (error.code, error.reason) if isinstance(error, UnavailableError) else (ErrorCode.INTERNAL, None)
