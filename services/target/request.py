@@ -141,7 +141,7 @@ class GenerationRequest:
         constraint: The constraint on the output. None if any output is allowed.
         grammar: The compiled constraint. None if there is no constraint.
         cache_salt: Only requests with the same salt share stored prefixes.
-        traceparent: Trace context of the target's tracing span for this request, which is sent to the draft.
+        traceparent: Trace context of the target's tracing span for this request. It is sent to the draft.
             Empty if the request is not traced.
         resume_ids: Tokens that another target has already emitted for this request. They count as output.
         states: The states of tokens that the client wants, such as hidden states.

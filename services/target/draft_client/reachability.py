@@ -38,7 +38,7 @@ class Reachability:
         self._listens = False
 
     def is_long(self) -> bool:
-        """Return True if nothing listens now, at least `ABSENT_S` seconds after the first call of this method.
+        """Return True if nothing listens now, `ABSENT_S` seconds or more after this method's first call.
 
         This method tries to connect to the draft service's address at most once per `LOOK_S` seconds.
         """

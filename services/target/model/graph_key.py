@@ -20,8 +20,8 @@ class GraphKey(NamedTuple):
         mode: The sampling mode. None if the graph serves every mode.
         shape: Shape of the trees of a draft.
         capture: True if feature rows are computed and stored.
-        masked: True if the verify pass is split into two parts. The host finds the allowed tokens between
-            them.
+        masked: True if the verify pass is split in two, so that the host can find the allowed tokens in
+            between.
         drafter: The part of the key that the drafter supplies.
         draft_dependent: True if the graph reads the drafter's tensors, the plane of feature rows or the
             projection of features. Such graphs become invalid when another draft connects. Graphs of plain

@@ -44,7 +44,7 @@ class ScoredPrompt:
 
 
 def score_prompts(decoder: Decoder, hidden: torch.Tensor, chunks: Seq[PrefillChunk]) -> list[ScoredPrompt]:
-    """Enqueue the computation of the logprobs of prompt tokens, as far as clients want them.
+    """Enqueue the computation of the logprobs of those prompt tokens whose logprobs clients want.
 
     Args:
         decoder: The target model.

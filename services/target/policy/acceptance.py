@@ -135,10 +135,10 @@ class DrafterAcceptance:
         """Return the `MAX_DEPTH` estimates p_1, p_2, …, i.e. the acceptance probability at each depth.
 
         The prior of an estimate comes from the other kinds of sampling and the other form (tree or chain). If
-        none of their rounds reached this depth, the prior is the estimate of the previous depth.
+        no such round reached this depth, the prior is the estimate of the previous depth.
 
-        Depths greater than 1 get a bonus of up to one standard deviation, which shrinks to zero with more
-        trials. Without the bonus, a few unlucky trials could end the use of deep drafts, and their acceptance
+        Depths greater than 1 get a bonus of up to one standard deviation. More trials reduce the bonus to
+        zero. Without the bonus, a few unlucky trials could end the use of deep drafts, and their acceptance
         would never be measured again. Depth 1 gets no bonus, because its acceptance mostly determines whether
         drafting is worthwhile.
         """

@@ -239,7 +239,7 @@ class SpeculationController:
         """Learn costs, the speedup over plain rounds and each request's acceptance from an executed round.
 
         Returns:
-            The seconds that the round has saved: how much longer plain rounds would have taken for the same
+            The seconds that the round has saved, compared with plain rounds that yield the same number of
             tokens. 0 if plain rounds would have been faster, or if a request of the round has a fixed tree
             shape.
         """
@@ -316,7 +316,7 @@ class SpeculationController:
 
     @property
     def speedup_estimate(self) -> float | None:
-        """Speedup: tokens per second of recent rounds with drafts, divided by that of plain rounds.
+        """Speedup: tokens per second of recent rounds with drafts, divided by those of plain rounds.
 
         Rounds of the same batch size are compared. None until both a round with drafts and a plain round have
         been measured.

@@ -13,9 +13,10 @@ roots. Each part of a round is estimated from measured times (`Estimate`). There
 
 Batch buckets are powers of 2. The times of sizes that were never executed are interpolated or extrapolated.
 
-An unsure estimate is limited by the estimates of larger work. The estimate for a pass is at most the estimate
-for a pass over more rows. The estimate for a draft is at most the estimate for a deeper draft. Otherwise, one
-slow measurement could end the use of a shape. The shape would then never be measured again.
+An estimate is *unsure* if it has few or only old measurements. The estimates of larger work limit an unsure
+estimate. The estimate for a pass is at most the estimate for a pass over more rows. The estimate for a draft
+is at most the estimate for a deeper draft. Without these limits, one slow measurement could end the use of a
+shape. The shape would then never be measured again.
 """
 
 from __future__ import annotations

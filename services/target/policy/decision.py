@@ -49,8 +49,8 @@ class Decision:
         A look consists of rounds that only measure another tree shape.
 
         Args:
-            usual_s: Estimated seconds of a round of the look. It applies to all rounds of the look so far,
-                because the first rounds of a shape may be unusually slow.
+            usual_s: Estimated seconds of a round of the look. The estimate also replaces the times of the
+                look's earlier rounds, because the first rounds of a shape may be unusually slow.
             catch_up_s: Seconds in which the drafter processed earlier tokens in this round.
             tokens: Number of tokens of this round.
         """

@@ -8,10 +8,10 @@ the time of all rounds, for all requests together.
 The next look measures the shape with the smallest sum of two numbers: the losses of its past looks, and the
 estimated loss of its next look. Cheap shapes are therefore measured more often.
 
-A possible look is *unsure* if its estimated loss may be too large. This is the case if the drafter is new, or
-if only a few rounds with the shape were measured. It could take too long until the budget allows a full look
-of this loss. An unsure look may therefore be brief: it has as many rounds as the budget can pay. A brief look
-ends early if it loses more than the budget.
+A possible look is *unsure* if the estimate of its loss may be too high. This is the case if the drafter is
+new, or if only a few rounds with the shape were measured. It could take too long until the budget allows a
+full look of this loss. An unsure look may therefore be brief: it has only as many rounds as the budget
+allows. A brief look ends early if it loses more than the budget.
 """
 
 from __future__ import annotations

@@ -161,7 +161,7 @@ def record_graphs(
     to_console: bool,
     stopped: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Record the first CUDA graphs of `list_graphs`. The engine records the further graphs while it is idle.
+    """Record the first CUDA graphs that `list_graphs` lists. The engine records the further ones while idle.
 
     If a draft that needs other features connects later, the engine records the graphs again.
 
@@ -195,7 +195,7 @@ def record_graphs(
 
 
 def list_graphs(recordings: Recordings, plan: GraphPlan) -> RecordingList:
-    """List the CUDA graphs to record in advance: before the server is ready, and later while it is idle.
+    """List the CUDA graphs to record: before the server is ready, and later while the server is idle.
 
     Before the server is ready, only greedy rounds are recorded: plain rounds of a few sizes, and the default
     tree of a single request. Later, these graphs follow: rounds in which all requests have the same tree
@@ -231,9 +231,9 @@ def compile_kernels(
     rounds with sampled requests. They are compiled even if no CUDA graphs are recorded. Kernels of further
     graphs are compiled while the engine is idle.
 
-    Kernels are found by a rehearsal, i.e. by running passes without launching kernels. A rehearsal is
-    impossible with other ranks, or if attention needs values that a rehearsal does not compute. Kernels are
-    then compiled at their first launch, and this is logged.
+    A rehearsal finds the kernels: it runs passes without launching kernels. A rehearsal is impossible if the
+    model has several ranks, or if attention needs values that a rehearsal does not compute. Kernels are then
+    compiled at their first launch, and this is logged.
 
     Args:
         engine: Provides the recordings.
