@@ -4,9 +4,8 @@ The draft receives these messages, in order, on one stream:
 
 - SlotsOpen, when a connection begins.
 - RoundsNext, once per round, as soon as the target has enqueued the round. It lists the sessions that join a
-  slot, the slots that draft, the tokens that the target has read since its last message, and the slots that
-  have become free.
-- SlotsUpdate, if no round follows soon. It lists only the newly read tokens and the newly free slots.
+  slot, the slots that draft, the tokens that are new since the last message, and the newly free slots.
+- SlotsUpdate, if no round follows soon. It lists only the new tokens and the newly free slots.
 
 A *series* of rounds lasts until a round fails. All sessions in slots are then opened again, because the draft
 may lack some of their feature rows. Most feature rows need not be sent again, because the draft keeps those

@@ -6,9 +6,9 @@ A round with such trees can start only after the host has read the previous roun
     host            wait for n · commit n, announce n + 1 · deliver n … wait for the trees · launch n + 1
     remote draft                           | extend by n, draft n + 1  |
 
-The host announces the next round as soon as it has read a round, because a draft in another process idles
-until then. If no sequence drafts in a round, the host enqueues the round before it has read the previous
-round. The drafter receives the tokens of such a round later, in larger commits.
+A draft in another process idles until the next round is announced. The host therefore announces this round as
+soon as it has read the previous round. If no sequence drafts in a round, the host enqueues the round before
+it has read the previous round. The drafter receives the tokens of such a round later, in larger commits.
 
 If the tree of a sequence in mode `on` is late, only this sequence waits. Rounds run without the sequence
 until the tree arrives or the wait ends. A stopped draft therefore delays only sequences in mode `on`.

@@ -57,8 +57,8 @@ class Round:
         provisional: True if a piece of the round ran without a CUDA graph. Later rounds of the same size then
             probably take less time.
         logprobs: ``[M, WORDS] int32`` in host memory, as in `PassResult`. None if no client wants logprobs.
-        tap: Receives the states of tokens, and the logprobs of the tokens that clients have named. None if no
-            client wants them.
+        tap: Receives states of tokens, such as hidden states, and logprobs of tokens that clients have named.
+            None if no client wants such data.
     """
 
     number: int

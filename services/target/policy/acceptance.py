@@ -30,7 +30,7 @@ PRIOR_ACCEPTANCE = 0.6
 """Estimate of p_1 before any round has been measured."""
 OTHERS_STRENGTH = 12.0
 """Largest weight, as a number of rounds, of the prior that comes from other rounds: from rounds with other
-kinds of sampling, and from rounds with the other form (tree or chain)."""
+kinds of sampling, and from rounds with the other type (tree or chain)."""
 FADING = 0.99
 """Factor by which each decision reduces the weight of outdated trials.
 
@@ -134,7 +134,7 @@ class DrafterAcceptance:
     def rates(self, kind: SamplingKind, chain: bool) -> list[float]:
         """Return the `MAX_DEPTH` estimates p_1, p_2, …, i.e. the acceptance probability at each depth.
 
-        The prior of an estimate comes from the other kinds of sampling and the other form (tree or chain). If
+        The prior of an estimate comes from the other kinds of sampling and the other type (tree or chain). If
         no such round reached this depth, the prior is the estimate of the previous depth.
 
         Depths greater than 1 get a bonus of up to one standard deviation. More trials reduce the bonus to

@@ -6,9 +6,9 @@ second of the whole batch. `partition` divides the requests of the batch among t
 executed rounds (`observe`).
 
 A decision is kept for several rounds, because a change of shape needs other CUDA graphs. Estimates become
-outdated, so a decision may include a *look* (see `looks`): for a few rounds, some requests draft with an
-unused shape, or all requests decode plainly. A new drafter is first used in looks. The time that looks may
-lose is limited for the whole server.
+outdated. A decision may therefore include a *look* (see `looks`), which lasts a few rounds. In a look, some
+requests draft with an unused shape, or all requests decode plainly. A new drafter is first used in looks. The
+time that looks may lose is limited for the whole server.
 
 The estimates are kept when requests end, and when a draft with the same identity reconnects. The controller
 runs no model, so tests can run it against simulated machines.

@@ -5,7 +5,7 @@
 In this module, a row is one tree node of the verify pass. Rows are counted over all sequences and include the
 roots. Each part of a round is estimated from measured times (`Estimate`). There is one estimate for:
 
-- drafts of each combination of depth, form (tree or chain) and bucket of batch sizes;
+- drafts of each combination of depth, type (tree or chain) and bucket of batch sizes;
 - plain verify passes of each batch size;
 - other verify passes of each combination of batch bucket and rows;
 - the rest, i.e. the idle time of the device between two rounds, for each batch bucket, with or without
