@@ -130,9 +130,8 @@ class Recorder:
     def hear(self) -> None:
         """Accept the calls of `ask` since the last call of `hear`.
 
-        Call this method before each check for a new draft.
-        The draft may have changed just before a call of `ask`. The event of this call is therefore set only
-        after the next check has ended.
+        Call this method before each check for a new draft. The draft may have changed just before a call of
+        `ask`. The event of this call is therefore set only after the next check has ended.
         """
         while self._asked:
             self._heard.append(self._asked.popleft())

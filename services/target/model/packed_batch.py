@@ -27,8 +27,8 @@ class SamplingMode(Enum):
         GREEDY: All sequences are greedy.
         NOISE: Some sequences are sampled, but none is filtered.
         FILTERED: Some of the sampled sequences use top-k, top-p or min-p.
-        FULL: Some sequences have rules for their logits (`kernels/logit_rules`) or want logprobs. Filters are
-            included.
+        FULL: Some sequences have rules for their logits (`kernels/logit_rules`) or want logprobs. This
+            mode also filters.
     """
 
     GREEDY = "greedy"

@@ -103,7 +103,7 @@ class OpenRound:
     Attributes:
         number, entries, starts, launched_at: As in `Round`.
         size: Size of the verify pass.
-        begun: Time of the start. None if the round starts with its verify pass.
+        begun: Time of the round's start. None if the round starts with its verify pass.
         provisional_runs: `GraphCache.provisional_runs` before the round.
         tap: As in `Round`.
         work: Enqueues the forward pass, and then the rest of the verify pass.

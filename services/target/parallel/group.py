@@ -129,7 +129,7 @@ class RankGroup:
     def close(self) -> None:
         """End the other ranks, and wait for the rank processes that this process has started.
 
-        All ranks must leave NCCL together, because each rank waits there for the others. If a rank does not
+        All ranks must leave NCCL together, because leaving waits for the other ranks. If a rank does not
         leave within `STOP_TIMEOUT_S` seconds, this process exits without leaving NCCL.
         """
         self._lead.close()

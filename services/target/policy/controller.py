@@ -10,8 +10,7 @@ outdated. A decision may therefore include a *look* (see `looks`), which lasts a
 requests draft with an unused shape, or all requests decode plainly. A new drafter is first used in looks. The
 time that looks may lose is limited for the whole server.
 
-The estimates are kept when requests end, and when a draft with the same identity reconnects. The controller
-runs no model, so tests can run it against simulated machines.
+The estimates are kept when requests end, and when a draft with the same identity reconnects.
 """
 
 from __future__ import annotations

@@ -144,7 +144,8 @@ class RoundCosts:
         """Return the estimated duration, in seconds, of a verify pass without drafts at this batch size.
 
         If this size has not been measured, interpolate between the nearest measured sizes. Before the first
-        pass without drafts, return the duration of the shortest verify pass. Return None before any pass.
+        pass without drafts, return the duration of the shortest verify pass. Return None if no verify pass
+        has been measured.
         """
         exact = self._plain.get(batch_size)
         if exact is not None:

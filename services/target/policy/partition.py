@@ -145,8 +145,8 @@ class Partitions:
 
         Args:
             kept: The tree shapes in use.
-            advantage: Other shapes replace `kept` only if their tokens per second are at least this multiple
-                of those of `kept`.
+            advantage: Other shapes replace `kept` only if they have at least this multiple of its tokens per
+                second.
         """
         offered, best = self.offered, self.plain
         for shape in offered:

@@ -60,7 +60,7 @@ class WarmUpRequest:
         speculation: Speculation mode and tree shape.
         temperature: Sampling temperature.
         tokens: Largest number of tokens of the answer.
-        optional: True if the request is skipped once the warm-up has taken long.
+        optional: True if the request is skipped when the warm-up takes long.
     """
 
     speculation: SpeculationParams

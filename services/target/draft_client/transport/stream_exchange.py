@@ -4,8 +4,8 @@ To save time, as much work as possible happens early:
 
 - While the device computes the round's state, the host sends the message RoundsNext. The host also encodes
   the header of the message that carries the state.
-- If the draft accepts compact states (`StateLayout.compact`), the feature rows of rejected nodes are not
-  sent.
+- If the draft accepts compact states (`StateLayout.compact`), a state omits the feature rows of rejected
+  nodes.
 - On a GPU, the host enqueues the next verify pass before the trees for this pass have arrived. The GPU waits
   for a word in host memory. The host writes this word when the trees have arrived (`shared.rpc.relay`).
 - The host busy-polls (`shared.rpc.polling`), because waking a sleeping thread would delay states and trees.
