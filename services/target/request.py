@@ -136,7 +136,7 @@ class GenerationRequest:
         ignore_eos: True if the model's end-of-sequence tokens do not end the sequence.
         deadline: Time at which the request fails, from `time.monotonic()`. None sets no deadline.
         priority: Requests with higher values are admitted first, and may displace requests with lower values.
-        tenant: Name of the party whose requests share a part of the server. Empty if the request has no tenant.
+        tenant: Name of the party whose requests share a part of the server. Empty if there is none.
         logprobs: The log-probabilities that the client wants.
         constraint: The constraint on the output. None if any output is allowed.
         grammar: The compiled constraint. None if there is no constraint.
