@@ -13,9 +13,9 @@ from committed tokens):
     [S + topk, S + 2 * topk)     level 2, and so on: scratch rows, overwritten by the next round
 
 The root is the last committed token. All rows of level i have rope position S - 1 + i. A row sees the prefix,
-its own ancestors and itself. The *beam* is the rows that are kept at a level. It may contain several children
-of one row and none of another, so the ancestor masks are re-indexed at every level. `stages` explains the
-differences for models with several stages.
+its own ancestors and itself. The *beam* consists of the rows that are kept at a level. One row may have
+several children in the beam, and another row none. The ancestor masks are therefore re-indexed at every
+level. `stages` explains the differences for models with several stages.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from outrider.shared.nn.layers.token_products import token_products
 
 @dataclass(frozen=True, slots=True)
 class EmbeddedTokens:
-    """The first attention layer of an EAGLE-3 head. A table replaces its product with the token's embedding.
+    """The first attention layer of an EAGLE-3 head. A table replaces half of the layer's q-k-v product.
 
     Attributes:
         attention: The attention layer. Its q-k-v product reads only the feature.

@@ -192,7 +192,7 @@ class IpcSession(Source, Outlet):
         left: Function that is called with this session when the session has ended.
 
     Attributes:
-        connection: Number of the connection, which the bulk stream of the same connection repeats.
+        connection: Number of the connection. The bulk stream of this connection carries the same number.
         bulk: The bulk stream; None until it has arrived.
     """
 

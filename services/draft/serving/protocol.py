@@ -66,7 +66,7 @@ class DraftProtocol:
         only_enqueues: True if the host only enqueues the work for a prompt or a round, as on a GPU. The
             thread that receives the message may then run this work itself, so that it does not contend with
             the engine thread for the GIL. With None, the value is True on CUDA and False elsewhere.
-        tiles: The argument `tiles` of `warm_up`.
+        tiles: Whether the warm-up tunes kernel tiles; the argument `tiles` of `warm_up`.
     """
 
     def __init__(

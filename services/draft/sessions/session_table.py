@@ -1,4 +1,4 @@
-"""The table of followed sequences: opens, commits, closes, evicts and expires sessions, without any model.
+"""The draft's session table: opens, commits, closes, evicts and expires sessions, without any model.
 
 Every message carries a `Fence`: session, epoch, committed length, and hash of the committed tokens. Repeated
 or late messages are dropped and counted. If a message does not fit its session, the draft forgets this
@@ -58,8 +58,8 @@ class SessionLimits:
         feature_size: Width of a feature row; 0 if the strategy needs no features.
         max_shape: Largest tree that can be requested.
         lease_s: A target that is silent for this many seconds loses its sessions.
-        evict_idle_s: If the table is full, the least recently used session may be evicted if it has been idle
-            for this many seconds.
+        evict_idle_s: Idle time in seconds after which the least recently used session of a full table may be
+            evicted.
         row_source: The input from which the strategy's KV rows are computed.
         rewind: A session that is opened again keeps the KV rows of the common prefix except the last
             `rewind` + 1 rows. The excepted rows are computed again.

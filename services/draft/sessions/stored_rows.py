@@ -40,7 +40,7 @@ class StoredRows:
         """Lease the stored KV rows with which a session can begin, and return their number.
 
         Args:
-            session: A new session that shares rows and has no lease.
+            session: A new session without a lease, which may use stored rows.
             stored_len: Number of leading rows that may be used. Stored rows of the session's tokens beyond
                 this number are removed.
         """

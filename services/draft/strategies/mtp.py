@@ -214,7 +214,7 @@ class _WaitingRows:
         """Return the input states of an MTP layer for one prompt chunk.
 
         These are the states of the previous layer for this chunk, except the newest state, whose token is not
-        known yet. If the previous chunk has left such a state behind, it comes first.
+        known yet. If the previous chunk left such a state, that state comes first.
 
         Args:
             index: Index of the chunk.

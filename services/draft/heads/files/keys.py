@@ -124,11 +124,11 @@ class HeadKeys:
         )
 
     def adapt(self, name: str, tensor: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
-        """Convert a tensor of a head's checkpoint to the form that the head computes with.
+        """Convert a tensor of a head's checkpoint to the values and row order that the head computes with.
 
-        An FP8 matrix is multiplied by its scale and becomes fp32. If the file's rotary embedding rotates
-        adjacent pairs of dimensions (Mistral's format), the rows of q and k are reordered. The head then
-        rotates halves.
+        An FP8 matrix is multiplied by its scale and becomes fp32. In Mistral's format, the rotary embedding
+        rotates adjacent pairs of dimensions, but the head rotates halves. The rows of q and k are then
+        reordered.
         """
         if scale is not None:
             tensor = tensor.to(torch.float32) * scale.reshape(())
