@@ -72,7 +72,7 @@ class Admission:
 
         Args:
             sequences: Number of sequences of the request.
-            tenant: The tenant, or an empty text.
+            tenant: Name of the tenant. Empty for a request without a tenant.
             deadline_s: Seconds until the client's deadline. A request whose expected wait is longer is
                 refused.
             priority: Priority of the request. A request with a priority above 0 overtakes other requests. Its

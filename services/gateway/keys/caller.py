@@ -146,7 +146,7 @@ class Caller:
         self._metrics.tokens.labels(self.name, kind).inc(tokens)
 
     def priority(self, asked: int) -> int:
-        """Return the priority of a request, or refuse it. For 0, return the key's priority nearest to 0.
+        """Return the priority of a request. For priority 0, return the key's allowed priority nearest to 0.
 
         Raises:
             OutriderError: PERMISSION_DENIED, if the API key may not set this priority.
