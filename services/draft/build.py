@@ -115,8 +115,8 @@ class Build:
         choice: The drafting algorithm, and the checkpoint folder that it reads.
         device, dtype: Device and dtype to compute with.
         target: Description of the target if it runs in this process; otherwise None.
-        same_tokenizer: True if the tokenizer in the draft's folder was compared with the tokenizer in the
-            target's folder, and both are equal.
+        same_tokenizer: True if the tokenizers in the draft's and the target's folder were compared and are
+            equal.
         sizing: Function that chooses the size of the KV cache. None selects `plan_pages`.
     """
 

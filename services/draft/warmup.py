@@ -110,9 +110,9 @@ def _further_works(engine: DraftEngine, device: torch.device, record: bool) -> I
 def compiled_batches(engine: DraftEngine) -> tuple[int, ...]:
     """Return the batch sizes for which the warm-up compiles kernels: 1, 2, 4 … up to the largest batch.
 
-    The size of the KV cache also limits the largest batch. Triton compiles separate kernels for a size of 1,
-    for multiples of 16, and for each power of two to which sizes are padded. All of these kernels are
-    compiled, because a compilation takes longer than a target waits for a tree.
+    The size of the KV cache also limits the largest batch. Sizes are padded to powers of two. Triton compiles
+    separate kernels for a size of 1, for multiples of 16, and for each padded size. The warm-up compiles them
+    all, because a compilation takes longer than a target waits for a tree.
     """
     pages, rounds = engine.strategy.pages(), engine.strategy.rounds
     most = engine.sessions.limits.max_sessions

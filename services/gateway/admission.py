@@ -79,8 +79,8 @@ class Admission:
                 expected wait is therefore not limited.
 
         Raises:
-            OverloadedError: If the queue or this tenant's share of the queue is full, or if the request would
-                probably wait too long for its first token.
+            OverloadedError: If the queue or the tenant's share is full, or if the request would probably wait
+                too long for its first token.
         """
         if self.waiting and self.waiting + sequences > self._max_requests:
             raise self._overloaded(

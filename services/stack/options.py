@@ -50,7 +50,7 @@ class StackOptions:
         max_running_requests: Number of sequences that the target runs at the same time. If this number
             exceeds the draft's default session limit, that limit is raised to the same number.
         mem_fraction_static: Fraction of GPU memory for the weights and KV caches of the target and the draft.
-        mps: Share the GPU through NVIDIA's multi-process service. The draft then has its own process.
+        mps: True to share the GPU through NVIDIA's multi-process service. The draft then has its own process.
         tp: Number of GPUs, or of processes on a CPU, among which the target is split. With AUTO transport,
             the draft then runs in the target's first process.
         standby: True to keep a standby process that takes over if the draft's own process exits.

@@ -1,6 +1,6 @@
 """`DraftModel`: the interface of draft models with K/V of their own (recurrent heads and decoders).
 
-The number of rows in each pass of a model is fixed in advance, so that a whole round can be one CUDA graph.
+The number of rows in each pass of a model is fixed in advance. A whole round can therefore be one CUDA graph.
 """
 
 from __future__ import annotations

@@ -57,8 +57,8 @@ class SlotRounds:
     ) -> SessionGroup:
         """Prepare sessions for one round; see `DeviceDrafter.seat`.
 
-        A round may have several groups. If all groups are prepared before the first group's inputs are copied
-        to the device, each group needs its own value of `place`.
+        A round may have several groups. Give each group its own value of `place` if all groups are prepared
+        before the inputs of the first group are copied to the device.
         """
         memory, bounded, longest = self._memory, shape.bounded(), 1
         leases: list[PageLease | None] = []

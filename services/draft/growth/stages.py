@@ -14,7 +14,7 @@ A row of the tree attends to the stable rows of its stage, and to its ancestors 
 therefore needs its own K/V of the earlier levels. It first runs these levels (`passes_of`), with the states
 of the previous stage as input.
 
-At the end of a round, the last state of stage s - 1 cannot be used yet, because the next token is not known.
+At the end of a round, stage s cannot use the last state of stage s - 1 yet: the next token is not known.
 `StageStates` therefore keeps the last state of every stage but the final one until the next round.
 """
 

@@ -5,8 +5,8 @@ without a graph. To extend a sequence means to compute the draft's K/V for its n
 extended by R rows, of which only the last `counts` rows are real. Rows of idle sequences read and write no
 KV.
 
-KV slots of the draft for one sequence while its tree grows (S = number of *stable* rows, which are computed
-from committed tokens):
+Rows that are computed from committed tokens are *stable*. A sequence with S stable rows has these KV slots at
+the draft while its tree grows:
 
     [0, S)                       prefix: the stable rows, which every row of the tree sees
     [S, S + topk)                level 1: the beam below the root

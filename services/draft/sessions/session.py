@@ -181,8 +181,8 @@ def inherit(session: Session, known: Session | None, kept: int, stored_len: int)
 def common_rows(session: Session, known: Session, rewind: int) -> int:
     """Return the number of cached KV rows that a session can keep from the session that it replaces.
 
-    These are the rows of the common prefix of both sessions, except the last row and the `rewind` rows before
-    it. The excepted rows are computed again, because growing a tree needs their states.
+    These are the rows of the prefix that both sessions share, except the last `rewind` + 1 rows. The excepted
+    rows are computed again, because growing a tree needs their states.
     """
     shared = 0
     for mine, theirs in zip(session.tokens, known.tokens, strict=False):

@@ -62,8 +62,8 @@ def ignored_header(body: OpenModel) -> dict[str, str]:
         The header, as a mapping from its name to its value. Empty if every field has an effect.
 
     Raises:
-        InvalidRequestError: If a field cannot be ignored, because the generated text would be different or
-            the reply would lack data that the client requested.
+        InvalidRequestError: If ignoring a field would change the generated text, or would leave requested
+            data out of the reply.
     """
     names = body.ignored_fields()
     if not names:

@@ -45,8 +45,7 @@ class HeadKeys:
         ignored: Maps the name (in the file) of each tensor that is not read to the reason for not reading it.
         pairs: Width of an attention head in Mistral's format, whose rotary embedding rotates adjacent pairs
             of dimensions. 0 in other formats, whose rotary embedding rotates halves.
-        scales: For each matrix that is stored in FP8, maps its canonical name to the name (in the file) of
-            its only scale.
+        scales: Maps the canonical name of each FP8 matrix to the name (in the file) of the matrix's scale.
     """
 
     actual: Mapping[str, str]
