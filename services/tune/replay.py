@@ -93,8 +93,8 @@ class RecordedTree:
 def accept_length(trees: Sequence[RecordedTree], shape: DraftShape) -> float:
     """Return the predicted mean number of tokens per round of a tree shape, including the bonus token.
 
-    A round is left out if the answer ends within the depth of the shape. If this is so for all rounds, no
-    round is left out.
+    Rounds near the end of the answer are left out: those that fewer tokens follow than the shape has levels.
+    If no other rounds exist, no round is left out.
     """
     if not shape.drafts or not trees:
         return 1.0

@@ -100,7 +100,7 @@ class StageStates:
     def keep(
         self, places: torch.Tensor, states: torch.Tensor, stop: torch.Tensor, fresh: torch.Tensor
     ) -> None:
-        """Replace the stored states of the sequences, except those of sequences without new rows.
+        """Replace the stored states of the sequences. Sequences without new rows keep their old states.
 
         Args:
             places: ``[n] int64``, the places of the sequences' states.

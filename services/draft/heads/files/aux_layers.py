@@ -63,8 +63,7 @@ class AuxLayers:
         must be three. The three default layers are then used.
 
         Raises:
-            CheckpointError: The list is malformed, or it is shorter than the number and the number is not
-                three.
+            CheckpointError: The list is malformed, or it is too short and the number is not three.
         """
         ids = _listed(reader)
         count = reader.positive(NUM_AUX_KEY, len(ids) if ids else DEFAULT_NUM_AUX)
@@ -131,8 +130,8 @@ class AuxLayers:
         """Return the layer ids with which a head's configuration names the outputs of the given layers.
 
         The result is None if no ids can name these outputs. An example is the output of layer 0 of a DeepSeek
-        or Kimi target, which is the input of layer 1. For these targets, ids that begin with 1 stand for
-        outputs, unless the last layer is named too.
+        or Kimi target, which is the input of layer 1. For these targets, a list of ids that begins with 1
+        stands for outputs, unless the last layer is named too.
         """
         for ids in (outputs, tuple(layer + 1 for layer in outputs)):
             layers = AuxLayers(len(ids), ids)

@@ -65,7 +65,7 @@ class HeadKeys:
         integers: Sequence[str] = (),
         head_dim: int = 0,
     ) -> HeadKeys:
-        """Match the tensors in a draft head's checkpoint with the expected tensors; return those to read.
+        """Match the tensors of a draft head's checkpoint with the expected ones, and return those to read.
 
         Args:
             reader: Reader of the checkpoint.
