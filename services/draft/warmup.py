@@ -42,7 +42,7 @@ def warm_up(
     tiles: bool = True,
     tiles_s: float = DRAFT_BUDGET_S,
 ) -> list[Work]:
-    """Warm up a draft engine: process a made-up prompt and grow trees, greedy and with sampling noise.
+    """Warm up a draft engine: process a made-up prompt, and grow trees without and with sampling noise.
 
     The draft can serve as soon as this function returns. On a GPU, the returned work does the same for
     batches of several sizes.

@@ -53,7 +53,7 @@ def callable_tools(tools: Sequence[gateway_pb2.Tool], choice: str) -> list[dict[
 
     Args:
         tools: The tools of the request.
-        choice: ``auto``, ``none``, ``required``, or the name of a tool. An empty text means ``auto``.
+        choice: ``auto``, ``none``, ``required``, or the name of a tool. An empty string means ``auto``.
 
     Raises:
         InvalidRequestError: If a tool is invalid.

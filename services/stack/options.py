@@ -41,7 +41,7 @@ class StackOptions:
         device, dtype: Device and data type, in the services' notation.
         num_steps, topk, num_draft_tokens: Shape of the draft tree for requests that specify none.
         max_steps, max_topk, max_nodes: Limits on the shape that a request may specify.
-        host, port: REST address of the gateway. The gRPC API listens on the next port.
+        host, port: REST address of the gateway. By default, the gRPC API listens on the next port.
         skip_tokenizer: True to serve token ids only, without a tokenizer.
         transport: How the target connects to the draft. If AUTO, `placement.place_draft` decides.
         draft_device: Device of a draft with its own process. With `auto`, an idle GPU is preferred.

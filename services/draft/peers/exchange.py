@@ -28,8 +28,8 @@ class Exchange(Protocol):
 
         Args:
             message: The message RoundsNext, which announces the round.
-            tried: True if a round that uses the same recorded graphs has run before. Enqueuing this round can
-                then not block the host.
+            tried: True if a round that uses the same recorded graphs has run before. In this case, enqueuing
+                the round cannot block the host.
         """
         ...
 

@@ -71,8 +71,8 @@ class Answer:
     Attributes:
         verdict: The outcome of the message.
         reason: The reason why the message was not accepted.
-        have_len: Number of feature rows that the draft has stored. Only for an accepted open or accepted
-            features.
+        have_len: Number of feature rows that the draft has stored. Set only after an accepted message that
+            opens the session or adds features.
         retry_after_ms: Time to wait before the next attempt, in milliseconds. Only for the verdict REJECTED.
     """
 

@@ -1,8 +1,8 @@
 """The draft's session table: opens, commits, closes, evicts and expires sessions, without any model.
 
 Every message carries a `Fence`: session, epoch, committed length, and hash of the committed tokens. Repeated
-or late messages are dropped and counted. If a message does not fit its session, the draft forgets this
-sequence and replies RESYNC. The target then opens the sequence again with a higher epoch.
+or late messages are dropped and counted. If a message does not fit its session, the draft forgets the session
+and replies RESYNC. The target then opens the session again with a higher epoch.
 
 Ledger of one session (which event ends each resource):
 
@@ -196,8 +196,8 @@ class SessionTable:
     def commit(self, peer: PeerId, commit: Commit, ask: Ask | None, now: float) -> Answer:
         """Append the tokens that a round chose, and store the request for the next tree.
 
-        With `ask` None, there is no such request. A commit that repeats the session's current state only
-        renews the request. A commit that belongs to an earlier state is dropped.
+        With `ask` None, no request is stored. A commit that repeats the session's current state only renews
+        the request. A commit that belongs to an earlier state is dropped.
         """
         fence = commit.fence
         session = self.get(peer, fence.session_id)

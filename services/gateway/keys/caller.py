@@ -1,4 +1,4 @@
-"""The caller of a request: the limits of the caller's API key, its recent use, and the checks of requests.
+"""The caller of a request: the limits and the recent use of the caller's API key, and checks of requests.
 
 Use callers on the event loop only.
 """
