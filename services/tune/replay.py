@@ -93,8 +93,8 @@ class RecordedTree:
 def accept_length(trees: Sequence[RecordedTree], shape: DraftShape) -> float:
     """Return the predicted mean number of tokens per round of a tree shape, including the bonus token.
 
-    A round is left out if fewer tokens of the answer follow its root than the shape has levels. If this is so
-    for all rounds, no round is left out.
+    A round counts only if more tokens of the answer follow its root than the shape has levels. If this is so
+    for no round, all rounds count.
     """
     if not shape.drafts or not trees:
         return 1.0
