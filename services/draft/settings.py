@@ -151,8 +151,7 @@ class DraftSettings(ListenerSettings):
     def sized(self, kv_tokens: int) -> DraftSettings:
         """Return the settings with `kv_tokens` set to this size, unless a size is already set.
 
-        The resulting KV cache has room for at least one tree of the largest shape, even if `kv_tokens` is
-        smaller.
+        If this size is too small for one tree of the largest shape, the smallest sufficient size is set.
         """
         if self.kv_tokens is not None:
             return self

@@ -1,8 +1,8 @@
 """The table of the options that clients can set: their names in REST and gRPC, their defaults and ranges.
 
 The gateway reads REST bodies and gRPC messages with this table, and checks values with it. The script
-`scripts/grpc_fields.py` generates a part of docs/api.md from it. A new option needs a row here, a field in
-the REST models and a field in the gRPC messages. If one of them is missing, a test fails.
+`scripts/grpc_fields.py` generates a part of docs/api.md from the table. A new option needs an entry in the
+table, a field in the REST models and a field in the gRPC messages. If one of these is missing, a test fails.
 """
 
 from __future__ import annotations

@@ -212,7 +212,7 @@ class GatewaySettings(PeerSettings):
         """The folder of each tokenizer that belongs to one particular model, by model id.
 
         Raises:
-            ConfigurationError: If an entry of `model_tokenizer` does not have the form MODEL=DIR.
+            ConfigurationError: If an entry of `model_tokenizer` does not have the format MODEL=DIR.
         """
         pairs = [one.partition("=")[::2] for one in self.model_tokenizer]
         if not all(name and folder for name, folder in pairs):

@@ -21,7 +21,7 @@ from outrider.shared.base.generation import SpeculationMode
 class SpeculationOptions(StrictModel):
     """The `speculation` object of a request. The number `max_nodes` includes the root of the draft tree.
 
-    A request without this object is treated like a request with an empty object. Its mode is ``auto``.
+    A request without this object is treated like a request with an empty object: the mode is ``auto``.
     """
 
     mode: Literal["auto", "on", "off"] = "auto"
