@@ -30,13 +30,13 @@ class LogitRules:
         presence_penalty: Number that is subtracted from the logit of each token that the output contains.
         frequency_penalty: Number that is subtracted from a token's logit for each occurrence of the token in
             the output.
-        repetition_penalty: Positive number for the logits of the tokens that the prompt or the output
-            contains. Positive logits are divided by this number, and negative logits are multiplied by it.
+        repetition_penalty: Positive number, applied to the logits of all tokens in the prompt or the output.
+            Positive logits are divided by this number, and negative logits are multiplied by it.
         logit_bias: Pairs of a token id and the number that is added to its logit. A token id occurs at most
             once.
         min_tokens: Smallest number of output tokens. Before this number is reached, tokens that end the text
             are forbidden.
-        allowed_token_ids: The only tokens that may be chosen. With None, all tokens are allowed.
+        allowed_token_ids: The only tokens that may be chosen. If None, all tokens are allowed.
         bad_words: Token sequences that the output must not contain.
     """
 

@@ -1,4 +1,4 @@
-"""Mailbox for tensors in GPU memory: the slots are in the writer's GPU memory, the counters on the host.
+"""Mailbox for tensors in GPU memory: the slots are in the writer's GPU memory, the counters in host memory.
 
 The counters are in memory that both processes share. The reader also maps the writer's GPU memory. The
 processes are synchronised by their CPUs, not by GPU streams:

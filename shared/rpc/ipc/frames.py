@@ -87,7 +87,7 @@ class FrameSocket:
             files: Descriptors to send with the frame. They stay open on this side.
 
         Raises:
-            EndOfStream: The peer is gone, or the queue of bytes that the peer has not read is full.
+            EndOfStream: The peer is gone, or the send queue is full because the peer does not read.
             ProtocolError: The payload is too large.
         """
         if len(payload) > MAX_FRAME_BYTES:
