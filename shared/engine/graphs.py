@@ -72,13 +72,13 @@ class GraphCache:
     graph may use the same addresses. To keep a value longer, let the function copy it to a tensor that was
     allocated outside the function.
 
-    Graphs recorded in a `keeping` block, at start-up, are permanent. After that, clients' requests determine
-    which keys occur. The cache keeps only the `max_late_graphs` most recently used of these late graphs.
+    Graphs recorded in a `keeping` block, at start-up, are permanent. The keys of later graphs depend on
+    clients' requests. The cache keeps only the `max_late_graphs` most recently used of these later graphs.
 
     Args:
         device: The device that the functions run on.
         enabled: If False, every function runs eagerly on every device.
-        observer: An observer to call for every recording, replay and drop, or None.
+        observer: The observer to notify of every recording, replay and drop, or None.
         max_late_graphs: Largest number of graphs to keep among those that were recorded outside `keeping`.
         most_late_s: Limit, in seconds, on the expected time of a recording outside `keeping`. Applies to keys
             whose work `run_eagerly` has run before.
@@ -230,7 +230,7 @@ class GraphCache:
         self.capture_parts(key, lambda: single_part(record))
 
     def capture_parts(self, key: Hashable, record: Callable[[], Parts[Any]]) -> None:
-        """Record work in several parts, each as a CUDA graph. Otherwise, like `capture`.
+        """Record work in several parts, each as a CUDA graph. For all else, see `capture`.
 
         `run_parts` replays the parts one by one. A part may read tensors that an earlier part has made. No
         other graph of this cache may be replayed between two parts, because it may overwrite these tensors.
@@ -340,7 +340,7 @@ class GraphCache:
         return result
 
     def run_parts(self, key: Hashable, record: Callable[[], Parts[Any]]) -> Iterator[None]:
-        """Return an iterator that runs one part of the work per item. The caller must exhaust it.
+        """Return an iterator that runs one part of the work per item. The caller must exhaust the iterator.
 
         Parts that `capture_parts` has recorded are replayed. Other parts run as in `run_eagerly`.
         """

@@ -22,7 +22,7 @@ Inputs = TypeVar("Inputs", bound=HasRows)
 
 
 class RecordedRows(ABC, Generic[Inputs]):
-    """Pads forward passes to row counts with recorded CUDA graphs, and keeps the graphs' static inputs.
+    """Pads forward passes to row counts that have CUDA graphs, and stores the graphs' static inputs.
 
     Use this object on the engine thread only.
 

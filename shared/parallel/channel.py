@@ -1,7 +1,7 @@
 """The control channel between rank 0 and each other rank. Ends the other rank's process if rank 0 is gone.
 
 Each rank has one TCP connection to rank 0. Rank 0 sends commands over the connection, and the rank sends
-reports. A frame is a length of four bytes, followed by that many bytes.
+reports. Each message is one frame: a length of four bytes, followed by that many bytes.
 
 A closed connection shows that the peer's process has died. A stopped process keeps its connection open, so
 each rank also sends regular heartbeats (*beats*). `beat_until_gone` sends the beats, and ends the rank's

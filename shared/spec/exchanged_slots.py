@@ -1,4 +1,4 @@
-"""Interface to the slots of a drafter in another process: the target's device sends states, receives trees.
+"""Interface for rounds with a drafter in another process: the target's device sends states, receives trees.
 
 `shared.spec.resident` defines the terms state, slot, group and tree.
 """
@@ -20,7 +20,7 @@ class ExchangedGroup:
     Attributes:
         shape: Shape of every tree.
         batch_size: Number of rows. Rows after the sessions are idle.
-        columns: Largest number of tokens that the last pass may have added to a session.
+        columns: Largest number of tokens that the last verify pass may have added to a session.
         session_ids: The session of each row.
         committed_upper: For each session, an upper bound of the number of its committed tokens at the start
             of the round.
@@ -52,10 +52,11 @@ class ExchangedRound(Protocol):
     refused: Collection[int]
 
     def exchange(self, limit_s: float | None, ahead: bool) -> None:
-        """Send the round states and receive the draft trees, in stream order. Never part of a CUDA graph.
+        """Send the round states and receive the draft trees, in stream order.
 
-        Some implementations block the host until the trees have arrived, and others only enqueue the wait. If
-        the trees do not arrive within the limit, `trees` returns trees of one node.
+        This method is never captured in a CUDA graph. Some implementations block the host until the trees
+        have arrived, and others only enqueue the wait. If the trees do not arrive within the limit, `trees`
+        returns trees of one node.
 
         Args:
             limit_s: Longest time that the device may wait for the trees. With None, the device waits as long
@@ -138,8 +139,8 @@ class ExchangedSlots(Protocol):
     def measure(self, *, exchanged: bool) -> None:
         """Measure the time between rounds.
 
-        The caller calls this method after the host has read the results of a verify pass. `exchanged` is True
-        if this pass was a round of these slots.
+        Call this method after the host has read the results of a verify pass. `exchanged` is True if this
+        pass was a round of these slots.
         """
         ...
 

@@ -12,7 +12,7 @@ MASK_64 = (1 << 64) - 1
 
 
 def extend_prefix_hash(prefix_hash: int, token_ids: Iterable[int]) -> int:
-    """Extend the FNV-1a 64-bit hash of a token sequence by more tokens. The empty hash is `FNV_OFFSET`.
+    """Extend the FNV-1a 64-bit hash of a token sequence by more tokens. The first hash is `FNV_OFFSET`.
 
     Each token id is hashed as four little-endian bytes. The earlier tokens are not needed to extend the hash.
     """
