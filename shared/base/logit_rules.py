@@ -24,7 +24,7 @@ class LogitRules:
 
     The rules are applied in this order: bias, repetition penalty, frequency and presence penalty, forbidden
     tokens. "Output" means the tokens that were generated before the next token. In a draft tree, these
-    include the tokens on the path from the root to the node after which the next token is chosen.
+    include the tokens on the path from the root to the parent of the next token.
 
     Attributes:
         presence_penalty: Number that is subtracted from the logit of each token that the output contains.

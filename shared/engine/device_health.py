@@ -1,7 +1,7 @@
 """Finds out whether a GPU can still be used by this process after an error.
 
-A CUDA context does not recover from some errors, such as an illegal memory access: every later call fails,
-until the process ends.
+A CUDA context does not recover from some errors, such as an illegal memory access. After such an error, every
+later call fails until the process ends.
 """
 
 from __future__ import annotations

@@ -68,8 +68,8 @@ class GraphCache:
 
     All graphs share one memory pool. Replay them on one stream, because two replays must not overlap.
 
-    A result of `run` is valid until the next `run` or `capture` of *any* key of this cache, because another
-    graph may use the same addresses. To keep a value longer, let the function copy it to a tensor that was
+    A result of `run` is valid until the next `run` or `capture` of *any* key of this cache. Another graph may
+    then overwrite the result. To keep a value longer, let the function copy the value to a tensor that was
     allocated outside the function.
 
     Graphs recorded in a `keeping` block, at start-up, are permanent. The keys of later graphs depend on
@@ -217,8 +217,8 @@ class GraphCache:
         """Record a CUDA graph for `key` unless there is one. Does nothing on a CPU. Waits for the device.
 
         Before the capture, `record` runs eagerly `WARM_UP_RUNS` times, unless `run_eagerly` has run the work
-        often enough. Call this method while the static inputs contain idle rows (lengths 0, slots -1),
-        because the eager runs would otherwise overwrite data, such as K/V, that later passes read.
+        often enough. Call this method while the static inputs contain idle rows (lengths 0, slots -1).
+        Otherwise, the eager runs overwrite data that later passes read, such as K/V.
 
         Some functions cannot be captured, for example because they query the device. Without an observer, the
         cache logs such a failure, and runs the function eagerly from then on. With an observer, the cache

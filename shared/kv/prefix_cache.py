@@ -9,8 +9,8 @@ Life of a stored page (see `prefix_tree` for the tree of pages):
 4. When the allocator needs pages, it evicts stored pages that no lease reads, the least recently used first.
    A page is evicted only after all its children in the tree.
 
-No forward pass writes a page that another sequence reads, for two reasons: a shared page is full, and all of
-its tokens are committed.
+A shared page is full, and all of its tokens are committed. Forward passes therefore never write a page that
+another sequence reads.
 """
 
 from __future__ import annotations

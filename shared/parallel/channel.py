@@ -240,8 +240,8 @@ def accept_ranks(
 def connect_rank(store: Store, rank: int, timeout_s: float) -> RankConnection:
     """Connect this rank to rank 0. First wait until the ranks' common store contains rank 0's address.
 
-    After torchrun has restarted the ranks, the store still contains the address of the previous rank 0, until
-    the new rank 0 replaces this address. The function therefore retries.
+    After a restart of the ranks by torchrun, the store first contains the address of the previous rank 0. The
+    function therefore retries until the new rank 0 has replaced this address.
 
     Raises:
         UnavailableError: Rank 0 cannot be reached.

@@ -44,8 +44,8 @@ class BlobStaging:
     ) -> None:
         """Copy the bytes of a message to a blob, and write the round's number into the blob's header.
 
-        The previous copy to a blob of this size must have finished, because all copies of one size use the
-        same pinned buffer.
+        Before this call, the previous copy to a blob of this size must have finished. All copies of one size
+        use the same pinned buffer.
 
         Args:
             data: The message's bytes, which become the content of the blob.

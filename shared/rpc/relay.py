@@ -9,10 +9,9 @@ the mailbox:
 
 When a message arrives, the copies and the graph after the wait are already enqueued, so they run immediately.
 
-While a wait is enqueued or running, the host must not call anything that waits for the device, such as a
-synchronisation, an allocation or the first launch of a kernel. Otherwise, the wait lasts until the watchdog
-ends it at its time limit. A kernel that has run before can be launched safely on another stream; see
-`StreamRelay.call`.
+While a wait is enqueued or running, the host must not wait for the device. Synchronisations, allocations and
+first launches of kernels can wait for the device. The stream's wait would then last until the watchdog ends
+it. A kernel that has run before can be launched safely on another stream (see `StreamRelay.call`).
 """
 
 from __future__ import annotations

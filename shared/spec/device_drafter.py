@@ -46,7 +46,7 @@ class SeatedGroup(Protocol):
 
 
 class DeviceDrafter(Protocol):
-    """Interface of a drafter that drafts on the target's device, in stream order. Engine thread only.
+    """Interface of a drafter that drafts on the target's device, in stream order. For the engine thread only.
 
     The tokens and feature rows of one round stay on the device, as input of the next round. A round can
     therefore be drafted before the host has read the results of the previous round. A session that did not

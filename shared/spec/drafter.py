@@ -140,7 +140,7 @@ class ProposalRequest:
     The engine waits at most `deadline_s` seconds for the trees of rows without `must_wait`. If `deadline_s`
     is None, the engine waits for the trees of all rows.
 
-    If `has_other_rows` is True, the round also has rows that need no tree, so the engine can run the round
+    If `has_other_rows` is True, the round also has rows that need no tree. The engine can then run the round
     without the rows of this request.
     """
 

@@ -62,8 +62,8 @@ class ExchangedRound(Protocol):
             limit_s: Longest time that the device may wait for the trees. With None, the device waits as long
                 as rows in speculation mode `on` may wait.
             ahead: True if the device may wait for the host's work in `send_state` and `receive_trees`.
-                Between `exchange` and these calls, the caller may then enqueue only work that has run before,
-                because the first run of a kernel could make the host wait for the device.
+                Between `exchange` and these calls, the caller may then enqueue only work that has run before.
+                The first run of a kernel could make the host wait for the device.
         """
         ...
 
@@ -75,8 +75,8 @@ class ExchangedRound(Protocol):
 class ExchangedSlots(Protocol):
     """The slots of a drafter in another process, and the rounds of the sessions in these slots.
 
-    Engine thread only. After every `ExchangedRound.exchange`, call `send_state` and `receive_trees`, even if
-    the work enqueued between these calls raises an error.
+    Use this object on the engine thread only. After every `ExchangedRound.exchange`, call `send_state` and
+    `receive_trees`, even if enqueuing other work in between raises an error.
     """
 
     @property

@@ -32,7 +32,7 @@ class Fence:
 
     Attributes:
         session_id: Id of the sequence, unique within one target process.
-        epoch: Incremented when the sequence is opened again, is retracted, or gets another draft.
+        epoch: Incremented when the sequence is opened again, is retracted, or gets another draft service.
         committed_len: Number of committed tokens, including the root.
         prefix_hash: `extend_prefix_hash` over all committed tokens.
     """

@@ -6,9 +6,9 @@ sends the states, receives the trees and runs the verify pass.
 A draft in another process implements the interface in `shared.spec.exchanged_slots`. A drafter in the
 target's own process implements the interface in `shared.spec.device_drafter`.
 
-Terms: the root of a tree is the last committed token of its sequence, and committed_len is the number of
-committed tokens, including the root. A feature row is the target's hidden state at one position, in the form
-that the drafter uses (`shared.spec.drafter.FeatureSpec`).
+The root of a tree is the last committed token of its sequence. committed_len is the number of committed
+tokens, including the root. A feature row is the target's hidden state at one position, in the form that the
+drafter uses (`shared.spec.drafter.FeatureSpec`).
 
 A sequence must have a *slot* at the drafter to draft in these rounds. A sequence gets or leaves its slot
 between two rounds. The slots that draft with the same tree shape in a round form a *group*. Each round
@@ -90,8 +90,8 @@ class GroupLayout:
 class StateLayout:
     """Memory layout of a round's states: one group of slots after the other in one block of memory.
 
-    A *compact* state contains the parts of this block that are in use: for each group, all bytes before the
-    feature rows, and then the valid feature rows.
+    A *compact* state contains only the parts of this block that are in use. For each group, these are all
+    bytes before the feature rows, followed by the valid feature rows.
 
     Attributes:
         groups: The layout of each group.

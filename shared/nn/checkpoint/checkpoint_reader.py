@@ -225,8 +225,8 @@ class CheckpointReader(TensorSource):
     def check_finite(self) -> None:
         """Wait for the copies of all tensors, and reject tensors that contain NaN or infinite numbers.
 
-        On a CPU, every `take` calls this method. On a GPU, this method is called only once, at the end of the
-        reader's ``with`` block, because each call waits for the device.
+        On a CPU, every `take` calls this method. On a GPU, each call waits for the device. The method is
+        therefore called only once, at the end of the reader's ``with`` block.
 
         Raises:
             CheckpointError: A tensor contains NaN or infinite numbers, in the file or after its conversion.

@@ -1,7 +1,7 @@
 """Exchanges blobs between two processes: interface, memory layout, and the implementation without GPUs.
 
-A blob is a contiguous block of bytes (`shared.spec.resident`). In every round of drafting and verifying, the
-target sends one blob with the state of its batch, and the draft replies with one blob of trees.
+A blob is a contiguous block of bytes (`shared.spec.resident`). In every round, the target sends one blob with
+the state of its batch. The draft replies with one blob of trees.
 
 Each direction has two slots, which are used in turn, and a word in shared memory that announces the latest
 blob (`doorbells`). A side whose wait ended without the peer's blob sends at most one more blob. Two slots are

@@ -23,7 +23,7 @@ One round in time order:
 
 If the limit has passed or the peer is gone, the watchdog of the waiting side writes the peer's word. This
 ends the wait. The slot then still contains the state or trees of an earlier round. The waiting side detects
-this by the round's number in the header of the slot, and the round continues without the peer's data.
+this by the round's number in the header of the slot. The round then continues without the peer's data.
 """
 
 from __future__ import annotations
