@@ -27,7 +27,7 @@ def device_is_lost(device: torch.device) -> bool:
 def ending_if_lost(
     device: torch.device, end: Callable[[UnavailableError], None]
 ) -> Callable[[Exception], None]:
-    """Return a handler of unexpected errors, which calls `end` if the GPU cannot be used any more.
+    """Return a handler of unexpected errors. The handler calls `end` if the GPU cannot be used any more.
 
     A supervisor then restarts the process. Without this check, a service would stay ready and fail every
     request.

@@ -28,7 +28,7 @@ class RecordedRows(ABC, Generic[Inputs]):
 
     Args:
         graphs: Cache in which the passes are recorded.
-        sizes: The numbers of rows that passes are recorded for, in ascending order.
+        sizes: The numbers of rows for which passes are recorded, in ascending order.
     """
 
     def __init__(self, graphs: GraphCache, sizes: Seq[int]) -> None:

@@ -1,4 +1,4 @@
-"""The control channel between rank 0 and each other rank. Ends the other rank's process if rank 0 is gone.
+"""The control channel between rank 0 and each other rank. Ends a rank's process if rank 0 is gone.
 
 Each rank has one TCP connection to rank 0. Rank 0 sends commands over the connection, and the rank sends
 reports. Each message is one frame: a length of four bytes, followed by that many bytes.

@@ -52,7 +52,7 @@ class BlobStaging:
             number: The number of the round.
             blob: The destination, on the device.
             least_bytes: Smallest accepted length of `data`. If `data` is shorter than the blob, the end of
-                the blob stays unchanged. If None, `data` must be as long as the blob.
+                the blob stays unchanged. If `least_bytes` is None, `data` must be as long as the blob.
             expand: Writes `data` to its places in the blob. If None, `data` is copied to the blob's start.
 
         Raises:

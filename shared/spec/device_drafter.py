@@ -92,11 +92,11 @@ class DeviceDrafter(Protocol):
         ...
 
     def committed(self, session_id: int, tokens: Sequence[int], *, drafted: bool) -> None:
-        """Pass to the drafter the tokens that a verify pass chose for a session, as read by the host.
+        """Pass to the drafter the tokens that a verify pass chose for a session, once the host has read them.
 
         Args:
             session_id: The session. Unknown sessions are ignored.
-            tokens: The chosen tokens. Tokens after a stop are left out.
+            tokens: The chosen tokens. Tokens after the end of the sequence are left out.
             drafted: True if the session had a draft tree in this pass.
         """
         ...

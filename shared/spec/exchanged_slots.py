@@ -105,8 +105,8 @@ class ExchangedSlots(Protocol):
     def begin(self, groups: Sequence[ExchangedGroup]) -> ExchangedRound | None:
         """Announce the next round to the drafter. Each session without a slot gets a slot.
 
-        Before this call, the caller must send the drafter the committed tokens and feature rows of all
-        sessions without a slot, as far as the host has read them.
+        Before this call, send the drafter all committed tokens and feature rows that the host has read, for
+        each session without a slot.
 
         Returns:
             The round, or None if no session can draft.
@@ -120,7 +120,7 @@ class ExchangedSlots(Protocol):
             session_id: The session. Sessions without a slot are ignored.
             number: The number of the round in which the session drafted; 0 if it did not draft.
             base_len: Number of committed tokens before `tokens`.
-            tokens: The chosen tokens. Tokens after a stop are left out.
+            tokens: The chosen tokens. Tokens after the end of the sequence are left out.
         """
         ...
 

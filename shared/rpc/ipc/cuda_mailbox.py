@@ -101,8 +101,8 @@ class CudaTensorReader:
         """Copy the rows of a message out of their slot of the mailbox, and return the copy.
 
         Raises:
-            ProtocolError: The message is malformed, or the rows of an *earlier* message were overwritten
-                during their copy.
+            ProtocolError: The message is malformed. Or the rows that an earlier `read` copied were
+                overwritten during that copy.
         """
         self._release_copied()
         if data.WhichOneof("data") != "cuda_ipc":
