@@ -101,8 +101,8 @@ class CudaTensorReader:
         """Copy the rows of a message out of their slot of the mailbox, and return the copy.
 
         Raises:
-            ProtocolError: The message is malformed. Or the rows that an earlier `read` copied were
-                overwritten during that copy.
+            ProtocolError: The message is malformed, or rows were overwritten while this or an earlier `read`
+                copied them.
         """
         self._release_copied()
         if data.WhichOneof("data") != "cuda_ipc":
