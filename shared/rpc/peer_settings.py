@@ -31,7 +31,7 @@ class PeerSettings(TracedSettings):
         """Read the service's certificates, key and token from their files.
 
         Raises:
-            ConfigurationError: A file cannot be read, is not valid, or can be read by other users.
+            ConfigurationError: A file cannot be read, is not valid, or is a secret that other users can read.
         """
         return load_security(self.peer_tls_cert, self.peer_tls_key, self.peer_tls_ca, self.peer_token_file)
 

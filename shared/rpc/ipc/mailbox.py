@@ -26,7 +26,7 @@ class SlotTensorWriter(TensorWriter, Protocol):
     def offer(self, rows: torch.Tensor) -> common_pb2.TensorData | None:
         """Copy a tensor ``[rows, columns]`` to a slot and return the message, or None if no slot is free.
 
-        The work that computes the rows must have finished.
+        Before the call, the work that computes the rows must have finished.
         """
         ...
 
