@@ -24,7 +24,7 @@ _announced: set[tuple[Backend, str]] = set()  # choices that were logged already
 
 
 def use_triton(tensor: torch.Tensor) -> bool:
-    """Return True if an op that received `tensor` runs its Triton version, or False if it runs the reference.
+    """Return True if an op on `tensor` runs its Triton version, or False if it runs its reference version.
 
     CUDA tensors use Triton, and CPU tensors use the reference. `force_backend` overrides this rule. The
     choice is logged once per device type.

@@ -1,7 +1,7 @@
 """Deterministic top-k, in the order that all kernels use: value descending, then index ascending.
 
-torch.topk does not define the order of ties. These functions do: a node of a draft tree must never rank
-before a parent with the same score.
+torch.topk does not define the order of ties. These functions define it, because a node of a draft tree must
+never rank before a parent with the same score.
 """
 
 from __future__ import annotations
@@ -71,9 +71,10 @@ def _repeated_argmax(values: torch.Tensor, k: int) -> np.ndarray | None:
 
 
 def ranked_indices(values: torch.Tensor, k: int) -> np.ndarray:
-    """Return the indices of the k best values of each row, in the order of `ranked_topk`, using the host.
+    """Return the indices of the k best values of each row, in the order of `ranked_topk`.
 
-    For rows of a few hundred values, numpy takes a third of torch's time on a CPU.
+    The sort runs on the host, with numpy. For rows of a few hundred values on a CPU, numpy takes a third of
+    torch's time.
 
     Args:
         values: ``[rows, n] fp32`` on any device, n >= k. NaN ranks last.

@@ -1,9 +1,8 @@
 """path_attention: batch-invariant attention of each row to its own history, read in token order.
 
-A row may be a tree node, the row of a plain decode step, or a row of a prompt chunk. Two rows with equal
-histories may therefore read them from different slots of the KV cache. This op reads the history by logical
-index, in blocks of fixed size that start at index 0, and adds the blocks in that order. Rows with equal
-histories therefore get equal bits.
+A row may be a tree node, the row of a plain decode step, or a row of a prompt chunk. Equal histories may
+therefore be stored in different KV slots. This op reads a history by logical index, in blocks of fixed size
+that start at index 0, and adds the blocks in that order. Rows with equal histories therefore get equal bits.
 """
 
 from __future__ import annotations
@@ -54,10 +53,10 @@ def row_paths(
         prefix_lens: ``[bs] int32``, prefix lengths, as in `tree_attention`.
         kv_lens: ``[bs] int32``, numbers of cached tokens, as in `tree_attention`.
         query_start: ``[bs + 1] int32``, first row of each sequence, as in `tree_attention`.
-        ancestors: ``[rows, words] int32`` masks, or None for causal rows.
-        rows: Number of rows of the step. Rows behind the last sequence's rows have no history.
-        table_rows: ``[bs] int32``, row of the page table that belongs to each sequence, or -1 for an idle
-            sequence, whose rows have no history. With None, sequence b uses row b.
+        ancestors: ``[rows, words] int32`` ancestor masks, or None for causal rows.
+        rows: Number of rows of the step. Rows after those of the last sequence have no history.
+        table_rows: ``[bs] int32``, row of the page table that belongs to each sequence. The rows of a
+            sequence with -1 have no history. With None, sequence b uses row b.
 
     Returns:
         The location of each row's history.
@@ -133,7 +132,7 @@ def path_attention(
         scale: Factor on the scores.
         max_kv_len: Upper bound of ``paths.lengths``, known on the host.
         window: If above 0, a row sees only the last `window` tokens of its history.
-        sinks: ``[heads] fp32``, a logit per head that takes part in the softmax but has no value. With None,
+        sinks: ``[heads] fp32``, a logit per head that takes part in the softmax but has no V row. With None,
             there are no sinks.
         softcap: If above 0, scaled scores s become ``softcap * tanh(s / softcap)``; sinks are not capped.
 
