@@ -11,8 +11,8 @@ shared memory to the tensor cores unchanged. Widening the weight in registers me
 bf16 weight. Tensor cores accumulate FP8 products in few bits, so the kernel adds their result to an fp32 sum
 after each BLOCK_K columns. The kernels in `rows`, for 1 to 4 rows, do not convert x.
 
-The constant WIDEN converts x to fp32. It is set under Triton's interpreter, because the interpreter's dot
-reads the bits of a bf16 as an integer.
+The constant WIDEN converts x to fp32. It is set only under Triton's interpreter, which would read the bits of
+a bf16 operand as an integer.
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ def tree_attention(
             therefore precede the columns of its descendants.
         row_positions: ``[rows] int32``, position p of each tree row. If None, p is the row's prefix length
             plus the number of bits set in the row's mask, its own bit excluded. Not used for causal rows.
-        sinks: ``[heads] fp32``, a logit per head that takes part in the softmax but has no value. With None,
+        sinks: ``[heads] fp32``, a logit per head that takes part in the softmax but has no V row. With None,
             there are no sinks.
         softcap: If above 0, scaled scores s become ``softcap * tanh(s / softcap)`` before the mask; sinks are
             not capped.
@@ -90,8 +90,8 @@ def tree_attention(
         ValueError: A tensor's shape, dtype or layout is wrong. The message names the tensor.
 
     Example:
-        A tree of a root and two children, behind a prefix of one token. With queries of zeros, each row
-        returns the mean of the values it sees. The second child does not see the first.
+        A root and its two children follow a prefix of one token. With queries of zeros, each row returns the
+        mean of the values it sees. The second child does not see the first.
 
         >>> import torch
         >>> from outrider.kernels.tree_attention import tree_attention

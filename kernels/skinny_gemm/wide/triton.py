@@ -7,7 +7,7 @@ accelerator loads the tiles of both operands, without registers and masks. Rows 
 read as zeros. Programs that use the same part of the weight are neighbours in launch order, so this part is
 read from memory only once.
 
-SPLITS works as in the kernels for few rows: programs store fp32 parts, which the next kernel adds in order.
+SPLITS works as in the kernels for few rows: programs store fp32 partial sums, which the next kernel adds.
 """
 
 from __future__ import annotations
