@@ -51,7 +51,7 @@ class StallOptions:
         stack: The stack of services to start.
         streams: Number of streams whose pauses are measured.
         repeats: Number of times that each body is sent.
-        quiet_s: Seconds in which the streams run without a body, for comparison.
+        quiet_s: Seconds for which the streams run while no body is sent, for comparison.
         output: The JSON file for the result.
     """
 

@@ -2,8 +2,8 @@
 
 All chats begin with the same system prompt. Each turn of a chat repeats the earlier turns and their answers,
 and adds new tokens. The chats run once without speculation and once with it. Each run starts with an empty
-cache. Afterwards, the command sends long prompts twice. It also compares the accept lengths of two answers to
-the same conversation.
+cache. Afterwards, the command sends long prompts twice. It also compares the accept lengths of the first and
+the second answer of a conversation.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ LENGTHS = "--system-tokens, --turn-tokens, --answer-tokens, --turns or --long-pr
 
 @dataclass(frozen=True, slots=True)
 class Chats:
-    """The shape of the chats.
+    """Number and lengths of the chats that `outrider bench prefix` sends.
 
     Attributes:
         count, turns: Number of chats, and number of turns of each chat.
@@ -204,7 +204,7 @@ async def _measure(
 
 
 async def accept_lengths(client: httpx.AsyncClient) -> tuple[float, float] | None:
-    """Return the accept lengths of the first and of the second answers to the same conversations.
+    """Return the accept lengths of the first answers and of the second answers of the same conversations.
 
     A conversation consists of a prompt, the server's answer to it, and a second prompt. The prompts are part
     of `bench`. All answers are greedy. The result is None if the server has no chat template or does not

@@ -112,7 +112,7 @@ def check_lengths(text: str) -> list[float]:
 
 
 def law_of(accept_length: float) -> list[float]:
-    """Return `LEVELS` equal acceptance probabilities that give chains of `LAW_DEPTH` this accept length.
+    """Return `LEVELS` equal acceptance probabilities for chains of `LAW_DEPTH` with this accept length.
 
     Args:
         accept_length: Mean number of tokens per round, including the bonus token: from 1 to `LAW_DEPTH` + 1.

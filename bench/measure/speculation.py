@@ -277,8 +277,8 @@ def summarise(runs: Runs, num_prompts: int) -> list[dict[str, Any]]:
 def first_differences(runs: Runs, prompts: Sequence[Messages], target: Path) -> list[dict[str, Any]]:
     """Return the first token at which each answer with drafts differs from the answer with ``mode: off``.
 
-    For greedy answers, the result includes the logits at that token. In 16-bit types, near-ties of logits
-    cause differences.
+    For greedy answers, the result includes the logits at that token. In 16-bit types, two almost equal logits
+    can cause a difference.
     """
     found = []
     judge: Judge | None = None

@@ -98,7 +98,7 @@ def project_normed(stream: Stream, weight: torch.Tensor, *, tile: Tile | None = 
         from outrider.kernels.skinny_gemm import triton as compiled
 
         chosen = tile or choose_tile(Epilogue.PLAIN, x, weight)
-        # With any other method, each of its many programs would have to read all sums of squares.
+        # SUM runs many programs, and each of them would have to read all sums of squares.
         if chosen.method in (Method.DOT, Method.STAY):
             return compiled.project(x, weight, None, chosen, stream)
     return project(normalise(stream), weight, tile=tile)
@@ -178,7 +178,7 @@ def project_gated(
 ) -> torch.Tensor:
     """Return ``act(gate) * up`` of a gated MLP.
 
-    The MLP's inputs are ``gate, up = (norm(stream) @ weight.T + bias).chunk(2)``.
+    Gate and up are the two halves of ``norm(stream) @ weight.T + bias``.
 
     Args:
         stream: The residual stream; the row limit of `project` applies.
