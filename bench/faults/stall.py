@@ -3,9 +3,9 @@
 The bodies are malformed lists, texts of the largest size that the gateway accepts, and large requests to the
 routes for tokens. If the gateway parsed such a body on its event loop, all streams would stop meanwhile.
 
-Other programs on the machine also cause pauses. The command therefore also measures how long the gateway's
-threads run for each body, beyond the time that they run for the streams. A body cannot stop the streams for
-longer than that.
+Other programs on the machine also cause pauses. The command therefore also measures the run time of the
+gateway's threads for each body, without their time for the streams. A body cannot stop the streams for longer
+than that.
 """
 
 from __future__ import annotations

@@ -247,8 +247,7 @@ def _ask(
 def summarise(runs: Runs, num_prompts: int) -> list[dict[str, Any]]:
     """Return one row of results for each temperature: median ratios, median speeds and mean accept lengths.
 
-    In a row, the field ``same_text`` is the number of prompts whose answer has the same tokens as the answer
-    with ``mode: off``.
+    The field ``same_text`` of a row is the number of prompts with the same answer as with ``mode: off``.
     """
     rows = []
     for temperature in TEMPERATURES:

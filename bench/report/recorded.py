@@ -157,11 +157,11 @@ class PeerFigures:
 class Results:
     """All benchmark results recorded in a folder.
 
-    If several files match a query, the latest file is used. If the query has an argument `near`, the matching
-    file whose machine and time are closest to those of the file `near` is used instead.
+    If several files match a query, the latest file is used. A query with an argument `near` instead uses the
+    file whose machine and time are closest to those of the file `near`.
 
-    A subfolder whose name is a time contains the results of one session, in which another server (a peer) was
-    measured too. A comparison with the peer's figure searches the subfolder of that session first.
+    A subfolder whose name is a time contains the results of one session. In that session, another server (a
+    peer) was measured too. A comparison with the peer's figure searches the subfolder of that session first.
 
     Raises:
         ConfigurationError: A file is not valid JSON.

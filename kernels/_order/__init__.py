@@ -22,8 +22,8 @@ def rank_keys(values: torch.Tensor) -> torch.Tensor:
             first).
 
     Returns:
-        ``[rows, n] int64``. The upper half of a key contains order-preserving bits of the value, and the
-        lower half contains the complement of the index.
+        ``[rows, n] int64``. The upper half of a key orders by value. The lower half is the complement of the
+        index.
     """
     bits = (values + 0.0).view(torch.int32)
     ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # negative values: flip, so that integers order like floats

@@ -26,8 +26,8 @@ class Boxes:
     Use the inboxes from one CUDA stream at a time. Every rank must make the same calls in the same order.
 
     An inbox has two slots. Each tile (a block of columns of a row) uses them alternately. A rank writes to a
-    slot again only after every other rank has emptied it. Every rank empties a slot before it sends its next
-    data, so the arrival of that data proves that the slot is empty.
+    slot again only after every other rank has emptied it. A rank empties a slot before it sends its next
+    data. Once this data arrives, the slot is therefore empty.
 
     Attributes:
         rank: Rank that this view belongs to.

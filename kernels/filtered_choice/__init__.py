@@ -40,8 +40,8 @@ def kept_tokens(logits: torch.Tensor, sampling: SamplingTensors) -> Kept:
         sampling: Sampling parameters, one entry per row; rows with temperature 0 keep all tokens.
 
     Returns:
-        The end of each row's prefix. If the probability of a prefix differs from p only by rounding, the
-        last token of the prefix may or may not be included.
+        The end of each row's prefix. If a prefix reaches p only within rounding, its last token may or may
+        not be included.
 
     Raises:
         ValueError: A tensor's shape or dtype is wrong. The message names the tensor.

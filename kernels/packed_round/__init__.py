@@ -4,9 +4,9 @@ A slot contains the state of one decoding sequence. A round has a list of *entri
 and the largest number of nodes of the entry's tree. The tree nodes of all entries form the packed rows, one
 entry after the other.
 
-An entry is live if all three conditions hold: it has rows, its slot has a token from the last round (the root
-of the next tree), and the slot has not reached its limit. Otherwise, the entry is idle, and nothing is stored
-or accepted for it.
+An entry is live if it has rows, its slot has a token from the last round, and the slot has not reached its
+limit. This token is the root of the next tree. Otherwise, the entry is idle, and nothing is stored or
+accepted for it.
 
 A round uses four ops:
 

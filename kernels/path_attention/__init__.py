@@ -1,8 +1,8 @@
 """path_attention: batch-invariant attention of each row to its own history, read in token order.
 
 A row may be a tree node, the row of a plain decode step, or a row of a prompt chunk. Equal histories may
-therefore be stored in different KV slots. This op reads a history by logical index, in blocks of fixed size
-that start at index 0, and adds the blocks in that order. Rows with equal histories therefore get equal bits.
+therefore be stored in different KV slots. This op reads a history in token order, in blocks of fixed size
+from token 0 on. It adds the blocks in that order. Rows with equal histories therefore get equal bits.
 """
 
 from __future__ import annotations

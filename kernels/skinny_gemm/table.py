@@ -1,4 +1,4 @@
-"""Chooses a tile, the way to compute a matrix product: a measured tile if there is one, else one by a rule.
+"""Chooses a tile (a way to compute a matrix product): the measured tile if there is one, else one by a rule.
 
 Measured tiles come from this package's ``tiles.json`` or from trials on this machine.
 """
@@ -96,8 +96,8 @@ def needs_trial(product: Product, device: str) -> bool:
     """Return True if the tiles of a matrix product still have to be measured on a kind of device.
 
     On the device `STORED_OF`, a product with a tile in ``tiles.json`` counts as measured. Any other product
-    counts as measured only after a trial of exactly its row count, because an interrupted run may have
-    measured only some row counts.
+    counts as measured only after a trial of exactly its row count. Other row counts do not suffice, because
+    an interrupted run may have measured only some of them.
     """
     if device == STORED_OF and _nearest(_stored_rows(product), product.rows) is not None:
         return False

@@ -43,8 +43,8 @@ def tree_attention(
     also sees the columns whose bit is set in the row's mask. Column j is token index ``prefix_lens[b] + j``,
     which must be below ``kv_lens[b]`` to be seen.
 
-    Without `ancestors`, rows are causal: row i of the q_len rows of sequence b sees token indices
-    ``<= kv_lens[b] - q_len + i``, and `prefix_lens` is not read.
+    Without `ancestors`, rows are causal, and `prefix_lens` is not read. Row i of the q_len rows of sequence b
+    sees token indices up to ``kv_lens[b] - q_len + i``.
 
     A row that sees nothing yields zeros. Rows of an idle sequence see nothing.
 
@@ -53,8 +53,8 @@ def tree_attention(
 
     Args:
         q: ``[rows, heads, dim]`` fp32/bf16/fp16; any strides with a dense last dimension.
-        k_plane: ``[pages, page_size, kv_heads, dim]``, contiguous, in q's dtype or in e4m3, which is widened
-            as it is read. heads is a multiple of kv_heads.
+        k_plane: ``[pages, page_size, kv_heads, dim]``, contiguous, in q's dtype or in e4m3. e4m3 values are
+            widened as they are read. heads is a multiple of kv_heads.
         v_plane: Like `k_plane`.
         page_table: ``[table rows, max_pages] int32``, pages of each sequence in token order. At least
             ``ceil(kv_len / page_size)`` pages of each sequence are valid. If `table_rows` is None, the page

@@ -1,7 +1,7 @@
 """Triton version of tree_attention. `kernels.tree_attention` documents the ops.
 
 One program handles a block of (row, head of the group) pairs of one sequence and one K/V head. A group
-consists of the query heads that share the K/V head, so K and V are read once for the whole group. The program
+consists of the query heads that share the K/V head. K and V are read once for the whole group. The program
 folds token indices into three values: a maximum, a sum and an accumulator (see `fold`).
 
 If a batch has too few blocks to fill the GPU, the token indices are split over several programs. Each program

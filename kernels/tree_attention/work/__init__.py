@@ -2,8 +2,8 @@
 
 In a ragged batch, sequences have different numbers of rows and tokens, and these numbers are stored on the
 device only. A work list therefore assigns each program its block of rows and its token indices. The size of
-the grid depends on the number of rows alone, and the run time depends on the actual number of tokens. A
-uniform batch needs no work list, because its shares follow from numbers that the host knows.
+the grid depends only on the number of rows. The run time depends on the actual number of tokens. A uniform
+batch needs no work list, because its shares follow from numbers that the host knows.
 """
 
 from __future__ import annotations
