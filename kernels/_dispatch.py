@@ -39,7 +39,7 @@ def use_triton(tensor: torch.Tensor) -> bool:
 
 @contextlib.contextmanager
 def force_backend(backend: Backend | str) -> Iterator[None]:
-    """Context manager in which every op uses the given backend, whatever the device.
+    """Context manager in which every op uses the given backend on any device.
 
     Tests use this function to run the Triton kernels in Triton's interpreter. It is not thread-safe.
 

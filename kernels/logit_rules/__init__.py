@@ -59,7 +59,7 @@ def make_rule_state(
     phrases: int = 256,
     tokens: int = 2048,
 ) -> RuleState:
-    """Allocate the rule state (`RuleState`) of a number of slots, none of which has rules.
+    """Allocate the rule state (`RuleState`) of slots that have no rules yet.
 
     Args:
         slots: Number of slots.

@@ -122,7 +122,7 @@ class GroupRows:
         committed_lens: ``[G] int32``, number of committed tokens, the root included; 1 for an idle row.
         counts: ``[G] int32``, number of tokens that the last round chose; 0 for an idle row.
         tokens: ``[G, C] int32``, the tokens that the last round chose.
-        features: ``[G, C, width]``, feature rows of these tokens. The width is 0 without features.
+        features: ``[G, C, width]``, feature rows of these tokens. The width is 0 if there are no features.
         temperature, seeds, choices: ``[G]`` fp32, int64 and int32, sampling parameters.
     """
 

@@ -22,8 +22,8 @@ __all__ = ["RowPaths", "path_attention", "row_paths"]
 class RowPaths:
     """Location in the KV cache of each row's history: the tokens that the row attends to.
 
-    Let prefix be the row's entry in `prefix_lens`. Token j of the history is at token index j of the row's
-    sequence if j < prefix, and otherwise at token index ``prefix + columns[row, j - prefix]``.
+    Let p be the row's entry in `prefix_lens`. If j < p, token j of the history is at token index j of the
+    row's sequence. Otherwise, it is at token index ``p + columns[row, j - p]``.
 
     Attributes:
         sequences: ``[rows] int32``, row of the page table that belongs to each row's sequence.

@@ -44,7 +44,7 @@ def round_plan(
         topk: Width of each level of the trees, at least 1.
         page_size: Tokens per page.
         lead: 0 if a row pairs a token with the feature of the preceding token, 1 if a row represents a single
-            token. Without `behind`, a sequence has ``committed_lens - 1 + lead`` stable rows (see
+            token. If `behind` is 0, a sequence has ``committed_lens - 1 + lead`` stable rows (see
             `RoundPlan`).
         behind: Number of stable rows that are missing at the end of each sequence. It is above 0 only for the
             later layers in a chain of MTP layers, which read tokens further ahead. Positions decrease by

@@ -15,7 +15,7 @@ class RoundPlan(NamedTuple):
 
     The last round committed c tokens, which have no stable rows yet. Their rows are the *fresh* rows, the
     **last** c of the R rows. The rows before them are padding, and nothing is stored for them. With this
-    order, the state from which the tree grows is always in row R - 1.
+    order, the hidden state from which the tree grows is always in row R - 1.
 
     Attributes:
         tokens: ``[bs * R] int32``, tokens of the R rows of each sequence; 0 for padding.

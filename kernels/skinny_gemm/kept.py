@@ -39,7 +39,7 @@ class Tried:
 
     Attributes:
         product: Product that was measured.
-        tile: Tile to choose.
+        tile: Tile to use for the product.
         microseconds: Time of a launch with that tile, in microseconds.
         rule: Time of a launch with the tile of `guess_tile`, in microseconds. None if that tile was not
             measured.

@@ -95,9 +95,9 @@ def measured_tile(product: Product, device: str) -> Tile | None:
 def needs_trial(product: Product, device: str) -> bool:
     """Return True if the tiles of a matrix product still have to be measured on a kind of device.
 
-    On the device `STORED_OF`, a product with a tile in ``tiles.json`` counts as measured. Any other product
-    counts as measured only after a trial of exactly its row count. Other row counts do not suffice, because
-    an interrupted run may have measured only some of them.
+    The tiles in ``tiles.json`` were measured on the device `STORED_OF`. On that device, a product in this
+    file counts as measured. Any other product counts as measured only after a trial of exactly its row count.
+    Other row counts do not suffice, because an interrupted run may have measured only some of them.
     """
     if device == STORED_OF and _nearest(_stored_rows(product), product.rows) is not None:
         return False

@@ -31,16 +31,16 @@ def synthetic_acceptance(
 ) -> torch.Tensor:
     """Rewrite chosen tokens so that `verify_tree` accepts exactly k drafts of each row.
 
-    - k is the number of `thresholds` above the row's noise,
-      ``gumbel_noise(seed, position, NOISE_CHOICE, 0)``, but at most the depth of the deepest node.
+    - k is the number of `thresholds` above the row's noise, but at most the depth of the deepest node. The
+      noise is ``gumbel_noise(seed, position, NOISE_CHOICE, 0)``.
     - The path ends at the first node (in index order) of depth k.
     - At every earlier node of the path, the token of the path's next node replaces the chosen token.
-    - At the path's last node, the chosen token stays unless a child carries it. If a child does, the next
-      higher token (modulo the vocabulary) that no child carries replaces the chosen token.
+    - At the path's last node, the chosen token stays unless a child has it. If a child has it, the next
+      higher token (modulo the vocabulary) that no child has replaces the chosen token.
     - At nodes outside the path, the chosen tokens stay.
 
     Args:
-        tokens: ``[bs, N] int32``, trees as in `verify_tree`; siblings carry different tokens.
+        tokens: ``[bs, N] int32``, trees as in `verify_tree`; siblings have different tokens.
         parents: ``[bs, N] int32``, as in `verify_tree`.
         depths: ``[bs, N] int32``, 0 for the root.
         num_nodes: ``[bs] int32``, number of nodes of each tree; later columns are ignored.

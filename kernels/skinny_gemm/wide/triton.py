@@ -4,7 +4,7 @@
 
 The rows of x fill the tensor core's 64 rows, and the weight is the wide operand. The tensor memory
 accelerator loads the tiles of both operands, without registers and masks. Rows and columns outside a matrix
-read as zeros. Programs that use the same part of the weight are adjacent in launch order. This part is
+are read as zeros. Programs that use the same part of the weight are adjacent in launch order. This part is
 therefore read from memory only once.
 
 SPLITS works as in the kernels for few rows: programs store fp32 partial sums, which the next kernel adds.

@@ -39,7 +39,7 @@ def plan_attention(
     size: a sequence of 32,000 tokens among short ones is cut into many shares, and the short ones stay whole.
 
     The function never waits for the device and may be captured into a CUDA graph. Kernels that are launched
-    later may read the work list before they wait for the kernel that precedes them.
+    later may read the work list before they wait for their previous kernel (``gdc_wait``).
 
     Args:
         kv_lens: ``[bs] int32``, number of cached tokens of each sequence, including those of this step. A
