@@ -87,12 +87,12 @@ def overload(
     output: Output = None,
     force: Force = False,
 ) -> None:
-    """Offer 1.5 times the capacity in an open loop, and measure TTFT, refusals and memory.
+    """Send requests at 1.5 times the services' capacity, and measure TTFT, refusals and memory.
 
-    The command starts the services and first measures their capacity. For comparison, it also offers 0.8
-    times the capacity. It then sends the requests of one API key that stays within its limits: first alone,
-    then while another key sends too many requests. The exit code is 1 if a request fails without status 429
-    and Retry-After.
+    The command starts the services and first measures their capacity. The requests do not wait for earlier
+    answers (an open loop). For comparison, the command also sends requests at 0.8 times the capacity. It then
+    sends the requests of one API key that stays within its limits: first alone, then while another key sends
+    too many requests. The exit code is 1 if a request fails without status 429 and Retry-After.
     """
     from outrider.bench.faults.overload import OverloadOptions, run_overload
 

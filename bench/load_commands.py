@@ -313,7 +313,7 @@ def prefix(
     output: Output = None,
     force: Force = False,
 ) -> None:
-    """Measure the share of prompt tokens of many chats that the prefix cache finds, with and without drafts.
+    """Measure the share of prompt tokens that the prefix cache finds in many chats, with and without drafts.
 
     With --shape, measure the cost of a prefix cache that finds nothing.
     """

@@ -23,7 +23,7 @@ class RowJob:
     """Job of one process: the token rows that this process generates.
 
     Attributes:
-        seed: Seed of this part. It determines all random choices.
+        seed: Seed of this job. It determines all random choices.
         count: Number of rows.
         length: Number of tokens per row.
         tokenizer: Path of tokenizer.json.

@@ -197,7 +197,7 @@ class LoadSummary:
     """Summary of a load; times are in milliseconds.
 
     Attributes:
-        first_token, between, per_token, total: Respectively TTFT, gaps between pieces, mean time per token,
+        first_token, between, per_token, total: In this order: TTFT, gaps between pieces, mean time per token,
             and time from request to last token (e2e). Each attribute maps the percentiles in `PERCENTILES` to
             values.
         requests, failed: Number of requests, and number of failed requests.

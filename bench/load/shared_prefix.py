@@ -204,7 +204,7 @@ async def _measure(
 
 
 async def accept_lengths(client: httpx.AsyncClient) -> tuple[float, float] | None:
-    """Return the accept lengths of the first answers and of the second answers of the same conversations.
+    """Return two accept lengths: of the first answers in several conversations, and of the second answers.
 
     A conversation consists of a prompt, the server's answer to it, and a second prompt. The prompts are part
     of `bench`. All answers are greedy. The result is None if the server has no chat template or does not

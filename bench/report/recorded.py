@@ -72,7 +72,7 @@ class RecordedResult:
         return ids[index] if index < len(ids) else None
 
     def distance(self, other: RecordedResult) -> tuple[bool, bool, bool, timedelta]:
-        """Return a sort key, which is smaller for two recorded runs with more similar circumstances.
+        """Return a sort key for two recorded runs. Runs under more similar circumstances have a smaller key.
 
         The identity of the GPU counts most, because two GPUs of the same model differ by several percent. The
         visible GPUs, the usable cores and the time between the runs count next, in this order.
