@@ -28,7 +28,7 @@ def rank_key(values, index):
 
 @triton.jit
 def short_key(values, place):
-    """Return int32 keys for the elements of a block, whose order is (value descending, index ascending).
+    """Return short keys: int32 keys for the elements of a block, in the order of `rank_key`.
 
     The values must be exact in bf16. `place` is the offset of each element within the block, below 4096.
 

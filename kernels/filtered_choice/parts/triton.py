@@ -56,10 +56,9 @@ def row_best(best, row, splits, SPLITS: tl.constexpr):
 
 @triton.jit
 def narrow(partials, bases, aboves, at, target, splits, shift, SPLITS: tl.constexpr):
-    """Return the highest pivot with a sum of at least `target`, and the sum of the next higher pivot.
+    """Return the last launch's highest pivot whose sum is at least `target`, and the next higher pivot's sum.
 
-    A pivot is a key that the last launch compared with the tokens. Its sum is the number (or total weight) of
-    the tokens at or above it.
+    The sum of a pivot is the number (or total weight) of the tokens at or above the pivot.
 
     Args:
         at: Index of the launch and row in `bases` and `aboves`.

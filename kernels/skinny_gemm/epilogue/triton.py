@@ -63,7 +63,7 @@ def load_constants(
     of the second row.
 
     No kernel writes weights, so a program loads them before it waits for the previous kernel. If the weights
-    were loaded after the product, each load would add the latency of a memory access.
+    were loaded after the product, each load would cost a memory latency.
     """
     real, place = n < N, output_rows(n, EPILOGUE, HALF)
     scale = tl.full(n.shape, 1.0, tl.float32)

@@ -119,7 +119,7 @@ def merge_rows(
 ):  # fmt: skip
     """Merge the splits of one row and head. `merges` locates the partial results (`WorkList`).
 
-    A row of at most FEW splits is merged in a smaller block, which needs fewer registers.
+    A row of at most FEW splits is merged by a smaller block, which loads fewer registers.
     """
     row, head = tl.program_id(0), tl.program_id(1)
     first = tl.load(merges + row * ROW)
