@@ -27,8 +27,8 @@ class RoundPlan(NamedTuple):
             sequences.
         positions: ``[bs * R + (depth - 1) * bs * topk] int32``, positions of the R rows of each sequence,
             then positions of the levels' rows. Positions of padding are at least 0.
-        lens: ``[1 + depth, bs] int32``: the number of stable rows, then this number plus the number of fresh
-            rows, then the number of tokens that each level sees.
+        lens: ``[1 + depth, bs] int32``: the number of stable rows without the fresh rows, then the number
+            with them, then the number of tokens that each level sees.
         root_tokens: ``[bs] int32``, token of each tree's root.
         max_nodes: ``[bs] int32``, largest number of nodes of each tree; 1 for idle sequences.
     """
