@@ -204,8 +204,7 @@ async def _measure(
 
 
 async def accept_lengths(client: httpx.AsyncClient) -> tuple[float, float] | None:
-    """Send each of several conversations twice, and return the accept lengths of the first and second
-    answers.
+    """Send several conversations twice, and return the accept lengths of the first and the second answers.
 
     A conversation consists of a prompt, the server's answer to it, and a second prompt. The prompts are part
     of `bench`. The first answer finds nothing in the prefix cache. All answers are greedy. The result is None
