@@ -140,7 +140,7 @@ class TargetSettings(ListenerSettings):
         description="Do not search for faster tiles of matrix products at start. Ignore earlier searches.",
     )
     disable_prefix_cache: bool = Field(
-        False, description="Compute every prompt. Keep no K/V of ended requests."
+        False, description="Compute every prompt in full. Keep no K/V of ended requests."
     )
     disable_cuda_graph: bool = Field(False, description="Record no CUDA graphs. Launch kernels one by one.")
     overlap_schedule: OverlapSchedule = Field(
