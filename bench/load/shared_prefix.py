@@ -76,7 +76,7 @@ class Chats:
     def possible(self, chat: int, turn: int, before: Sequence[int]) -> int:
         """Return how many tokens of a prompt the server would find in a prefix cache of unlimited size.
 
-        The server never computes the K/V of an answer's last token, because the answer ends there.
+        The last token of an answer is not found, because the server never computes its K/V.
         """
         if turn:
             return len(before) - 1

@@ -1,4 +1,4 @@
-"""Result type of filtered_choice: the prefix of tokens that the filters keep in each row."""
+"""Result type of filtered_choice: for each row, the most likely tokens, up to the limits of the filters."""
 
 from __future__ import annotations
 

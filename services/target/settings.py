@@ -265,7 +265,7 @@ class TargetSettings(ListenerSettings):
         return SpeculationLimits(shape, self.max_steps, self.max_topk, self.max_nodes, min(deepest, most - 1))
 
     def ranks(self) -> Ranks | None:
-        """Return the ranks from `torchrun`'s environment variables. None if this process must start them.
+        """Return this process's rank and the number of ranks if `torchrun` started it. Otherwise return None.
 
         Raises:
             ConfigurationError: The environment variable WORLD_SIZE differs from `tp`, or a variable is not a

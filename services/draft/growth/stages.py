@@ -30,7 +30,10 @@ from outrider.shared.spec.tree import MASK_WORD_BITS, mask_words
 
 
 class PassKey(NamedTuple):
-    """One pass of a stage over the rows of a level. Level 0 is the extension by committed tokens."""
+    """One pass of a stage over the rows of a level.
+
+    Level 0 contains the newly committed tokens of each sequence. The other levels belong to the draft tree.
+    """
 
     level: int
     stage: int

@@ -8,7 +8,7 @@ Ledger of one session (which event ends each resource):
 
     resource                    created by      ended by
     Session in the table        `open`          `close`, `drop_peer`, `expire`, eviction by `open`, any RESYNC
-    KV pages (session.lease)    the strategy    `SessionTable._forget` → `release`, in each of these cases
+    KV pages (session.lease)    the strategy    `release`, when the session ends
 
 Invariant: ``0 <= cached_rows <= num_rows``. KV rows may be computed from features (`RowSource`). The row at
 position t then needs the feature of t and the token at t + 1. In this case, ``cached_rows <=

@@ -118,7 +118,7 @@ class TreeForms:
     def fill(self, formed: Seq[FormedEntry]) -> None:
         """Find the allowed tokens after each tree node of the round, and enqueue their copy to the device.
 
-        Call this method once the forward pass has been enqueued, so that the device is busy meanwhile.
+        Call this method after the forward pass has been enqueued, so that the device is busy meanwhile.
         """
         masks = self.allocate()
         masks.clear()
