@@ -219,8 +219,8 @@ class PrefixCache:
     def forget(self, tokens: Sequence[int], kept: int, salt: str = "") -> None:
         """Remove from the cache the pages of a sequence that come after its first `kept` tokens.
 
-        Pages that a sequence still reads are not removed. If a page is removed, its descendants in the tree are
-        removed too.
+        Pages that a sequence still reads are not removed. If a page is removed, its descendants in the tree
+        are removed too.
         """
         node, pages = self._tree.find_root(salt), len(tokens) // self._page_size
         if node is None or pages < 1 or next(self._tree.keys(tokens, 0, 1)) not in node.children:
