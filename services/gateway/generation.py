@@ -78,12 +78,15 @@ class Generator:
                 if not started:
                     started = True
                     slot.started(index)
+                    self._metrics.recent.began()
                     self._metrics.time_to_first_token.observe(now - submitted)
                     prompt = request.prompt_ids
                     yield ChoiceEvent(index, Started(len(prompt), request.sampling.seed, prompt))
                 elif isinstance(event, TargetDelta) and event.token_ids:
                     self._metrics.inter_token_latency.observe((now - last) / len(event.token_ids))
                 last = now
+                if isinstance(event, TargetDelta):
+                    self._metrics.recent.add_tokens(len(event.token_ids))
                 # 2. The target ended the sequence: release the remaining text.
                 if isinstance(event, TargetFinish):
                     if (rest := assembler.finish()).token_ids:
@@ -123,6 +126,8 @@ class Generator:
             self._metrics.failures.labels(error.reason).inc()
             raise
         finally:
+            if started:
+                self._metrics.recent.ended()
             slot.started(index)
             stream.close()
 

@@ -5,16 +5,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from outrider.services.gateway.keys.key_metrics import KeyMetrics
-from outrider.services.gateway.request import FINISH_NAMES, Finished
+from outrider.services.gateway.recent_load import RecentLoad
+from outrider.services.gateway.request import FINISH_NAMES, Finished, drafted_rounds
 from outrider.services.gateway.target_client.member import Member
 from outrider.shared.base.version import installed_version
 from outrider.shared.obs.metrics import REQUEST_BUCKETS_S, TOKEN_BUCKETS_S, Metrics
 
 
 class GatewayMetrics:
-    """All metrics of the gateway."""
+    """All metrics of the gateway.
+
+    Attributes:
+        recent: The load of the last two minutes, which /status.json contains and /metrics does not.
+    """
 
     def __init__(self) -> None:
+        self.recent = RecentLoad()
         self._metrics = metrics = Metrics()
         build = metrics.gauge("build_info", "1; the label is the version of the gateway.", ["version"])
         build.labels(installed_version()).set(1)
@@ -71,6 +77,7 @@ class GatewayMetrics:
         self.prompt_tokens.inc(one.usage.prompt_tokens)
         self.generation_tokens.inc(one.usage.completion_tokens)
         self.success.labels(FINISH_NAMES[one.reason]).inc()
+        self.recent.add_rounds(one.speculation.accepted_tokens, drafted_rounds(one.speculation))
 
     def render(self) -> str:
         """Return the metrics in Prometheus text format."""

@@ -28,7 +28,8 @@ from outrider.shared.rpc.interceptors import as_outrider_error
 
 REQUEST_ID_HEADER = "X-Request-Id"
 BODY_TIMEOUT_S = 30.0
-QUIET_ROUTES = frozenset(["/health", "/ping", "/ready", "/metrics", "/status.json"])
+READINESS_ROUTE = "/ready"
+QUIET_ROUTES = frozenset(["/health", "/ping", READINESS_ROUTE, "/metrics", "/status.json"])
 # Some clients send these POST requests without a body and without a content type.
 BODILESS_PATHS = frozenset(["/flush_cache", "/ping"])
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
@@ -103,7 +104,9 @@ class RequestContext:
                 # Unknown paths share one label. Otherwise clients could create any number of labels.
                 route = getattr(scope.get("route"), "path", "other")
                 self._metrics.http_requests.labels(route, str(status or ErrorCode.CANCELLED.value)).inc()
-                if isinstance(failure := scope["state"].get("error"), OutriderError):
+                # "Not ready" is the answer that a readiness probe asks for, and no error.
+                failure = scope["state"].get("error")
+                if isinstance(failure, OutriderError) and route != READINESS_ROUTE:
                     self._errors.record(failure, route, request_id)
                 elapsed_ms = round((time.perf_counter() - started) * 1e3, 1)
                 # Health probes arrive every second and would flood the log.

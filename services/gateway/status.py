@@ -27,7 +27,8 @@ async def status_object(core: GatewayCore) -> dict[str, Any]:
 
     `targets` lists each target. `target` and `metrics` contain totals over the targets that reply. `model`
     describes the model of the first target that replies. While no target replies, `target` and `model` are
-    null.
+    null. `recent` contains this gateway's tokens, running sequences and accept lengths in each of the last
+    seconds.
     """
     members = core.targets.members
     answers = await core.targets.refresh(members)
@@ -61,6 +62,7 @@ async def status_object(core: GatewayCore) -> dict[str, Any]:
         "metrics": _samples(
             core.join_metrics([(member, stats.prometheus_text) for member, _, stats in found])
         ),
+        "recent": core.metrics.recent.as_json(),
         "errors": core.errors.newest_first(),
     }
 

@@ -87,6 +87,17 @@ def render(status: Mapping[str, Any], before: Mapping[str, Any] | None) -> Rende
     return Group(*parts)
 
 
+def duration(seconds: float) -> str:
+    """Return a duration in its two largest units, such as ``7 min 8 s``, as the operator's page shows it."""
+    whole = int(seconds)
+    minutes, hours, days = whole // 60, whole // 3600, whole // 86400
+    if not minutes:
+        return f"{whole} s"
+    if not hours:
+        return f"{minutes} min {whole % 60} s"
+    return f"{days} d {hours % 24} h" if days else f"{hours} h {minutes % 60} min"
+
+
 def _panel(title: str, content: RenderableType) -> Panel:
     return Panel(content, title=title, title_align="left", border_style="dim")
 
@@ -105,7 +116,7 @@ def _services(status: Mapping[str, Any]) -> Table:
     several = f"{sum(one['ready'] for one in targets)} of {len(targets)} ready"
     return _pairs(
         ("gateway", "draining" if status["draining"] else f"version {status['version']}"),
-        ("up for", f"{int(status['uptime_s'])} s"),
+        ("up for", duration(status["uptime_s"])),
         ("targets", several) if len(targets) > 1 else ("target", "ready" if target else "not ready"),
         ("draft", target["draft"]["state"] if target else None),
     )

@@ -13,6 +13,7 @@ from gateway_thread import GatewayThread
 from http_calls import CHAT, MakeGateway, client_of, error_of
 
 from outrider.services.gateway.playground.pages import FOLDER, TYPES, load_files
+from outrider.services.gateway.recent_load import RecentLoad
 
 FILES = load_files()
 
@@ -116,6 +117,26 @@ def test_the_status_lists_errors_in_the_format_of_anthropic(make_gateway: MakeGa
         error = error_of(http.post("/v1/messages", json={"messages": []}))
         (newest,) = http.get("/status.json").json()["errors"]
     assert (newest["route"], newest["status"], newest["message"]) == ("/v1/messages", 400, error["message"])
+
+
+def test_a_failed_readiness_probe_is_no_error(make_gateway: MakeGateway, tmp_path: Path) -> None:
+    with client_of(make_gateway(target=f"unix:{tmp_path}/none.sock", ready=False)) as http:
+        assert http.get("/ready").status_code == 503
+        assert http.post(CHAT, json={"messages": [{"role": "user", "content": "x"}]}).status_code == 503
+        assert [one["route"] for one in http.get("/status.json").json()["errors"]] == [CHAT]
+
+
+def test_the_status_remembers_the_load_of_the_last_seconds(make_gateway: MakeGateway) -> None:
+    now = [100.0]
+    gateway = make_gateway()
+    gateway.server.core.metrics.recent = RecentLoad(lambda: now[0])
+    body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 5}
+    with client_of(gateway) as http:
+        made = http.post(CHAT, json=body).json()["usage"]["completion_tokens"]
+        now[0] += 2
+        recent = http.get("/status.json").json()["recent"]
+    assert (recent["tokens"], recent["running"]) == ([made, 0], [1, 0])
+    assert recent["accept_length"][1] is None
 
 
 def test_pages_answer_head_and_options(http: httpx.Client) -> None:

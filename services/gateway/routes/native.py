@@ -235,6 +235,7 @@ async def server_info(request: Request) -> Response:
         {
             "version": installed_version(),
             "model_path": info.model_id,
+            "weight_version": info.weight_version,
             "speculative_algorithm": info.algorithm or None,
             "speculative_draft_model_path": info.draft_model or None,
             "speculative_num_steps": info.num_steps,

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from rich.console import Console
 
-from outrider.services.terminal.top import render
+from outrider.services.terminal.top import duration, render
 
 
 def stats(running: int) -> dict[str, Any]:
@@ -60,3 +61,11 @@ def test_one_target_needs_no_list() -> None:
 def test_without_any_answer_this_is_said() -> None:
     down = {"address": "a:1", "model": None, "ready": False, "load_tokens": 0, "stats": None}
     assert "No target answers." in shown([down, down])
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(8.9, "8 s"), (428, "7 min 8 s"), (3600 + 120, "1 h 2 min"), (49 * 3600 + 5, "2 d 1 h")],
+)
+def test_a_duration_has_its_two_largest_units(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
