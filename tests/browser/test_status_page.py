@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import httpx
@@ -33,6 +34,27 @@ def test_the_status_page_shows_services_load_charts_and_errors(
     expect(status.locator("#depths")).to_contain_text("Depth 5")
 
 
+def test_the_charts_begin_with_what_the_gateway_remembers(open_page: OpenPage, page: Page) -> None:
+    ask(page)
+    remembered = (
+        "fetch('/status.json').then((one) => one.json()).then((one) => one.recent.tokens.some(Boolean))"
+    )
+    page.wait_for_function(remembered)
+    # The page's own measurements would be 0, because no request runs any more.
+    status = open_page("/status")
+    for title in ("Tokens/s", "Running requests", "Accept length"):
+        chart = status.locator(".chart").filter(has_text=title).locator("svg")
+        expect(chart).to_have_attribute("aria-label", re.compile(r"at most [1-9]"))
+
+
+def test_names_in_tables_stay_whole_on_a_phone(open_page: OpenPage) -> None:
+    status = open_page("/status", viewport={"width": 360, "height": 740})
+    expect(status.locator("#services")).to_contain_text("ready")
+    heights = status.locator("th").evaluate_all("all => all.map((one) => one.clientHeight)")
+    assert max(heights) < 40  # one line
+    assert status.evaluate("document.documentElement.scrollWidth") <= 360
+
+
 def violations(page: Page) -> dict[str, list[str]]:
     """Return rule → offending elements of axe-core's default rules."""
     found = Axe().run(page).response["violations"]
@@ -51,6 +73,8 @@ def test_axe_finds_no_violation(open_page: OpenPage, scheme: str, size: tuple[in
     ask(page)
     page.fill("#round", "0")
     page.focus("#tree")
+    assert violations(page) == {}
+    page.get_by_role("button", name="Accept length").focus()
     assert violations(page) == {}
     page.get_by_role("tab", name="Race").click()
     assert violations(page) == {}

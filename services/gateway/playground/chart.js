@@ -32,6 +32,12 @@ export class Chart {
     return path;
   }
 
+  // Begins with the values of earlier seconds, oldest first.
+  begin(values) {
+    this.values = values.slice(-POINTS);
+    this.add(null);
+  }
+
   // Adds the value of one second; null leaves a gap.
   add(value) {
     this.values = [...this.values, value].slice(-POINTS);

@@ -1,13 +1,16 @@
-// Wires the playground: connection and key, chat, race, settings, and files of records.
+// Wires the playground: connection and key, chat, race, settings, files of records, and what the tab remembers.
 
 import { CallError, getJson, setKey } from './api.js';
+import { Chat, summary } from './chat.js';
+import { showExamples } from './examples.js';
+import { installHints } from './hints.js';
 import { showNumbers } from './numbers.js';
 import { animatedSvg } from './picture.js';
 import { Race } from './race.js';
 import { Record } from './record.js';
 import { RoundsCard } from './rounds.js';
-import { runChat } from './run.js';
-import { fitSettings, readSettings } from './settings.js';
+import { fillSettings, fitSettings, readSettings, settingsOf } from './settings.js';
+import { loadState, saveState } from './store.js';
 import { installTheme } from './theme.js';
 import { appendPieces, explainTokens } from './tokens.js';
 
@@ -15,10 +18,11 @@ const $ = (id) => document.getElementById(id);
 const empty = new Record([], {}, '');
 
 let model = '';
-let history = [];
+let connecting = null;
 let current = { record: empty, element: null };
 let running = null;
 
+const chat = new Chat(select);
 const race = new Race();
 const card = new RoundsCard((parts) => {
   if (!current.element) return;
@@ -28,21 +32,43 @@ const card = new RoundsCard((parts) => {
 
 // Connection
 
+async function load() {
+  const [info, models, openapi] = await Promise.all([
+    getJson('/server_info'), getJson('/v1/models'), getJson('/openapi.json').catch(() => null)]);
+  model = models.data[0].id;
+  fitSettings($('settings'), info, openapi);
+  showExamples(info.weight_version, (question) => {
+    $('prompt').value = question;
+    $('composer').requestSubmit();
+  });
+  const draft = info.speculative_algorithm ? `draft ${info.speculative_algorithm}` : 'no draft';
+  $('server').textContent = `model ${model} · ${draft}`;
+  $('key-form').hidden = true;
+}
+
+// Loads the model's name and the server's limits, and reports a failure. A later call replaces an earlier one.
 async function connect() {
+  const own = load();
+  connecting = own;
   try {
-    const info = await getJson('/server_info');
-    const models = await getJson('/v1/models');
-    const openapi = await getJson('/openapi.json').catch(() => null);
-    model = models.data[0].id;
-    fitSettings($('settings'), info, openapi);
-    const draft = info.speculative_algorithm ? `draft ${info.speculative_algorithm}` : 'no draft';
-    $('server').textContent = `${model} · ${draft}`;
-    $('key-form').hidden = true;
-    say('');
+    await own;
   } catch (error) {
+    if (connecting !== own) return;
     $('server').textContent = 'not connected';
+    connecting = null;
     report(error);
   }
+}
+
+// Returns when the name of the model is known.
+async function connected(signal) {
+  if (model) return;
+  say('Waiting for the name of the model.');
+  if (!connecting) connect();
+  await Promise.race([connecting, new Promise((_, reject) => {
+    signal.addEventListener('abort', () => reject(signal.reason));
+  })]);
+  say('');
 }
 
 function report(error) {
@@ -51,7 +77,7 @@ function report(error) {
     $('key').focus();
     say('This server needs an API key.');
   } else {
-    say(error.message, true);
+    say(error.message || String(error), true);
   }
 }
 
@@ -63,87 +89,26 @@ function say(text, isError = false) {
 $('key-form').addEventListener('submit', (event) => {
   event.preventDefault();
   setKey($('key').value);
+  say('');
   connect();
 });
 
-// Chat
+// Chat and race
 
-function addMessage(role, text) {
-  $('log-empty')?.remove();
-  const article = document.createElement('article');
-  article.className = `message ${role}`;
-  const name = document.createElement('p');
-  name.className = 'who';
-  name.textContent = role === 'user' ? 'You' : 'Model';
-  const body = document.createElement('div');
-  body.className = 'text';
-  body.textContent = text;
-  article.append(name, body);
-  $('log').append(article);
-  $('log').scrollTop = $('log').scrollHeight;
-  return body;
-}
-
-function atBottom(element) {
-  return element.scrollHeight - element.scrollTop - element.clientHeight < 60;
-}
-
-function select(record, element) {
+function select(record, element, raced = false) {
   current = { record, element };
   card.follow(record);
-  showNumbers(record);
+  showNumbers(record, raced);
   $('save').disabled = $('save-svg').disabled = !record.numRounds;
 }
 
-function summary(record) {
-  const rate = record.speed ? ` at ${record.speed.toFixed(0)} tokens/s` : '';
-  const accept = record.acceptLength ? `, accept length ${record.acceptLength.toFixed(2)}` : '';
-  const cut = record.finishReason === 'length' ? ' (cut at the token limit)' : record.finishReason ? '' : ' (stopped)';
-  return `${record.numTokens} tokens${rate}${accept}${cut}`;
-}
-
-function addSummary(record, element) {
-  const footer = document.createElement('p');
-  footer.className = 'summary';
-  const button = document.createElement('button');
-  button.type = 'button';
-  button.className = 'link';
-  button.textContent = 'Show its rounds';
-  button.addEventListener('click', () => select(record, element));
-  footer.append(`${summary(record)} · `, button);
-  element.after(footer);
-}
-
-async function chat(prompt, { options, system }, signal) {
-  history.push({ role: 'user', content: prompt });
-  const messages = [...(system ? [{ role: 'system', content: system }] : []), ...history];
-  addMessage('user', prompt);
-  const element = addMessage('assistant', '');
-  const record = new Record(messages, options, model);
-  select(record, element);
-  const log = $('log');
-  log.setAttribute('aria-busy', 'true');
-  try {
-    await runChat(record, { model, messages, ...options }, signal, (parts) => {
-      const follow = atBottom(log);
-      appendPieces(element, parts.flatMap((part) => part.pieces));
-      if (follow) log.scrollTop = log.scrollHeight;
-      card.add(parts);
-      showNumbers(record);
-    });
-  } finally {
-    log.setAttribute('aria-busy', 'false');
-    if (record.parts.length) {
-      history.push({ role: 'assistant', content: record.answer });
-      addSummary(record, element);
-      select(record, element);
-      say(`Answer: ${summary(record)}.`);
-      log.scrollTop = log.scrollHeight;
-    } else {
-      history.pop();
-      element.parentElement.remove();
-    }
-  }
+async function chatOnce(prompt, settings, signal) {
+  const record = await chat.ask(prompt, { ...settings, model }, signal, (shown, parts) => {
+    if (current.record !== shown) return;
+    card.add(parts);
+    showNumbers(shown);
+  });
+  say(record ? `Answer: ${summary(record)}.` : 'The answer is empty.');
 }
 
 async function raceOnce(prompt, { options, system }, signal) {
@@ -151,12 +116,13 @@ async function raceOnce(prompt, { options, system }, signal) {
   let first = empty;
   await race.run({ model, messages, ...options }, model, signal, (record) => {
     first = record;
-    select(record, null);
+    select(record, null, true);
   }, (parts) => {
+    if (current.record !== first) return;
     card.add(parts);
-    showNumbers(first);
+    showNumbers(first, true);
   });
-  select(first, $('fast-text'));
+  select(first, $('fast-text'), true);
 }
 
 $('composer').addEventListener('submit', async (event) => {
@@ -170,20 +136,30 @@ $('composer').addEventListener('submit', async (event) => {
     say(error.message, true);
     return;
   }
-  running = new AbortController();
+  const own = new AbortController();
+  running = own;
   setBusy(true);
   say('');
   $('prompt').value = '';
+  let failure = null;
   try {
-    await (racing() ? raceOnce : chat)(prompt, settings, running.signal);
+    await connected(own.signal);
+    await (racing() ? raceOnce : chatOnce)(prompt, settings, own.signal);
   } catch (error) {
-    $('prompt').value ||= prompt;
-    if (error.name === 'AbortError') say('Stopped.');
-    else report(error);
-  } finally {
-    running = null;
-    setBusy(false);
+    failure = error;
+    // In a race, the other request may still run.
+    own.abort();
   }
+  running = null;
+  setBusy(false);
+  if (failure) {
+    $('prompt').value ||= prompt;
+    // The server may have been started again with another model.
+    if (failure.status === 404) [model, connecting] = ['', null];
+    if (failure.name === 'AbortError') say('Stopped.');
+    else report(failure);
+  }
+  remember();
 });
 
 function setBusy(busy) {
@@ -202,11 +178,12 @@ $('prompt').addEventListener('keydown', (event) => {
 });
 $('clear').addEventListener('click', () => {
   running?.abort();
-  history = [];
-  $('log').replaceChildren();
+  chat.clear();
+  race.clear();
   select(empty, null);
   card.view.clear('Send a prompt to see how each round drafts a tree.');
-  say('The chat is empty.');
+  say('The chat and the race are empty.');
+  remember();
   $('prompt').focus();
 });
 
@@ -244,7 +221,9 @@ function download(name, type, content) {
   setTimeout(() => URL.revokeObjectURL(link.href), 10_000);
 }
 
-$('save').addEventListener('click', () => download('outrider-trace.json', 'application/json', current.record.toJson()));
+$('save').addEventListener('click', () => {
+  download('outrider-trace.json', 'application/json', JSON.stringify(current.record.toObject()));
+});
 $('save-svg').addEventListener('click', () => download('outrider-trace.svg', 'image/svg+xml', animatedSvg(current.record)));
 $('open').addEventListener('click', () => $('file').click());
 $('file').addEventListener('change', async () => {
@@ -254,20 +233,49 @@ $('file').addEventListener('change', async () => {
     const record = Record.fromJson(await file.text());
     choose($('tab-chat'));
     const asked = record.messages.findLast((message) => message.role === 'user');
-    if (asked) addMessage('user', String(asked.content));
-    const element = addMessage('assistant', '');
-    appendPieces(element, record.parts.flatMap((part) => part.pieces));
-    addSummary(record, element);
-    select(record, element);
+    chat.add({ question: String(asked?.content ?? ''), record, opened: true });
     say(`Opened ${file.name}: ${summary(record)}.`);
+    remember();
   } catch (error) {
     say(error.message, true);
   }
   $('file').value = '';
 });
 
+// What the tab remembers: the API key is not part of it.
+
+function remember() {
+  saveState({
+    turns: chat.toObject(), race: race.toObject(), racing: racing(), together: $('together').checked,
+    settings: settingsOf($('settings')), prompt: $('prompt').value,
+  });
+}
+
+function recall() {
+  const state = loadState();
+  try {
+    for (const { question, record, opened } of state.turns ?? []) {
+      chat.add({ question: String(question), record: Record.fromObject(record), opened: Boolean(opened) });
+    }
+    const raced = (state.race ?? []).map(({ record }) => Record.fromObject(record));
+    if (raced.length) race.restore(raced);
+    if (state.racing && raced.length) select(raced[0], $('fast-text'), true);
+  } catch {
+    // The stored answers are of another version of this page.
+    chat.clear();
+    race.clear();
+  }
+  fillSettings($('settings'), state.settings ?? {});
+  $('together').checked = Boolean(state.together);
+  $('prompt').value ||= String(state.prompt ?? '');
+  if (state.racing) choose($('tab-race'));
+}
+
 explainTokens($('log'), $('origin'), (span, round) => {
   if (current.element?.contains(span)) card.show(round);
 });
+installHints();
 installTheme($('theme'));
+recall();
+addEventListener('pagehide', remember);
 connect();

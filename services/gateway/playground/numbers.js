@@ -7,12 +7,13 @@ function set(id, text) {
 
 const fixed = (value, digits) => (value ? value.toFixed(digits) : '–');
 
-export function showNumbers(record) {
+// Shows the numbers of `record`. In a race, a note explains why the controller's estimate differs from the result.
+export function showNumbers(record, raced = false) {
   const { totals } = record;
   set('n-speed', fixed(record.speed, record.speed < 100 ? 1 : 0));
   set('n-accept', fixed(record.acceptLength, 2));
   set('n-tokens', record.numTokens ? String(record.numTokens) : '–');
-  set('n-rounds', record.numRounds ? String(record.numRounds) : '–');
+  set('n-rounds', record.numRounds ? `${totals.draftingRounds} of ${record.numRounds}` : '–');
   const draftMs = totals.draftingRounds ? totals.draftMs / totals.draftingRounds : 0;
   const verifyMs = record.numRounds ? totals.verifyMs / record.numRounds : 0;
   set('n-draft', draftMs ? `${draftMs.toFixed(1)} ms` : '–');
@@ -20,7 +21,7 @@ export function showNumbers(record) {
   const share = totals.draftMs + totals.verifyMs ? totals.draftMs / (totals.draftMs + totals.verifyMs) : 0;
   document.getElementById('split-draft').style.width = `${(share * 100).toFixed(1)}%`;
   showHistogram(record);
-  showChoices(record);
+  showChoices(record, raced);
 }
 
 function showHistogram({ histogram }) {
@@ -46,7 +47,7 @@ function showHistogram({ histogram }) {
   chart.setAttribute('aria-label', said.length ? `Rounds by accepted tokens. ${said.join(', ')}` : 'No rounds yet');
 }
 
-function showChoices({ shapes, settings, speculation }) {
+function showChoices({ shapes, settings, speculation }, raced) {
   const list = [...shapes].sort((a, b) => b[1] - a[1]).slice(0, 4)
     .map(([shape, rounds]) => `${shape}: ${rounds} ${rounds === 1 ? 'round' : 'rounds'}`);
   const why = [];
@@ -55,7 +56,12 @@ function showChoices({ shapes, settings, speculation }) {
   if (mode === 'off') why.push('Mode “off” decodes plainly.');
   if (mode === 'auto') why.push('Mode “auto” lets the controller choose the shape of each round.');
   if (speculation?.speedup_estimate) {
-    why.push(`It estimates ${speculation.speedup_estimate.toFixed(2)} times the speed of plain decoding.`);
+    why.push(`It expects ${speculation.speedup_estimate.toFixed(2)} times the tokens per second of plain decoding, `
+      + 'from the rounds that it has measured.');
+    if (raced) {
+      why.push('The race compares two answers only, with their prompts and with all other work of the computer. '
+        + 'Its result can therefore be higher or lower.');
+    }
   }
   if (speculation?.fallback_reason) why.push(`Some rounds had no draft: ${speculation.fallback_reason}.`);
   set('choices', list.length ? list.join('\n') : 'No rounds yet.');

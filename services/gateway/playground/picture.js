@@ -1,6 +1,6 @@
 // Draws a record as one animated SVG file: the tree of each round, and the text as it grows.
 
-import { PILL, edgePath, label, layoutRound } from './layout.js';
+import { PILL_HEIGHT, acceptedAfterEnd, edgePath, label, layoutRound } from './layout.js';
 
 const MOST_ROUNDS = 40;
 const SECONDS_PER_ROUND = 1.1;
@@ -9,6 +9,7 @@ const CHAR = 8.1;
 const LINE = 24;
 const WIDTH = 860;
 const PAD = 20;
+const MOST = WIDTH - 2 * PAD + 16;
 
 const STYLE = `
 svg{--ink:#1d2329;--muted:#5c6670;--back:#fff;--line:#d5d9d6;--draft:#0f766e;--bonus:#b45309}
@@ -20,6 +21,7 @@ text{font:13.5px ui-monospace,SFMono-Regular,Menlo,Consolas,monospace;fill:var(-
 .edge{fill:none;stroke:var(--line)}
 .on rect{fill:var(--draft);fill-opacity:.22;stroke:var(--draft)}
 .on .edge{stroke:var(--draft)}
+.after{opacity:.45}
 .bonus rect{fill:var(--bonus);fill-opacity:.2;stroke:var(--bonus);stroke-dasharray:4 3}
 .bonus .edge{stroke:var(--bonus);stroke-dasharray:4 3}
 .mark{fill:var(--draft);fill-opacity:.2}
@@ -43,18 +45,21 @@ function shown(from, to, total) {
 function pill(node, nodes, kind) {
   const edge = node.parent >= 0
     ? `<path class="edge" d="${edgePath(nodes[node.parent], node)}" stroke-width="${(0.8 + 2.2 * Math.sqrt(node.path)).toFixed(2)}"/>` : '';
-  return `<g class="pill ${kind}">${edge}<rect x="${node.x}" y="${node.y}" width="${PILL.width}" height="${PILL.height}" rx="6"/>`
-    + `<text x="${node.x + PILL.width / 2}" y="${node.y + 15}">${escape(label(node.text))}</text></g>`;
+  return `<g class="pill ${kind}">${edge}<rect x="${node.x}" y="${node.y}" width="${node.width}" height="${PILL_HEIGHT}" rx="6"/>`
+    + `<text x="${node.x + node.width / 2}" y="${node.y + 15}">${escape(label(node.text))}</text></g>`;
 }
 
 function drawRound(round, number, from, total) {
-  const { nodes, width } = layoutRound(round);
+  const { nodes, width } = layoutRound(round, MOST);
   const end = from + SECONDS_PER_ROUND;
-  const scale = Math.min(1, (WIDTH - 2 * PAD) / width);
+  const scale = Math.min(1, MOST / width);
   const plain = nodes.filter((node) => !node.bonus).map((node) => pill(node, nodes, '')).join('');
-  const accepted = nodes.filter((node) => node.accepted && !node.bonus && node.index).map((node) => pill(node, nodes, 'on')).join('');
+  const accepted = nodes.filter((node) => node.accepted && !node.bonus && node.index)
+    .map((node) => pill(node, nodes, node.after ? 'on after' : 'on')).join('');
   const bonus = nodes.filter((node) => node.bonus).map((node) => pill(node, nodes, 'bonus')).join('');
-  const caption = `round ${number}: ${round.nodes.length - 1} drafted, ${round.accepted.length} accepted`;
+  const late = acceptedAfterEnd(round);
+  const caption = `round ${number}: ${round.nodes.length - 1} drafted, ${round.accepted.length} accepted`
+    + (late > 0 ? `, ${late} of them after the end` : '');
   return `<g visibility="hidden">${shown(from, end, total)}<text class="caption" x="${PAD}" y="22">${caption}</text>`
     + `<g transform="translate(${PAD - 8} 32) scale(${scale.toFixed(3)})">${plain}<g visibility="hidden">`
     + `${shown(from + SECONDS_PER_ROUND * 0.45, end, total)}${accepted}${bonus}</g></g></g>`;
@@ -90,8 +95,8 @@ export function animatedSvg(record) {
   const drawn = Math.min(rounds, MOST_ROUNDS);
   const total = drawn * SECONDS_PER_ROUND + SECONDS_AT_END;
   const heights = parts.filter((part) => part.round).map((part) => {
-    const { width, height } = layoutRound(part.round);
-    return height * Math.min(1, (WIDTH - 2 * PAD) / width);
+    const { width, height } = layoutRound(part.round, MOST);
+    return height * Math.min(1, MOST / width);
   });
   const treeHeight = Math.ceil(Math.max(60, ...heights)) + 44;
   const body = [];

@@ -1,6 +1,6 @@
 // The race: the same prompt and seed with speculation and plain, and whether both texts are equal.
 
-import { Record } from './record.js';
+import { Record, speedOf } from './record.js';
 import { playParts, runChat } from './run.js';
 import { appendPieces } from './tokens.js';
 
@@ -30,17 +30,28 @@ class Lane {
   add(parts, most) {
     appendPieces(this.text, parts.flatMap((part) => part.pieces));
     for (const part of parts) this.tokens += part.tokens;
-    const seconds = (parts.at(-1).ms - this.record.parts[0].ms) / 1000;
-    const counted = this.tokens - this.record.parts[0].tokens;
-    if (seconds > 0) $(`${this.name}-speed`).textContent = (counted / seconds).toFixed(0);
+    const [first] = this.record.parts;
+    const speed = speedOf(this.tokens - first.tokens, (parts.at(-1).ms - first.ms) / 1000);
+    if (speed) $(`${this.name}-speed`).textContent = speed.toFixed(0);
     $(`${this.name}-bar`).value = Math.min(1, this.tokens / most);
     this.text.scrollTop = this.text.scrollHeight;
   }
 
   finish() {
     $(`${this.name}-bar`).value = 1;
-    const { numTokens, seconds } = this.record;
-    $(`${this.name}-note`).textContent = `${numTokens} tokens in ${seconds.toFixed(2)} s`;
+    const { numTokens, seconds, firstSeconds } = this.record;
+    $(`${this.name}-note`).textContent = `${numTokens} tokens in ${seconds.toFixed(2)} s, the first after ${firstSeconds.toFixed(2)} s`;
+  }
+
+  // The race ended early.
+  stop() {
+    if (this.record) $(`${this.name}-note`).textContent = 'stopped';
+  }
+
+  clear() {
+    this.record = null;
+    this.reset();
+    $(`${this.name}-note`).textContent = 'ready';
   }
 }
 
@@ -48,6 +59,8 @@ export class Race {
   constructor() {
     this.lanes = [new Lane('fast'), new Lane('slow')];
     this.stopReplay = null;
+    // Whether both lanes have a finished record.
+    this.complete = false;
     $('race-replay').addEventListener('click', () => this.replay());
   }
 
@@ -56,6 +69,7 @@ export class Race {
     this.stopReplay?.();
     $('race-result').textContent = '';
     $('race-replay').disabled = true;
+    this.complete = false;
     const together = $('together').checked;
     const runs = this.lanes.map((lane, index) => {
       const speculation = index ? { mode: 'off', trace: true } : body.speculation;
@@ -67,23 +81,63 @@ export class Race {
       return async () => {
         $(`${lane.name}-note`).textContent = 'running';
         await runChat(record, own, signal, (parts) => {
+          // The user can clear the race while it runs.
+          if (lane.record !== record) return;
           lane.add(parts, body.max_tokens ?? 512);
           if (!index) onParts(parts);
         });
         lane.finish();
       };
     });
-    if (together) await Promise.all(runs.map((run) => run()));
-    else for (const run of runs) await run();
+    try {
+      if (together) await Promise.all(runs.map((run) => run()));
+      else for (const run of runs) await run();
+    } catch (error) {
+      for (const lane of this.lanes) lane.stop();
+      throw error;
+    }
+    this._done();
+  }
+
+  _done() {
+    this.complete = true;
     this.judge();
     $('race-replay').disabled = false;
   }
 
   judge() {
     const [fast, slow] = this.lanes.map((lane) => lane.record);
+    if (!fast.parts.length || !slow.parts.length) {
+      $('race-result').textContent = 'There is nothing to compare, because an answer is empty.';
+      return;
+    }
     const ratio = slow.seconds / fast.seconds;
-    const speed = `With speculation, the answer came ${ratio.toFixed(2)} times as fast.`;
+    const speed = `With speculation, the whole answer came ${ratio.toFixed(2)} times as fast.`;
     $('race-result').textContent = `${speed} ${compareTexts(fast.text, slow.text)}`;
+  }
+
+  // Shows the two records of an earlier race.
+  restore(records) {
+    const most = Math.max(...records.map((record) => record.numTokens));
+    this.lanes.forEach((lane, index) => {
+      lane.start(records[index], '');
+      if (records[index].parts.length) lane.add(records[index].parts, most);
+      lane.finish();
+    });
+    this._done();
+  }
+
+  clear() {
+    this.stopReplay?.();
+    this.complete = false;
+    for (const lane of this.lanes) lane.clear();
+    $('race-result').textContent = '';
+    $('race-replay').disabled = true;
+  }
+
+  // Both records of a finished race as plain objects, or an empty list.
+  toObject() {
+    return this.complete ? this.lanes.map((lane) => ({ record: lane.record.toObject() })) : [];
   }
 
   replay() {

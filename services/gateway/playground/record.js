@@ -1,6 +1,8 @@
 // The record of one answer: its pieces with their times, origins and rounds. It can be saved and opened again.
 
 const FORMAT = 'outrider-trace/1';
+// Events that arrive almost together are one delivery, whose time says nothing about the speed.
+const SHORTEST_SECONDS = 0.02;
 const PLAIN = { origin: 'plain', depth: 0, round: -1 };
 
 // How a token came: 'plain' (one token per pass), 'draft' (at a depth of the tree) or 'bonus' (after the tree).
@@ -8,6 +10,11 @@ function originOf(round, position) {
   if (round.nodes.length < 2) return { origin: 'plain', depth: 0 };
   if (position < round.accepted.length) return { origin: 'draft', depth: position + 1 };
   return { origin: 'bonus', depth: position + 1 };
+}
+
+// Tokens per second, or 0 if the time is too short to tell.
+export function speedOf(tokens, seconds) {
+  return seconds >= SHORTEST_SECONDS ? tokens / seconds : 0;
 }
 
 export class Record {
@@ -127,11 +134,14 @@ export class Record {
     return this.parts.length ? this.parts.at(-1).ms / 1000 : 0;
   }
 
-  // Tokens per second after the first token, so that the prompt does not count.
+  // Seconds until the first text, which include the wait in the queue and the prompt.
+  get firstSeconds() {
+    return this.parts.length ? this.parts[0].ms / 1000 : 0;
+  }
+
+  // Tokens per second after the first token. 0 if there is nothing to measure.
   get speed() {
-    const first = this.parts[0];
-    const seconds = this.parts.length > 1 ? (this.parts.at(-1).ms - first.ms) / 1000 : 0;
-    return seconds > 0 ? (this.numTokens - first.tokens) / seconds : 0;
+    return this.parts.length ? speedOf(this.numTokens - this.parts[0].tokens, this.seconds - this.firstSeconds) : 0;
   }
 
   get acceptLength() {
@@ -139,12 +149,13 @@ export class Record {
     return draftingRounds ? 1 + accepted / draftingRounds : 0;
   }
 
-  toJson() {
+  // The record as the plain object that a saved trace contains.
+  toObject() {
     const { messages, settings, model, parts, speculation, usage, seed, finishReason } = this;
-    return JSON.stringify({ format: FORMAT, model, messages, settings, seed, parts, speculation, usage, finishReason });
+    return { format: FORMAT, model, messages, settings, seed, parts, speculation, usage, finishReason };
   }
 
-  // Reads a saved record. Throws an Error that says what is wrong with the file.
+  // Reads a saved trace. Throws an Error that says what is wrong with the file.
   static fromJson(text) {
     let saved;
     try {
@@ -152,6 +163,10 @@ export class Record {
     } catch {
       throw new Error('This file is not JSON.');
     }
+    return Record.fromObject(saved);
+  }
+
+  static fromObject(saved) {
     if (saved?.format !== FORMAT || !Array.isArray(saved.parts) || !Array.isArray(saved.messages)) {
       throw new Error(`This file is not a trace that the playground saved (format ${FORMAT}).`);
     }

@@ -25,8 +25,9 @@ export class RoundsCard {
     this.record = record;
     this.rounds = record.rounds;
     $('round').disabled = $('play').disabled = true;
+    this.view.clear('Waiting for the first round.');
     if (this.rounds.length) this.settle();
-    else this.view.clear('Waiting for the first round.');
+    else $('round-caption').textContent = 'No round yet';
   }
 
   // Takes live parts. Draws at most some 7 trees per second, because more cannot be read.
@@ -46,6 +47,7 @@ export class RoundsCard {
       return;
     }
     $('round').disabled = $('play').disabled = false;
+    this.view.reserve(this.rounds);
     this.show(this.rounds.length - 1);
   }
 

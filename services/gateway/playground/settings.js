@@ -31,6 +31,18 @@ export function readSettings(form) {
   return { options, system: value(form, 'system') };
 }
 
+// The values of all fields, by name, also of those that are not sent.
+export function settingsOf(form) {
+  return Object.fromEntries([...form.elements].filter((field) => field.name).map((field) => [field.name, field.value]));
+}
+
+export function fillSettings(form, values) {
+  for (const [name, text] of Object.entries(values)) {
+    const field = form.elements[name];
+    if (field && typeof text === 'string') field.value = text;
+  }
+}
+
 function parsed(schema) {
   try {
     return JSON.parse(schema);

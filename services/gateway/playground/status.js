@@ -47,19 +47,20 @@ function showDepths(shares) {
   if (!shares.length) $('depths').textContent = 'No drafted round yet.';
 }
 
+// A duration in its two largest units, as `outrider top` shows it.
 function duration(seconds) {
-  const minutes = Math.floor(seconds / 60);
-  if (minutes < 1) return `${Math.floor(seconds)} s`;
-  if (minutes < 60) return `${minutes} min`;
-  const hours = Math.floor(minutes / 60);
-  return hours < 48 ? `${hours} h ${minutes % 60} min` : `${Math.floor(hours / 24)} d ${hours % 24} h`;
+  const whole = Math.floor(seconds);
+  const [minutes, hours, days] = [60, 3600, 86400].map((unit) => Math.floor(whole / unit));
+  if (!minutes) return `${whole} s`;
+  if (!hours) return `${minutes} min ${whole % 60} s`;
+  return days ? `${days} d ${hours % 24} h` : `${hours} h ${minutes % 60} min`;
 }
 
 function render(status) {
   const { gateway, model, target, targets, metrics } = status;
   const ready = targets.filter((one) => one.ready).length;
   const metric = (name) => metrics[`outrider_${name}`];
-  $('server').textContent = model ? model.names.join(', ') : 'no target';
+  $('server').textContent = model ? `model ${model.names.join(', ')}` : 'no target';
   const draft = target?.draft;
   show('services', [
     ['Gateway', status.draining ? 'draining' : `version ${status.version}`, !status.draining],
@@ -91,16 +92,17 @@ function render(status) {
   const fallbacks = Object.entries(metrics)
     .filter(([name, value]) => name.startsWith('outrider_draft_fallback_total{') && value)
     .map(([name, value]) => `${/reason="([^"]*)"/.exec(name)[1]} ${value}`).join(', ');
+  const drafts = metric('spec_decode_num_drafts_total') ?? 0;
   show('speculation', [
     ['Algorithm', draft?.algorithm ?? 'none'],
-    ['Default tree', draft?.algorithm ? `depth ${draft.num_steps}, topk ${draft.topk}, ${draft.num_draft_tokens} nodes` : null],
+    ['Tree in mode “on”', draft?.algorithm ? `depth ${draft.num_steps}, topk ${draft.topk}, ${draft.num_draft_tokens} nodes` : null],
     ['Accept length', target?.accept_length ? target.accept_length.toFixed(2) : null],
     ['Estimated speed-up', metric('estimated_speedup') ? `${metric('estimated_speedup').toFixed(2)} ×` : null],
-    ['Drafted', number.format(metric('spec_decode_num_draft_tokens_total') ?? 0)],
-    ['Accepted', number.format(metric('spec_decode_num_accepted_tokens_total') ?? 0)],
-    ['Rounds without draft', fallbacks || 'none'],
+    ['Drafted tokens', number.format(metric('spec_decode_num_draft_tokens_total') ?? 0)],
+    ['Accepted tokens', number.format(metric('spec_decode_num_accepted_tokens_total') ?? 0)],
+    ['Rounds with a draft', number.format(drafts)],
+    ['Wanted a draft, got none', fallbacks || 'no round'],
   ]);
-  const drafts = metric('spec_decode_num_drafts_total') ?? 0;
   const depths = [];
   for (let depth = 1; metric(`accepted_tokens_total{depth="${depth}"}`); depth += 1) {
     depths.push(metric(`accepted_tokens_total{depth="${depth}"}`) / drafts);
@@ -129,7 +131,12 @@ function renderErrors(errors) {
 
 // Adds one point to each chart. Rates are differences of counters since the previous answer.
 function chart(status, pages) {
-  const { metrics, target } = status;
+  const { metrics, target, recent } = status;
+  if (!before) {
+    charts.speed.begin(recent.tokens);
+    charts.running.begin(recent.running);
+    charts.accept.begin(recent.accept_length);
+  }
   const seconds = before ? status.at - before.at : 0;
   const delta = (name) => (metrics[`outrider_${name}`] ?? 0) - (before?.metrics[`outrider_${name}`] ?? 0);
   const mean = (name) => (before && delta(`${name}_count`) > 0 ? delta(`${name}_sum`) / delta(`${name}_count`) : null);

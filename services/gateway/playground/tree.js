@@ -1,9 +1,10 @@
 // Draws the tree of one round as SVG. Hovering or the arrow keys show a node's text and probabilities.
 
-import { PILL, edgePath, label, layoutRound, visible } from './layout.js';
+import { PILL_HEIGHT, acceptedAfterEnd, edgePath, label, layoutRound, visible } from './layout.js';
 
 const SVG = 'http://www.w3.org/2000/svg';
 const SMALLEST = 0.75;
+const SCROLLBAR = 12;
 
 function svgElement(name, attributes, parent) {
   const element = document.createElementNS(SVG, name);
@@ -22,16 +23,19 @@ export function describeNode(node) {
   if (node.bonus) {
     return `${text}: chosen by the target${node.plain ? ', without a draft' : ' after the drafted tokens'}.`;
   }
+  const fate = node.accepted ? 'Accepted' : 'Rejected';
   return `${text}: drafted at depth ${node.depth}, probability ${percent(node.probability)}, along the path `
-    + `${percent(node.path)}. ${node.accepted ? 'Accepted.' : 'Rejected.'}`;
+    + `${percent(node.path)}. ${fate}${node.after ? ' after the end of the answer, and not part of it' : ''}.`;
 }
 
 export function describeRound(round) {
   const drafted = round.nodes.length - 1;
   const took = [drafted > 0 && round.draft_ms !== null ? `draft ${round.draft_ms.toFixed(1)} ms` : '',
     round.verify_ms !== null ? `verify ${round.verify_ms.toFixed(1)} ms` : ''].filter(Boolean).join(', ');
+  const late = acceptedAfterEnd(round);
   const what = drafted > 0
-    ? `${drafted} drafted, ${round.accepted.length} accepted, ${round.emitted_text.length} emitted`
+    ? `${drafted} drafted, ${round.accepted.length} accepted${late > 0 ? ` (${late} after the end of the answer)` : ''}, `
+      + `${round.emitted_text.length} emitted`
     : 'no draft, 1 emitted';
   return took ? `${what}; ${took}` : what;
 }
@@ -43,6 +47,8 @@ export class TreeView {
     this.detail = detail;
     this.nodes = [];
     this.selected = -1;
+    this.tallest = 0;
+    frame.addEventListener('scroll', () => this._markRest());
     frame.addEventListener('pointerover', (event) => this._hover(event));
     frame.addEventListener('pointerleave', () => this._show(this.selected));
     frame.addEventListener('keydown', (event) => this._key(event));
@@ -57,20 +63,38 @@ export class TreeView {
     text.textContent = message;
     this.frame.replaceChildren(text);
     this.detail.textContent = '';
+    this.tallest = 0;
+    this.frame.style.height = '';
+    this._markRest();
+  }
+
+  // Makes the frame as high as the tallest of these rounds, so that it keeps its height between them.
+  reserve(rounds) {
+    for (const round of rounds) this.tallest = Math.max(this.tallest, this._fit(round).frameHeight);
+    this.frame.style.height = `${this.tallest}px`;
+  }
+
+  // A chain continues on the next line. A deep tree shrinks to the frame, but stays readable; the frame scrolls.
+  _fit(round) {
+    const room = this.frame.clientWidth;
+    const placed = layoutRound(round, room);
+    const scale = Math.max(SMALLEST, Math.min(1, room / placed.width));
+    const bar = placed.width * scale > room ? SCROLLBAR : 0;
+    return { ...placed, scale, frameHeight: Math.ceil(placed.height * scale) + bar + 2 };
   }
 
   draw(round) {
-    const { nodes, width, height } = layoutRound(round);
+    const { nodes, width, height, scale, frameHeight } = this._fit(round);
     this.nodes = nodes;
     this.selected = -1;
-    // A deep tree shrinks to the frame, but stays readable; the frame scrolls to the rest.
-    const scale = Math.max(SMALLEST, Math.min(1, (this.frame.clientWidth - 2) / width));
+    this.tallest = Math.max(this.tallest, frameHeight);
+    this.frame.style.height = `${this.tallest}px`;
     const svg = svgElement('svg', {
       viewBox: `0 0 ${width} ${height}`, width: width * scale, height: height * scale, role: 'img', 'aria-label': `Draft tree: ${describeRound(round)}`,
     });
     const edges = svgElement('g', { class: 'edges' }, svg);
     for (const node of nodes.slice(1)) {
-      const kind = node.bonus ? 'edge bonus' : node.accepted ? 'edge accepted' : 'edge';
+      const kind = `edge ${node.bonus ? 'bonus' : node.accepted ? 'accepted' : ''} ${node.after ? 'after' : ''}`;
       svgElement('path', {
         d: edgePath(nodes[node.parent], node), class: kind, 'stroke-width': (0.8 + 2.2 * Math.sqrt(node.path)).toFixed(2),
       }, edges);
@@ -78,14 +102,21 @@ export class TreeView {
     for (const node of nodes) this._drawNode(svg, node);
     this.frame.replaceChildren(svg);
     this.svg = svg;
+    this._markRest();
+  }
+
+  // Fades the right edge while there is more of the tree to the right.
+  _markRest() {
+    const { scrollLeft, clientWidth, scrollWidth } = this.frame;
+    this.frame.classList.toggle('more', scrollLeft + clientWidth < scrollWidth - 2);
   }
 
   _drawNode(svg, node) {
     const kind = node.index === 0 ? 'root' : node.bonus ? (node.plain ? 'plain' : 'bonus')
       : node.accepted ? `accepted d${Math.min(node.depth, 6)}` : 'rejected';
-    const group = svgElement('g', { class: `node ${kind}`, 'data-index': node.index, transform: `translate(${node.x} ${node.y})` }, svg);
-    svgElement('rect', { width: PILL.width, height: PILL.height, rx: 6 }, group);
-    const text = svgElement('text', { x: PILL.width / 2, y: PILL.height / 2 + 4 }, group);
+    const group = svgElement('g', { class: `node ${kind}${node.after ? ' after' : ''}`, 'data-index': node.index, transform: `translate(${node.x} ${node.y})` }, svg);
+    svgElement('rect', { width: node.width, height: PILL_HEIGHT, rx: 6 }, group);
+    const text = svgElement('text', { x: node.width / 2, y: PILL_HEIGHT / 2 + 4 }, group);
     text.textContent = label(node.text);
   }
 
