@@ -1,6 +1,7 @@
 """Takes the pictures of the playground and of the operator's page for the documentation.
 
 `make screenshots` starts the embedded pair (target and draft in one process) and runs this script.
+The pictures are stored without loss, but smaller than the browser writes them.
 `python scripts/screenshots.py URL` takes the pictures from a running server. Both commands need the `browser`
 extra and Chromium. The animated picture is the file that the playground's save button produces.
 """
@@ -8,9 +9,12 @@ extra and Chromium. The animated picture is the file that the playground's save 
 from __future__ import annotations
 
 import shutil
+import struct
 import sys
+import zlib
 from pathlib import Path
 
+import numpy as np
 from playwright.sync_api import Page, sync_playwright
 
 from outrider.services.stack.launch import free_port, running_stack
@@ -21,6 +25,7 @@ PROMPT = "List 3 countries and their capitals."
 DESKTOP = {"width": 1360, "height": 860}
 PHONE = {"width": 390, "height": 844}
 WAIT_MS = 60_000
+PNG_HEADER = b"\x89PNG\r\n\x1a\n"
 
 
 def chromium_path() -> str:
@@ -33,6 +38,53 @@ def chromium_path() -> str:
     if path is None:
         sys.exit("Chromium is not installed. On Debian: apt-get install chromium")
     return path
+
+
+def shrink(path: Path) -> None:
+    """Compress a PNG file of 8-bit RGB or RGBA pixels again, without row filters, and keep the smaller file.
+
+    Pages consist of flat colours, which deflate best without filters. Browsers use filters to save time.
+    """
+    data = path.read_bytes()
+    at, chunks = len(PNG_HEADER), []
+    while at < len(data):
+        size, kind = struct.unpack(">I4s", data[at : at + 8])
+        chunks.append((kind, data[at + 8 : at + 8 + size]))
+        at += 12 + size
+    width, height, _, colours = struct.unpack(">IIBB", chunks[0][1][:10])
+    pixel = {2: 3, 6: 4}[colours]
+    packed = zlib.decompress(b"".join(body for kind, body in chunks if kind == b"IDAT"))
+    rows = np.frombuffer(packed, np.uint8).reshape(height, 1 + width * pixel)
+    above, plain = np.zeros((width, pixel), np.int32), []
+    for row in rows:
+        above = _unfilter(int(row[0]), row[1:].reshape(width, pixel).astype(np.int32), above)
+        plain.append(b"\0" + above.astype(np.uint8).tobytes())
+    small = PNG_HEADER
+    for kind, body in [chunks[0], (b"IDAT", zlib.compress(b"".join(plain), 9)), (b"IEND", b"")]:
+        small += struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+    if len(small) < len(data):
+        path.write_bytes(small)
+
+
+def _unfilter(kind: int, row: np.ndarray, above: np.ndarray) -> np.ndarray:
+    """Return the pixels of a row that PNG's filter `kind` has encoded. `above` are those of the row above."""
+    if kind == 0:
+        return row
+    if kind == 1:
+        return np.cumsum(row, axis=0) & 255
+    if kind == 2:
+        return (row + above) & 255
+    pixels = np.zeros_like(row)
+    left = corner = np.zeros(row.shape[1], np.int32)
+    for x, up in enumerate(above):
+        guess = (left + up) >> 1
+        if kind == 4:
+            to_left, to_up, to_corner = abs(up - corner), abs(left - corner), abs(left + up - 2 * corner)
+            nearest = np.where(to_up <= to_corner, up, corner)
+            guess = np.where((to_left <= to_up) & (to_left <= to_corner), left, nearest)
+        left = pixels[x] = (row[x] + guess) & 255
+        corner = up
+    return pixels
 
 
 def chat(page: Page, url: str) -> None:
@@ -91,6 +143,8 @@ def main(url: str) -> None:
         page.locator(".chart .line[d*='L']").first.wait_for(state="attached")
         page.screenshot(path=IMAGES / "status.png")
         browser.close()
+    for name in ("playground-light", "playground-dark", "playground-phone", "race", "status"):
+        shrink(IMAGES / f"{name}.png")
 
 
 def serve_and_run() -> None:

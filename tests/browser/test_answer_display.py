@@ -61,7 +61,7 @@ def test_the_accept_length_names_the_rounds_that_it_counts(page: Page) -> None:
     expect(page.locator("#n-accept")).to_have_text("4.00")
     expect(page.locator("#n-rounds")).to_have_text("1 of 2")
     expect(page.locator(".summary")).to_contain_text("3 tokens in")
-    expect(page.locator(".summary")).to_contain_text("accept length 4.00 over the 1 of 2 rounds with a draft")
+    expect(page.locator(".summary")).to_contain_text("accept length 4.00 over 1 of 2 rounds")
 
 
 def test_tokens_after_the_end_of_the_answer_are_marked(page: Page) -> None:

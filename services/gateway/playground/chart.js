@@ -34,8 +34,8 @@ export class Chart {
 
   // Begins with the values of earlier seconds, oldest first.
   begin(values) {
-    this.values = values.slice(-POINTS);
-    this.add(null);
+    this.values = values.slice(0, -1);
+    this.add(values.at(-1) ?? null);
   }
 
   // Adds the value of one second; null leaves a gap.

@@ -113,7 +113,7 @@ export function summary(record) {
   const parts = [`${numTokens} ${numTokens === 1 ? 'token' : 'tokens'} in ${seconds.toFixed(2)} s`];
   if (speed) parts.push(`${speed.toFixed(0)} tokens/s after the first token`);
   if (acceptLength) {
-    parts.push(`accept length ${acceptLength.toFixed(2)} over the ${totals.draftingRounds} of ${numRounds} rounds with a draft`);
+    parts.push(`accept length ${acceptLength.toFixed(2)} over ${totals.draftingRounds} of ${numRounds} rounds`);
   }
   const end = finishReason === 'length' ? ' (cut at the token limit)' : finishReason ? '' : ' (stopped)';
   return parts.join(', ') + end;

@@ -108,7 +108,7 @@ async function chatOnce(prompt, settings, signal) {
     card.add(parts);
     showNumbers(shown);
   });
-  say(record ? `Answer: ${summary(record)}.` : 'The answer is empty.');
+  say(record ? `The answer has ${record.numTokens} tokens.` : 'The answer is empty.');
 }
 
 async function raceOnce(prompt, { options, system }, signal) {

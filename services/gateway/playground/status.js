@@ -92,16 +92,16 @@ function render(status) {
   const fallbacks = Object.entries(metrics)
     .filter(([name, value]) => name.startsWith('outrider_draft_fallback_total{') && value)
     .map(([name, value]) => `${/reason="([^"]*)"/.exec(name)[1]} ${value}`).join(', ');
+  const counted = (name) => number.format(metric(name) ?? 0);
   const drafts = metric('spec_decode_num_drafts_total') ?? 0;
   show('speculation', [
     ['Algorithm', draft?.algorithm ?? 'none'],
     ['Tree in mode “on”', draft?.algorithm ? `depth ${draft.num_steps}, topk ${draft.topk}, ${draft.num_draft_tokens} nodes` : null],
     ['Accept length', target?.accept_length ? target.accept_length.toFixed(2) : null],
     ['Estimated speed-up', metric('estimated_speedup') ? `${metric('estimated_speedup').toFixed(2)} ×` : null],
-    ['Drafted tokens', number.format(metric('spec_decode_num_draft_tokens_total') ?? 0)],
-    ['Accepted tokens', number.format(metric('spec_decode_num_accepted_tokens_total') ?? 0)],
-    ['Rounds with a draft', number.format(drafts)],
-    ['Wanted a draft, got none', fallbacks || 'no round'],
+    ['Accepted draft tokens', `${counted('spec_decode_num_accepted_tokens_total')} of ${counted('spec_decode_num_draft_tokens_total')}`],
+    ['Drafted rounds', number.format(drafts)],
+    ['Rounds that got no draft', fallbacks || 'none'],
   ]);
   const depths = [];
   for (let depth = 1; metric(`accepted_tokens_total{depth="${depth}"}`); depth += 1) {
@@ -129,22 +129,24 @@ function renderErrors(errors) {
   }));
 }
 
-// Adds one point to each chart. Rates are differences of counters since the previous answer.
+// Adds one point to each chart. Rates are differences of counters since the previous answer. At the first answer,
+// the charts begin with what the gateway remembers.
 function chart(status, pages) {
   const { metrics, target, recent } = status;
   if (!before) {
     charts.speed.begin(recent.tokens);
     charts.running.begin(recent.running);
     charts.accept.begin(recent.accept_length);
+    return;
   }
-  const seconds = before ? status.at - before.at : 0;
-  const delta = (name) => (metrics[`outrider_${name}`] ?? 0) - (before?.metrics[`outrider_${name}`] ?? 0);
-  const mean = (name) => (before && delta(`${name}_count`) > 0 ? delta(`${name}_sum`) / delta(`${name}_count`) : null);
-  const tokens = before?.target && target ? target.generated_tokens - before.target.generated_tokens : null;
+  const seconds = status.at - before.at;
+  const delta = (name) => (metrics[`outrider_${name}`] ?? 0) - (before.metrics[`outrider_${name}`] ?? 0);
+  const mean = (name) => (delta(`${name}_count`) > 0 ? delta(`${name}_sum`) / delta(`${name}_count`) : null);
+  const tokens = before.target && target ? target.generated_tokens - before.target.generated_tokens : null;
   charts.speed.add(tokens === null || tokens < 0 || !seconds ? null : tokens / seconds);
   charts.running.add(target ? target.running : null);
   const rounds = delta('spec_decode_num_drafts_total');
-  charts.accept.add(before && rounds > 0 ? 1 + delta('spec_decode_num_accepted_tokens_total') / rounds : null);
+  charts.accept.add(rounds > 0 ? 1 + delta('spec_decode_num_accepted_tokens_total') / rounds : null);
   charts.kv.add(pages?.total ? 1 - pages.free / pages.total : null);
   charts.draft.add(mean('draft_seconds'));
   charts.verify.add(mean('verify_seconds'));
