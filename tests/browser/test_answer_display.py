@@ -149,7 +149,9 @@ def test_a_race_says_why_its_result_differs_from_the_estimate(page: Page) -> Non
     set_fields(page, mode="auto")
     answer_with(page, [({"content": "Yes."}, ["Yes", "."])], speculation={"speedup_estimate": 1.5})
     ask(page)
-    expect(page.locator("#choices-why")).to_contain_text("It expects 1.50 times the tokens per second")
+    expect(page.locator("#choices-why")).to_contain_text(
+        "The controller expects 1.50 times the tokens per second"
+    )
     expect(page.locator("#choices-why")).not_to_contain_text("race")
     page.get_by_role("tab", name="Race").click()
     page.fill("#prompt", PROMPT)

@@ -38,6 +38,7 @@ async function load() {
   model = models.data[0].id;
   fitSettings($('settings'), info, openapi);
   showExamples(info.weight_version, (question) => {
+    if (running) return;
     $('prompt').value = question;
     $('composer').requestSubmit();
   });

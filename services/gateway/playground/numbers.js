@@ -56,7 +56,7 @@ function showChoices({ shapes, settings, speculation }, raced) {
   if (mode === 'off') why.push('Mode “off” decodes plainly.');
   if (mode === 'auto') why.push('Mode “auto” lets the controller choose the shape of each round.');
   if (speculation?.speedup_estimate) {
-    why.push(`It expects ${speculation.speedup_estimate.toFixed(2)} times the tokens per second of plain decoding, `
+    why.push(`The controller expects ${speculation.speedup_estimate.toFixed(2)} times the tokens per second of plain decoding, `
       + 'from the rounds that it has measured.');
     if (raced) {
       why.push('The race compares two answers only, with their prompts and with all other work of the computer. '
