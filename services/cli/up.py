@@ -18,7 +18,7 @@ from outrider.services.cli.up_help import ConfigFile, Profile
 from outrider.services.gateway.settings import GatewaySettings
 from outrider.services.stack import launch
 from outrider.services.stack.launch import Progress
-from outrider.services.stack.options import DEMO_DRAFT, DEMO_TARGET, StackOptions, Transport
+from outrider.services.stack.options import DEMO_DRAFT, DEMO_TARGET, StackOptions, Transport, demo_name
 from outrider.services.stack.supervisor import Echo
 from outrider.shared.base.errors import ConfigurationError
 from outrider.shared.spec.algorithm import Algorithm
@@ -271,6 +271,7 @@ def up(
     draft_folder = _draft_folder(target, draft, algorithm)
     options = StackOptions(
         target=model_folder(target or DEMO_TARGET, "--target", revision),
+        model_id=demo_name(target),
         draft=model_folder(draft_folder, "--draft", draft_revision) if draft_folder else None,
         algorithm=algorithm,
         token_map=token_map,
@@ -381,4 +382,4 @@ def _echo_to(console: Console, log_json: bool) -> Echo:
 def _progress_to(console: Console, log_json: bool) -> Progress:
     if log_json:
         return lambda line: _echo_to(console, log_json)("up", line)
-    return lambda line: console.print(f"[green]{line}[/]")
+    return lambda line: console.print(f"[green]{line}[/]", soft_wrap=True)

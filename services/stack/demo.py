@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import statistics
 import sys
 from collections import deque
@@ -10,9 +12,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from outrider.services.clients.rest import Reply, RestClient
-from outrider.services.stack.launch import free_port, running_stack
-from outrider.services.stack.options import StackOptions, Transport
+from outrider.services.clients.rest import DEFAULT_URL, Reply, RestClient
+from outrider.services.clients.summary import speculation_summary
+from outrider.services.stack.launch import free_port, outrider_command, running_stack
+from outrider.services.stack.options import StackOptions, Transport, demo_name
 
 REPEATS = 3
 SHOWN_LINES_ON_FAILURE = 30
@@ -39,7 +42,13 @@ def run_demo(prompt: str, device: str, tokens: int) -> int:
     def keep(service: str, line: str) -> None:
         log.append(f"{service} | {line}")
 
-    options = StackOptions(device=device, port=free_port(), transport=Transport.GRPC)
+    options = StackOptions(
+        model_id=demo_name(None),
+        device=device,
+        port=free_port(),
+        transport=Transport.GRPC,
+        why_transport="the demo shows all three services",
+    )
     try:
         console.print("Starting gateway, target and draft on the embedded model pair …")
         with (
@@ -52,7 +61,9 @@ def run_demo(prompt: str, device: str, tokens: int) -> int:
         for line in log:
             print(line, file=sys.stderr)
         raise
-    console.print("All services stopped.")
+    console.print("All services stopped.\n")
+    command = "outrider" if shutil.which("outrider") else os.path.relpath(outrider_command())
+    console.print(f"Next: [bold]{command} up[/] serves this pair. The playground is then at {DEFAULT_URL}/.")
     return 0
 
 
@@ -63,9 +74,7 @@ def _answer(console: Console, client: RestClient, prompt: str) -> None:
     for piece in client.stream_chat([{"role": "user", "content": prompt}], options, reply):
         sys.stdout.write(piece)
         sys.stdout.flush()
-    speculation = reply.speculation
-    rounds = f"{speculation['rounds']} rounds for {reply.completion_tokens} tokens"
-    console.print(f"\n\n  accept length {speculation['accept_length']:.2f} tokens per round, {rounds}")
+    console.print(f"\n\n  {speculation_summary(reply)}", soft_wrap=True)
 
 
 def _measure(console: Console, client: RestClient, prompt: str, tokens: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -13,6 +14,8 @@ from outrider.shared.spec.algorithm import Algorithm
 PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 DEMO_TARGET = PACKAGE_ROOT / "models" / "demo" / "target"
 DEMO_DRAFT = PACKAGE_ROOT / "models" / "demo" / "eagle3"
+DEMO_NAME = "outrider-demo"
+"""Name under which the embedded target is served if nobody names a model."""
 
 INPROC = "inproc:"
 """Prefix of a value of the target's flag, as in ``--draft inproc:DIR``. The draft in DIR then runs in the
@@ -34,6 +37,7 @@ class StackOptions:
 
     Attributes:
         target: Model folder in Hugging Face layout.
+        model_id: Name of the model for clients. None uses the folder's name; see `demo_name`.
         draft: Folder of the draft head or draft model, or None.
         algorithm: Drafting method. With AUTO and no draft, the stack serves without speculation.
         token_map: File of the token ids that the draft may propose (FR-Spec). None allows all ids.
@@ -44,6 +48,7 @@ class StackOptions:
         host, port: REST address of the gateway. By default, the gRPC API listens on the next port.
         skip_tokenizer: True to serve token ids only, without a tokenizer.
         transport: How the target connects to the draft. If AUTO, `placement.place_draft` decides.
+        why_transport: Reason for the transport, for the log. If empty, the log names the flag --transport.
         draft_device: Device of a draft with its own process. With `auto`, an idle GPU is preferred.
         kv_tokens: Size of the KV cache in tokens, for the target and the draft alike. Needed to run several
             stacks on one GPU.
@@ -61,6 +66,7 @@ class StackOptions:
     """
 
     target: Path = DEMO_TARGET
+    model_id: str | None = None
     draft: Path | None = DEMO_DRAFT
     algorithm: Algorithm = Algorithm.AUTO
     token_map: Path | None = None
@@ -77,6 +83,7 @@ class StackOptions:
     port: int = 8000
     skip_tokenizer: bool = False
     transport: Transport = Transport.AUTO
+    why_transport: str = ""
     draft_device: str = "auto"
     log_level: str = "info"
     kv_tokens: int | None = None
@@ -101,3 +108,13 @@ class StackOptions:
         if self.algorithm is Algorithm.NONE:
             return False
         return self.draft is not None or not self.algorithm.needs_draft
+
+
+def demo_name(target: object) -> str | None:
+    """Return the model id of the embedded target, or None if somebody chose a model or its id.
+
+    Args:
+        target: The model that the user named, or None.
+    """
+    chosen = target is not None or os.environ.get("OUTRIDER_TARGET_SERVED_MODEL_ID")
+    return None if chosen else DEMO_NAME
