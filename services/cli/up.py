@@ -18,7 +18,7 @@ from outrider.services.cli.up_help import ConfigFile, Profile
 from outrider.services.gateway.settings import GatewaySettings
 from outrider.services.stack import launch
 from outrider.services.stack.launch import Progress
-from outrider.services.stack.options import DEMO_DRAFT, DEMO_TARGET, StackOptions, Transport, demo_name
+from outrider.services.stack.options import DEMO_TARGET, StackOptions, Transport, demo_name, draft_path
 from outrider.services.stack.supervisor import Echo
 from outrider.shared.base.errors import ConfigurationError
 from outrider.shared.spec.algorithm import Algorithm
@@ -268,7 +268,7 @@ def up(
             f"The model is given twice: {model} and --target {target}. Remove one.", field="--target"
         )
     target = model or target
-    draft_folder = _draft_folder(target, draft, algorithm)
+    draft_folder = draft_path(target, draft, algorithm)
     options = StackOptions(
         target=model_folder(target or DEMO_TARGET, "--target", revision),
         model_id=demo_name(target),
@@ -352,17 +352,6 @@ def _source(context: typer.Context, name: str) -> str:
     """Return where an option's value comes from: COMMANDLINE, DEFAULT_MAP (--config) or DEFAULT."""
     source = context.get_parameter_source(name)
     return source.name if source is not None else ""
-
-
-def _draft_folder(target: Path | None, draft: str | None, algorithm: Algorithm) -> Path | None:
-    """Return the folder of the draft model or head, or None to serve without a draft folder.
-
-    Without ``--draft``, return the folder of the head that is embedded in Outrider, if that head can be used.
-    The embedded head is an EAGLE-3 head that fits the embedded target only.
-    """
-    if draft is None:
-        return DEMO_DRAFT if target is None and algorithm in (Algorithm.AUTO, Algorithm.EAGLE3) else None
-    return None if draft == "none" else Path(draft)
 
 
 def _echo_to(console: Console, log_json: bool) -> Echo:

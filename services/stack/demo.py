@@ -52,7 +52,9 @@ def run_demo(prompt: str, device: str, tokens: int) -> int:
     try:
         console.print("Starting gateway, target and draft on the embedded model pair …")
         with (
-            running_stack(options, keep, lambda line: console.print(f"  [dim]{line}[/]")) as stack,
+            running_stack(
+                options, keep, lambda line: console.print(f"  [dim]{line}[/]", soft_wrap=True)
+            ) as stack,
             RestClient(stack.url) as client,
         ):
             _answer(console, client, prompt)
@@ -62,9 +64,20 @@ def run_demo(prompt: str, device: str, tokens: int) -> int:
             print(line, file=sys.stderr)
         raise
     console.print("All services stopped.\n")
-    command = "outrider" if shutil.which("outrider") else os.path.relpath(outrider_command())
-    console.print(f"Next: [bold]{command} up[/] serves this pair. The playground is then at {DEFAULT_URL}/.")
+    console.print(
+        f"Next: [bold]{_typed_command()} up[/] serves this pair. The playground is then at {DEFAULT_URL}/.",
+        soft_wrap=True,
+    )
     return 0
+
+
+def _typed_command() -> str:
+    """Return `outrider`, or the path of this command if the shell does not find it on the PATH."""
+    if shutil.which("outrider"):
+        return "outrider"
+    command = outrider_command()
+    relative = os.path.relpath(command)
+    return command if relative.startswith("..") else relative
 
 
 def _answer(console: Console, client: RestClient, prompt: str) -> None:

@@ -118,3 +118,19 @@ def demo_name(target: object) -> str | None:
     """
     chosen = target is not None or os.environ.get("OUTRIDER_TARGET_SERVED_MODEL_ID")
     return None if chosen else DEMO_NAME
+
+
+def draft_path(target: object, draft: str | None, algorithm: Algorithm) -> Path | None:
+    """Return the folder of the draft, or its name on the hub. None means that there is no draft folder.
+
+    Without `draft`, this is the embedded head if it can be used. The embedded head is an EAGLE-3 head that
+    fits the embedded target only.
+
+    Args:
+        target: The model that the user named, or None.
+        draft: Value of `--draft`. ``none`` means no draft folder.
+        algorithm: Value of `--speculative-algorithm`.
+    """
+    if draft is None:
+        return DEMO_DRAFT if target is None and algorithm in (Algorithm.AUTO, Algorithm.EAGLE3) else None
+    return None if draft == "none" else Path(draft)

@@ -1,12 +1,13 @@
-"""`outrider top` with several targets."""
+"""What `outrider top` shows of several targets and of times."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from rich.console import Console
 
-from outrider.services.terminal.top import render
+from outrider.services.terminal.top import duration, render
 
 
 def stats(running: int) -> dict[str, Any]:
@@ -60,3 +61,21 @@ def test_one_target_needs_no_list() -> None:
 def test_without_any_answer_this_is_said() -> None:
     down = {"address": "a:1", "model": None, "ready": False, "load_tokens": 0, "stats": None}
     assert "No target answers." in shown([down, down])
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [
+        (0.4, "0 s"),
+        (59.9, "59 s"),
+        (60, "1 min"),
+        (428.6, "7 min"),
+        (3599, "59 min"),
+        (3600, "1 h 0 min"),
+        (47 * 3600 + 59 * 60, "47 h 59 min"),
+        (52 * 3600, "2 d 4 h"),
+    ],
+)
+def test_times_are_in_words(seconds: float, words: str) -> None:
+    """The operator's page writes times in the same form (`duration` in `status.js`)."""
+    assert duration(seconds) == words
