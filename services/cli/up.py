@@ -317,10 +317,11 @@ def up(
     ):
         console.print(
             f"[bold green]up[/] {stack.url}  (OpenAI API at {stack.url}/v1"
-            + (f"; gRPC on port {options.grpc}" if options.grpc else "")
-            + (f"; playground at {stack.url}/)" if settings["playground"] is not False else ")"),
+            + (f"; gRPC on port {options.grpc})" if options.grpc else ")"),
             soft_wrap=True,
         )
+        if GatewaySettings.load(dict(options.gateway_settings)).playground:
+            console.print(f"[bold green]playground[/] {stack.url}/", soft_wrap=True)
         stop.wait()
         console.print("stopping")
 
