@@ -13,8 +13,9 @@ from typing import Annotated, Any
 
 import typer
 
+from outrider.services.hub.pair import DEMO_DRAFT, DEMO_TARGET, demo_name
 from outrider.services.stack.launch import free_port
-from outrider.services.stack.options import DEMO_DRAFT, DEMO_TARGET, StackOptions, Transport, demo_name
+from outrider.services.stack.options import StackOptions, Transport
 from outrider.shared.base.errors import ConfigurationError
 
 Prompts = Annotated[

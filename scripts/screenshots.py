@@ -13,8 +13,9 @@ from pathlib import Path
 
 from playwright.sync_api import Page, sync_playwright
 
+from outrider.services.hub.pair import demo_name
 from outrider.services.stack.launch import free_port, running_stack
-from outrider.services.stack.options import StackOptions, demo_name
+from outrider.services.stack.options import StackOptions
 
 IMAGES = Path(__file__).resolve().parent.parent / "docs" / "images"
 PROMPT = "List 3 countries and their capitals."

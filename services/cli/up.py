@@ -16,9 +16,10 @@ from outrider.services.cli.flags import TARGET_FLAGS, target_options, with_optio
 from outrider.services.cli.settings_options import settings_options
 from outrider.services.cli.up_help import ConfigFile, Profile
 from outrider.services.gateway.settings import GatewaySettings
+from outrider.services.hub.pair import demo_name, pair_folders
 from outrider.services.stack import launch
 from outrider.services.stack.launch import Progress
-from outrider.services.stack.options import DEMO_TARGET, StackOptions, Transport, demo_name, draft_path
+from outrider.services.stack.options import StackOptions, Transport
 from outrider.services.stack.supervisor import Echo
 from outrider.shared.base.errors import ConfigurationError
 from outrider.shared.spec.algorithm import Algorithm
@@ -257,7 +258,6 @@ def up(
 
     A service that exits unexpectedly is restarted. Ctrl-C or SIGTERM stops all services.
     """
-    from outrider.services.hub.model_folder import model_folder
     from outrider.shared.base.lifecycle import StopSignal
     from outrider.shared.obs.queued_stream import queue_stderr
 
@@ -268,11 +268,11 @@ def up(
             f"The model is given twice: {model} and --target {target}. Remove one.", field="--target"
         )
     target = model or target
-    draft_folder = draft_path(target, draft, algorithm)
+    target_folder, draft_folder = pair_folders(target, draft, algorithm, revision, draft_revision)
     options = StackOptions(
-        target=model_folder(target or DEMO_TARGET, "--target", revision),
+        target=target_folder,
         model_id=demo_name(target),
-        draft=model_folder(draft_folder, "--draft", draft_revision) if draft_folder else None,
+        draft=draft_folder,
         algorithm=algorithm,
         token_map=token_map,
         ngram_corpus=ngram_corpus,

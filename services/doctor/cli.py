@@ -93,6 +93,7 @@ def doctor(
     refused.
     """
     from outrider.services.doctor.command import DoctorOptions, run_doctor
+    from outrider.services.hub.pair import pair_folders
 
     method = parse_algorithm(algorithm)
     target_folder, draft_folder = pair_folders(target, draft, method, revision, draft_revision)
@@ -110,30 +111,6 @@ def doctor(
         as_json=as_json,
     )
     raise typer.Exit(run_doctor(options))
-
-
-def pair_folders(
-    target: Path | None,
-    draft: str | None,
-    algorithm: Algorithm,
-    revision: str | None,
-    draft_revision: str | None,
-) -> tuple[Path, Path | None]:
-    """Return the folders of the target and the draft that the flags name, or None in place of no draft.
-
-    The defaults are those of `outrider up`. Models of the hub are downloaded.
-
-    Raises:
-        ConfigurationError: A model cannot be found.
-    """
-    from outrider.services.hub.model_folder import model_folder
-    from outrider.services.stack.options import DEMO_TARGET, draft_path
-
-    found = draft_path(target, draft, algorithm)
-    return (
-        model_folder(target or DEMO_TARGET, "--target", revision),
-        model_folder(found, "--draft", draft_revision) if found else None,
-    )
 
 
 def parse_algorithm(name: str) -> Algorithm:

@@ -14,8 +14,9 @@ from rich.table import Table
 
 from outrider.services.clients.rest import DEFAULT_URL, Reply, RestClient
 from outrider.services.clients.summary import speculation_summary
+from outrider.services.hub.pair import demo_name
 from outrider.services.stack.launch import free_port, outrider_command, running_stack
-from outrider.services.stack.options import StackOptions, Transport, demo_name
+from outrider.services.stack.options import StackOptions, Transport
 
 REPEATS = 3
 SHOWN_LINES_ON_FAILURE = 30

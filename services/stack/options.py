@@ -1,21 +1,14 @@
-"""Defines the options of `outrider up` and the paths of the embedded model pair."""
+"""Defines the options of `outrider up`."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 
+from outrider.services.hub.pair import DEMO_DRAFT, DEMO_TARGET
 from outrider.shared.spec.algorithm import Algorithm
-
-# The folder that contains services/, models/ and bench/, both in a checkout and in an installed package.
-PACKAGE_ROOT = Path(__file__).resolve().parents[2]
-DEMO_TARGET = PACKAGE_ROOT / "models" / "demo" / "target"
-DEMO_DRAFT = PACKAGE_ROOT / "models" / "demo" / "eagle3"
-DEMO_NAME = "outrider-demo"
-"""Name under which the embedded target is served if nobody names a model."""
 
 INPROC = "inproc:"
 """Prefix of a value of the target's flag, as in ``--draft inproc:DIR``. The draft in DIR then runs in the
@@ -37,7 +30,7 @@ class StackOptions:
 
     Attributes:
         target: Model folder in Hugging Face layout.
-        model_id: Name of the model for clients. None uses the folder's name; see `demo_name`.
+        model_id: Name of the model for clients. None uses the folder's name.
         draft: Folder of the draft head or draft model, or None.
         algorithm: Drafting method. With AUTO and no draft, the stack serves without speculation.
         token_map: File of the token ids that the draft may propose (FR-Spec). None allows all ids.
@@ -108,29 +101,3 @@ class StackOptions:
         if self.algorithm is Algorithm.NONE:
             return False
         return self.draft is not None or not self.algorithm.needs_draft
-
-
-def demo_name(target: object) -> str | None:
-    """Return the model id of the embedded target, or None if somebody chose a model or its id.
-
-    Args:
-        target: The model that the user named, or None.
-    """
-    chosen = target is not None or os.environ.get("OUTRIDER_TARGET_SERVED_MODEL_ID")
-    return None if chosen else DEMO_NAME
-
-
-def draft_path(target: object, draft: str | None, algorithm: Algorithm) -> Path | None:
-    """Return the folder of the draft, or its name on the hub. None means that there is no draft folder.
-
-    Without `draft`, this is the embedded head if it can be used. The embedded head is an EAGLE-3 head that
-    fits the embedded target only.
-
-    Args:
-        target: The model that the user named, or None.
-        draft: Value of `--draft`. ``none`` means no draft folder.
-        algorithm: Value of `--speculative-algorithm`.
-    """
-    if draft is None:
-        return DEMO_DRAFT if target is None and algorithm in (Algorithm.AUTO, Algorithm.EAGLE3) else None
-    return None if draft == "none" else Path(draft)

@@ -15,7 +15,6 @@ from outrider.services.doctor.cli import (
     Revision,
     TargetDir,
     TokenMap,
-    pair_folders,
     parse_algorithm,
 )
 from outrider.shared.base.errors import ConfigurationError
@@ -91,7 +90,8 @@ def tune(
     Records the trees of one run to predict the accept length of every shape, and measures the best shapes on
     a running server. `outrider up --profile FILE` loads the profile.
     """
-    from outrider.services.stack.options import StackOptions, demo_name
+    from outrider.services.hub.pair import demo_name, pair_folders
+    from outrider.services.stack.options import StackOptions
     from outrider.services.tune.command import TuneOptions, run_tune
 
     numbers, method = parse_batches(batches), parse_algorithm(algorithm)

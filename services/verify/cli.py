@@ -15,7 +15,6 @@ from outrider.services.doctor.cli import (
     Revision,
     TargetDir,
     TokenMap,
-    pair_folders,
     parse_algorithm,
 )
 
@@ -52,6 +51,7 @@ def verify(
 
     Exit code 0: nothing changed. 1: a difference that rounding does not explain. 2: the models cannot be run.
     """
+    from outrider.services.hub.pair import pair_folders
     from outrider.services.verify.command import VerifyOptions, run_verify
 
     method = parse_algorithm(algorithm)

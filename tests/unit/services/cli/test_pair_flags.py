@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from outrider.services.cli import commands as cli
 from outrider.services.doctor import command as doctor_command
-from outrider.services.stack.options import DEMO_DRAFT, DEMO_TARGET
+from outrider.services.hub.pair import DEMO_DRAFT, DEMO_TARGET
 from outrider.services.tune import command as tune_command
 from outrider.services.verify import command as verify_command
 

@@ -11,9 +11,10 @@ from test_cli_flags import GATEWAY, RUNNER, sample, up
 
 from outrider.services.cli import commands as cli
 from outrider.services.gateway.settings import GatewaySettings
+from outrider.services.hub.pair import DEMO_TARGET
 from outrider.services.stack import launch
 from outrider.services.stack.launch import check_options, free_port, plan_stack
-from outrider.services.stack.options import DEMO_TARGET, StackOptions
+from outrider.services.stack.options import StackOptions
 from outrider.shared.base.errors import ConfigurationError
 from outrider.shared.base.settings import flag_name
 from outrider.shared.spec.algorithm import Algorithm
