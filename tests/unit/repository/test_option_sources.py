@@ -50,18 +50,27 @@ def test_the_page_is_current() -> None:
     assert PAGE.main(["--check"]) == 0, "run: python scripts/grpc_fields.py"
 
 
-def test_a_changed_proto_is_found_and_corrected(
+def test_changed_files_are_found_and_corrected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    common, gateway = SCRIPT.PROTOS
-    changed = tmp_path / "common.proto"
-    changed.write_text(common.read_text().replace("optional float top_p = 3;", "optional double top_p = 4;"))
-    monkeypatch.setattr(SCRIPT, "PROTOS", (changed, gateway))
+    originals = {path.name: path.read_text() for path in (*SCRIPT.PROTOS, SCRIPT.FIELDS / "sampling.py")}
+    changes = {
+        "common.proto": ("optional float top_p = 3;", "optional double top_p = 4;"),
+        "sampling.py": ("top_p", "p"),
+    }
+    for name, text in originals.items():
+        changed = text.replace(*changes.get(name, ("", "")))
+        (tmp_path / name).write_text(changed)
+        assert (changed != text) == (name in changes)
     monkeypatch.setattr(SCRIPT, "ROOT", tmp_path)
+    monkeypatch.setattr(SCRIPT, "FIELDS", tmp_path)
+    monkeypatch.setattr(SCRIPT, "PROTOS", [tmp_path / path.name for path in SCRIPT.PROTOS])
     assert SCRIPT.main(["--check"]) == 1
-    assert "common.proto is out of date" in capsys.readouterr().out
+    found = capsys.readouterr().out
+    assert [name in found for name in originals] == [name in changes for name in originals]
     assert SCRIPT.main([]) == 0
-    assert changed.read_text() == common.read_text()
+    assert {name: (tmp_path / name).read_text() for name in originals} == originals
+    assert SCRIPT.main(["--check"]) == 0
 
 
 def test_an_option_of_the_table_appears_in_both_apis(tmp_path: Path) -> None:
