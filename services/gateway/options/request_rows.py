@@ -123,7 +123,7 @@ PROMPT_ROWS = (
     ),
     option(
         "reasoning_effort",
-        "How long the model reasons, if its chat template has this variable.",
+        "Variable of the chat template, which determines how long some models reason.",
         grpc("ChatPrompt.reasoning_effort", "string", 2),
         rest("reasoning_effort", "ReasoningEffort", Group.CHAT),
         objects="/v1/responses:reasoning.effort /v1/messages:output_config.effort",

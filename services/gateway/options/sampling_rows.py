@@ -38,7 +38,7 @@ PARAMETERS = (
     ),
     option(
         "top_p",
-        "Choose among the fewest most likely tokens that together have this probability.",
+        "Choose among the most likely tokens that together have at least this probability.",
         grpc("SamplingOptions.top_p", "optional float", 3),
         rest("top_p", "float", Group.SAMPLING, Group.MESSAGES),
         reader=Reader.PARAMETERS,
@@ -123,7 +123,7 @@ PARAMETERS = (
     ),
     option(
         "priority",
-        "Requests with a smaller number go first. Default: 0.",
+        "Requests with a higher number start first. Default: 0.",
         grpc("GenerationOptions.priority", "int32", 17),
         rest("priority", "int", Group.OPENAI, Group.GENERATE),
         reader=Reader.PARAMETERS,

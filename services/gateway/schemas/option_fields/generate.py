@@ -21,7 +21,7 @@ class GenerateFields(BaseModel):
         default=None, description="Id of the request, or a list with one id per prompt."
     )
     priority: int | None = Field(
-        default=None, description="Requests with a smaller number go first. Default: 0."
+        default=None, description="Requests with a higher number start first. Default: 0."
     )
     cache_salt: str | None = Field(
         default=None, description="Requests share the K/V of a prompt only if they have the same salt."

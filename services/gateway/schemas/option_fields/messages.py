@@ -22,7 +22,7 @@ class MessagesFields(BaseModel):
     )
     top_p: float | None = Field(
         default=None,
-        description="Choose among the fewest most likely tokens that together have this probability.",
+        description="Choose among the most likely tokens that together have at least this probability.",
     )
     min_p: float | None = Field(
         default=None,

@@ -53,7 +53,7 @@ class OpenAIFields(BaseModel):
         default=None, description="Whether the text includes the stop string (vLLM)."
     )
     priority: int | None = Field(
-        default=None, description="Requests with a smaller number go first. Default: 0."
+        default=None, description="Requests with a higher number start first. Default: 0."
     )
     cache_salt: str | None = Field(
         default=None, description="Requests share the K/V of a prompt only if they have the same salt."
@@ -115,7 +115,8 @@ class ChatFields(BaseModel):
         default=None, description="Allowed keys: enable_thinking, thinking, reasoning_effort."
     )
     reasoning_effort: ReasoningEffort | None = Field(
-        default=None, description="How long the model reasons, if its chat template has this variable."
+        default=None,
+        description="Variable of the chat template, which determines how long some models reason.",
     )
     add_generation_prompt: bool | None = Field(
         default=None,
