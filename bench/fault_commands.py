@@ -45,7 +45,8 @@ def soak(
 
     The command starts the services, and first records the answer to every request. Then it repeatedly kills,
     suspends and terminates the draft, the target and the gateway, one service per phase. The last phase
-    disturbs nothing. Exits with 1 if an answer differs, a request fails without a reason, or something leaks.
+    disturbs nothing. The exit code is 1 if an answer differs, a request fails without a reason, or something
+    leaks.
     """
     from outrider.bench.faults.soak import SoakOptions, run_soak
 
@@ -86,12 +87,12 @@ def overload(
     output: Output = None,
     force: Force = False,
 ) -> None:
-    """Offer 1.5 times the capacity in an open loop, and measure TTFT, refusals and memory.
+    """Send requests at 1.5 times the services' capacity, and measure TTFT, refusals and memory.
 
-    The command starts the services and first measures their capacity. For comparison, it also offers 0.8
-    times the capacity. It then sends the requests of one API key within its limits, without other load and
-    while another key sends too many requests. Exits with 1 if a request fails without status 429 and
-    Retry-After.
+    The command starts the services and first measures their capacity. The requests do not wait for earlier
+    answers (an open loop). For comparison, the command also sends requests at 0.8 times the capacity. It then
+    sends the requests of one API key that stays within its limits: first alone, then while another key sends
+    too many requests. The exit code is 1 if a request fails without status 429 and Retry-After.
     """
     from outrider.bench.faults.overload import OverloadOptions, run_overload
 
@@ -128,8 +129,8 @@ def move(
 ) -> None:
     """Kill one of two targets that serve streams. The streams move to the other target.
 
-    Checks the tokens of the moved streams, and measures their pause. Exits with 1 if a stream gets other
-    tokens than in an undisturbed run.
+    The command checks the tokens of the moved streams, and measures their pause. The exit code is 1 if a
+    stream gets other tokens than in an undisturbed run.
     """
     from outrider.bench.faults.move import MoveOptions, run_move
 
@@ -172,7 +173,7 @@ def stall(
 ) -> None:
     """Send malformed and very large request bodies, and measure the longest pause of other streams meanwhile.
 
-    Exits with 1 if such a request is answered with a status of 500 or above.
+    The exit code is 1 if such a request is answered with a status of 500 or above.
     """
     from outrider.bench.faults.stall import StallOptions, run_stall
 

@@ -229,7 +229,7 @@ def mixed(
     output: Output = None,
     force: Force = False,
 ) -> None:
-    """Measure how much of a server's speed is left when requests differ: samplings, shapes, lengths.
+    """Measure how much of a server's speed remains when its requests differ in sampling, shape and length.
 
     If the server cannot run a default, such as prompts beyond its context, the default is reduced or left
     out.
@@ -313,9 +313,9 @@ def prefix(
     output: Output = None,
     force: Force = False,
 ) -> None:
-    """Measure the share of prompt tokens of many chats that the prefix cache finds, with and without drafts.
+    """Measure the share of prompt tokens that the prefix cache finds in many chats, with and without drafts.
 
-    With --shape, measure what the prefix cache costs when it finds nothing.
+    With --shape, measure the cost of a prefix cache that finds nothing.
     """
     from outrider.bench.load.shared_prefix import Chats, PrefixOptions, run_prefix
 

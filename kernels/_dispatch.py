@@ -24,7 +24,7 @@ _announced: set[tuple[Backend, str]] = set()  # choices that were logged already
 
 
 def use_triton(tensor: torch.Tensor) -> bool:
-    """Return True if an op that received `tensor` runs its Triton version, or False if it runs the reference.
+    """Return True if an op on `tensor` runs its Triton version, or False if it runs its reference version.
 
     CUDA tensors use Triton, and CPU tensors use the reference. `force_backend` overrides this rule. The
     choice is logged once per device type.
@@ -39,7 +39,7 @@ def use_triton(tensor: torch.Tensor) -> bool:
 
 @contextlib.contextmanager
 def force_backend(backend: Backend | str) -> Iterator[None]:
-    """Context manager in which every op uses the given backend, whatever the device.
+    """Context manager in which every op uses the given backend on any device.
 
     Tests use this function to run the Triton kernels in Triton's interpreter. It is not thread-safe.
 

@@ -30,7 +30,7 @@ def expect(
 
 
 def expect_contiguous(name: str, tensor: torch.Tensor) -> None:
-    """Check that a tensor is contiguous. Kernels rely on this to compute addresses in planes and tables.
+    """Check that a tensor is contiguous. Kernels compute addresses on this assumption.
 
     Raises:
         ValueError: The tensor is not contiguous. The message names the tensor.
@@ -68,10 +68,10 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> t
 
 @contextlib.contextmanager
 def outputs_of_zeros() -> Iterator[None]:
-    """Context manager in which `empty` returns tensors of zeros instead of uninitialised tensors.
+    """Context manager in which `_launch.empty` returns tensors of zeros instead of uninitialised tensors.
 
     The package `ahead` skips kernel launches inside this block, so outputs are not written. A later operation
-    may use such an output as indices. Zeros are safe indices.
+    may use such an output as indices. Zeros are valid indices.
     """
     global _zeros
     previous, _zeros = _zeros, True
@@ -101,8 +101,8 @@ def dependent(tensor: torch.Tensor) -> dict[str, bool]:
     parameter ``PDL: tl.constexpr`` and follows two rules:
 
     1. Every program calls ``gdc_wait``, before it reads data of the previous kernel and before it writes. A
-       kernel therefore ends only after all earlier kernels have ended. Data of kernels before the previous
-       one is complete from the start.
+       kernel therefore ends only after all earlier kernels have ended. When a kernel starts, the results of
+       all kernels before the previous one are complete.
     2. ``gdc_launch_dependents`` comes just before the final stores. An earlier call measured slower, because
        the next kernel then takes registers and shared memory from this kernel.
     """

@@ -43,7 +43,7 @@ class Stream:
     Attributes:
         residual: ``[rows, width]``; rows may be strided.
         scaled: ``[rows, width]``, the residual times the norm's weight; already divided if `sums` is None.
-        sums: ``[parts, rows] fp32``, each row's sum of squares in parts, or None.
+        sums: ``[parts, rows] fp32``, partial sums of each row's squares. None if `scaled` is already divided.
         eps: Epsilon of the norm, added to the mean square.
     """
 

@@ -20,10 +20,10 @@ _CHARS_PER_TOKEN = 6.5  # This estimate is high, because a low estimate would pr
 
 @dataclass(frozen=True, slots=True)
 class RowJob:
-    """The part of the rows that one process generates.
+    """Job of one process: the token rows that this process generates.
 
     Attributes:
-        seed: Seed of this part. It determines all random choices.
+        seed: Seed of this job. It determines all random choices.
         count: Number of rows.
         length: Number of tokens per row.
         tokenizer: Path of tokenizer.json.

@@ -1,4 +1,4 @@
-"""Trains an EAGLE-3 head for a target with training-time test, on text that the target itself generates.
+"""Trains an EAGLE-3 head by training-time test, on text that the target itself generates.
 
 In training-time test (EAGLE-3, Li et al., arXiv 2503.01840), the head is unrolled for several steps. Each
 step after the first reads the head's own features of the previous step, as it does when the head drafts.

@@ -42,7 +42,9 @@ def cut_points(
 
 @torch.no_grad()
 def continue_rows(model: Llama, rows: Tensor, cuts: Tensor, temperature: Tensor, seed: int) -> Tensor:
-    """Keep ``rows[i, :cuts[i]]`` and sample the rest of the row with the target, even after an end of turn.
+    """Keep ``rows[i, :cuts[i]]`` and sample the rest of each row with the target.
+
+    Sampling does not stop at an end of turn.
 
     Args:
         model: The target, on its device.

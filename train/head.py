@@ -1,8 +1,8 @@
 """The EAGLE-3 head as a trainable module. Only the trainer uses this module.
 
 The draft service runs heads with `services.draft.heads.eagle3`, and the evaluation runs them with
-`train.reference`. The tensors have the names of published checkpoints. The forward pass is the training-time
-test of the EAGLE-3 paper (Li et al., arXiv 2503.01840).
+`train.reference`. The tensors have the same names as in published checkpoints. The forward pass is the
+training-time test of the EAGLE-3 paper (Li et al., arXiv 2503.01840).
 """
 
 import json

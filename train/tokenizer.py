@@ -1,4 +1,4 @@
-"""The demo pair's tokenizer: byte-level BPE with a ChatML-like template, saved in Hugging Face layout.
+"""The demo models' tokenizer: byte-level BPE with a ChatML-like template, saved in Hugging Face layout.
 
 Byte-level BPE can encode any text, so there is no unknown token.
 """

@@ -81,12 +81,12 @@ class Asker:
     async def pieces(
         self, question: Question, speculation: Mapping[str, Any]
     ) -> AsyncGenerator[dict[int, Part], None]:
-        """Send a streamed request, and yield after each event of the stream the answers received so far.
+        """Send a streamed request. After each event of the stream, yield the answers received so far.
 
         Close the generator to cancel the request.
 
         Raises:
-            AskFailedError: The request was refused, or its stream did not end as it should.
+            AskFailedError: The request was refused, or its stream did not end properly.
         """
         parts: dict[int, Part] = {}
         body = question.sent(speculation, True)
@@ -143,10 +143,10 @@ async def check(
 ) -> Verdict:
     """Send a request and compare its answers with the expected ones.
 
-    The answers of a request that was cancelled or has failed must be the beginnings of the expected ones.
+    If the request was cancelled or has failed, its answers must be beginnings of the expected ones.
 
     Args:
-        asker: Sends the request.
+        asker: Client that sends the request.
         question: The request.
         expected: The answers of an undisturbed run.
         speculation: The `speculation` object of the request.

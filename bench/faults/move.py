@@ -4,8 +4,8 @@ Every stream first runs undisturbed, to record the expected tokens. In each roun
 streams run at the same time. When all of them have tokens, one target gets SIGKILL. Its streams continue on
 the other target, which first computes their prompts and their emitted tokens again.
 
-To measure this part of the pause, the command then sends new prompts of the same lengths to the remaining
-target. The number of streams beside these prompts and their modes of speculation are the same as before.
+To time this computation alone, the command then sends new prompts of the same lengths to the remaining
+target. The number and the speculation modes of the streams that run meanwhile are the same as before.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ class OverloadOptions:
         requests: Number of requests in the load above the capacity.
         capacity_s: Duration of the measurement of the capacity, in seconds.
         max_tokens: Lengths of answers. Each request draws one of them at random.
-        max_queue_wait_s: Setting of the gateway with this name.
+        max_queue_wait_s: The gateway's setting of this name, in seconds.
         seed: Seed of the arrival times and of the lengths.
         output: The JSON file for the result.
     """

@@ -44,7 +44,7 @@ class Question:
     Attributes:
         kind: The feature that the request tests, such as ``schema``.
         path: URL path (route) to which the request is sent.
-        body: All other fields of the request. The request is greedy or has a seed.
+        body: All fields except `speculation` and `stream`. The request is greedy or has a seed.
     """
 
     kind: str

@@ -109,7 +109,7 @@ def run_soak(options: SoakOptions) -> int:
 
     Raises:
         ConfigurationError: The stack cannot be started.
-        UnavailableError: A service does not come back.
+        UnavailableError: A service does not become ready again.
     """
     log: deque[str] = deque(maxlen=200)
     try:

@@ -3,9 +3,9 @@
 The bodies are malformed lists, very long texts over REST and gRPC, and large requests to the routes for
 tokens. If the gateway parsed such a body on its event loop, all streams would stop meanwhile.
 
-Other programs on the machine also cause pauses. The command therefore also measures how long the gateway's
-threads run for each body, beyond the time that they run for the streams. A body cannot stop the streams for
-longer than that.
+Other programs on the machine also cause pauses. The command therefore also measures the run time of the
+gateway's threads for each body, without their time for the streams. A body cannot stop the streams for longer
+than that.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class StallOptions:
         stack: The stack of services to start.
         streams: Number of streams whose pauses are measured.
         repeats: Number of times that each body is sent.
-        quiet_s: Seconds in which the streams run without a body, for comparison.
+        quiet_s: Seconds for which the streams run while no body is sent, for comparison.
         output: The JSON file for the result.
     """
 

@@ -21,7 +21,7 @@ NAMES = ("a", "b")
 
 
 class TwoTargets:
-    """Two targets, each with its draft in its own process, and a gateway. A target that dies stays down.
+    """Two targets, each in one process with its draft, and a gateway. A target that dies is not restarted.
 
     Args:
         cleanup: Stops all processes when it is closed.

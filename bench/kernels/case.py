@@ -39,7 +39,7 @@ class Case:
     """One measurement of a kernel or of a whole pass.
 
     Attributes:
-        name: Name of the case. The name begins with that of the measured function or pass.
+        name: Name of the case. It begins with the name of the measured function or pass.
         call: Function that enqueues `copies` repetitions of the work.
         work: Smallest numbers of bytes and operations that one repetition needs. None if only the launch
             limits the time.

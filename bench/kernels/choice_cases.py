@@ -23,8 +23,8 @@ MIXED_VOCAB = 128_256
 def mixed_cases(sizes: Sizes, options: KernelOptions) -> Iterator[Case]:
     """Yield cases that choose tokens for batches in which no row, one row in 32, or every row has filters.
 
-    The cases show how much one request with filters slows the others down: compare a greedy batch without
-    filters with the same batch with filters on one row in 32.
+    To see how much one request with filters slows the others down, compare the greedy batch without filters
+    with the greedy batch in which one row in 32 has filters.
     """
     vocab = sizes.vocab if options.small else MIXED_VOCAB
     for rows in (1, 5) if options.small else MIXED_ROWS:

@@ -1,9 +1,9 @@
 """Cases of `outrider bench kernels` for attention over sequences of unequal length.
 
 Each case runs with and without a work list, which assigns shares of the sequences to the GPU's programs. Both
-variants get the same inputs. With a work list, as in the engine, the number of sequences equals the number of
-rows, and most sequences have no rows. Making the work list is a case of its own, because the engine makes the
-list only once per pass.
+variants get the same inputs. With a work list, the number of sequences equals the number of rows, and most
+sequences have no rows. The engine does the same. Making the work list is a case of its own, because the
+engine makes the list only once per pass.
 """
 
 from __future__ import annotations

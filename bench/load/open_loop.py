@@ -1,8 +1,8 @@
 """Runs open-loop and closed-loop loads: records each request's timeline (TTFT, ITL, errors) and sums them up.
 
 In an open-loop load, requests arrive by a Poisson process and do not wait for earlier answers. In a
-closed-loop load, there is a fixed number of clients. Each client sends its next request after its last
-answer.
+closed-loop load, there is a fixed number of clients. Each client sends its next request when its previous
+request has been answered.
 """
 
 from __future__ import annotations
@@ -197,12 +197,13 @@ class LoadSummary:
     """Summary of a load; times are in milliseconds.
 
     Attributes:
-        first_token, between, per_token, total: Respectively TTFT, gaps between pieces, mean time per token,
-            and time from request to last token (e2e). Each attribute maps `PERCENTILES` to values.
+        first_token, between, per_token, total: In this order: TTFT, gaps between pieces, mean time per token,
+            and time from request to last token (e2e). Each attribute maps the percentiles in `PERCENTILES` to
+            values.
         requests, failed: Number of requests, and number of failed requests.
         request_rate, token_rate: Answered requests per second, and the tokens of these requests per second.
-            The time counts from the first arrival to the last answer, but is at least the whole arrival
-            period.
+            Both are means over the time from the first arrival to the last answer, or over the arrival period
+            if that is longer.
         good_rate: Answered requests per second whose latencies were within the limits (goodput). If there are
             no limits, `good_rate` equals `request_rate`.
         tokens_per_request: Mean number of tokens of the answered requests.

@@ -72,7 +72,7 @@ class ServeOptions:
         api: API to use if this command starts the stack.
         load: Arrival process of the requests. A closed loop uses only its duration and seed.
         concurrency: Number of clients of a closed loop. With None, the load is an open loop.
-        warm_up_s: Length of the load, in seconds, that runs before anything is counted.
+        warm_up_s: Seconds for which the load runs before its requests are counted.
         prompts: File of prompts. With None, the prompts that are part of `bench` are used.
         prompt_tokens: Lengths of random prompts, which replace the prompts of a file. If empty, there are no
             random prompts.

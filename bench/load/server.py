@@ -143,8 +143,8 @@ def refusal(status: int, text: str, fields: Iterable[str], lengths: str, route: 
     """Return the error for a reply whose HTTP status is not 200.
 
     For a refused request, the error is a `ConfigurationError` that names the option to change. For any other
-    reply, it is an `UnavailableError`, because the server is overloaded or broken and the same request may
-    succeed later.
+    reply, it is an `UnavailableError`. The server is then overloaded or broken, and the request may succeed
+    later.
 
     Args:
         status: HTTP status.

@@ -2,8 +2,8 @@
 
 All chats begin with the same system prompt. Each turn of a chat repeats the earlier turns and their answers,
 and adds new tokens. The chats run once without speculation and once with it. Each run starts with an empty
-cache. Afterwards, the command sends long prompts twice. It also compares the accept lengths of two answers to
-the same conversation.
+cache. Afterwards, the command sends long prompts twice. It also sends some conversations twice, and compares
+the accept lengths of the two answers.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ LENGTHS = "--system-tokens, --turn-tokens, --answer-tokens, --turns or --long-pr
 
 @dataclass(frozen=True, slots=True)
 class Chats:
-    """The shape of the chats.
+    """Number and lengths of the chats that `outrider bench prefix` sends.
 
     Attributes:
         count, turns: Number of chats, and number of turns of each chat.
@@ -76,7 +76,7 @@ class Chats:
     def possible(self, chat: int, turn: int, before: Sequence[int]) -> int:
         """Return how many tokens of a prompt the server would find in a prefix cache of unlimited size.
 
-        The server never computes the K/V of an answer's last token, because the answer ends there.
+        The last token of an answer is not found, because the server never computes its K/V.
         """
         if turn:
             return len(before) - 1
@@ -204,11 +204,11 @@ async def _measure(
 
 
 async def accept_lengths(client: httpx.AsyncClient) -> tuple[float, float] | None:
-    """Return the accept lengths of the first and of the second answers to the same conversations.
+    """Send several conversations twice, and return the accept lengths of the first and the second answers.
 
     A conversation consists of a prompt, the server's answer to it, and a second prompt. The prompts are part
-    of `bench`. All answers are greedy. The result is None if the server has no chat template or does not
-    speculate.
+    of `bench`. The first answer finds nothing in the prefix cache. All answers are greedy. The result is None
+    if the server has no chat template or does not speculate.
     """
     counts = ([0, 0], [0, 0])
     for index, (before, prompt) in enumerate(itertools.pairwise(load_prompts(HELDOUT_PROMPTS, TALKS + 1))):

@@ -36,8 +36,8 @@ class AutoOptions:
     Attributes:
         engine: Options of the engine to build.
         shapes: The fixed shapes to compare with mode `auto`, including plain decoding.
-        accept_lengths: The accept lengths to simulate, for chains of `LAW_DEPTH` and including the bonus
-            token.
+        accept_lengths: Accept lengths to simulate, including the bonus token. They apply to chains of
+            `LAW_DEPTH` draft tokens.
         batches, new_tokens: Batch sizes, and numbers of tokens per answer.
         prompt: Number of tokens per prompt.
         pairs: Number of passes. A pass measures mode `auto` and all shapes in turn. The figures are medians

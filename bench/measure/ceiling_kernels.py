@@ -49,8 +49,7 @@ def _nothing(x, PDL: tl.constexpr):
 def launch_nothing(x: torch.Tensor) -> None:
     """Launch a kernel that ends immediately.
 
-    The launch uses programmatic dependent launch if the GPU supports it, because the kernels of a round are
-    launched in the same way.
+    If the GPU supports programmatic dependent launch, this option is used, as for the kernels of a round.
     """
     early = torch.cuda.get_device_capability(x.device) >= (9, 0)
     _nothing[(1,)](x, PDL=early, num_warps=1, **({"launch_pdl": True} if early else {}))

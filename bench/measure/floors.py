@@ -108,8 +108,8 @@ def prefill(config: ModelConfig, tokens: int, itemsize: int) -> Work:
 def draft_step(head: Mapping[str, Any], rows: int, itemsize: int) -> Work:
     """Return the bytes and operations of one EAGLE-3 drafting step over `rows` rows.
 
-    A step reads the head's layer and its output head once. Of the layer's first product, only the half for
-    the feature counts, because the product with the token embeddings can be computed in advance.
+    A step reads the head's layer and its output head once. Only the feature half of the layer's first product
+    counts, because the embedding half can be computed in advance.
     """
     hidden = head["hidden_size"]
     layer = layer_parameters(

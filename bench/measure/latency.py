@@ -5,7 +5,7 @@ Each batch consists of prompts of equal length. The time of a round is
     (time for N tokens - time for 1 token) / rounds
 
 Times are wall-clock times from submitting a batch to its last token. The fastest of `repeats` runs counts.
-docs/performance.md lists other servers that were measured in the same way. Acceptance is synthetic.
+Acceptance is simulated. docs/performance.md lists other servers that were measured in the same way.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ class Parting:
         token: Index of this token in the answers.
         choices: Token ids at this index, without speculation and in the other text.
         best: The two tokens with the largest fp32 logits, and these logits.
-        gap: Largest logit, minus the smaller one of the logits of the two `choices`.
+        gap: Largest logit minus the smaller logit of the two `choices`.
         allowed: Largest gap that counts as a near-tie.
     """
 

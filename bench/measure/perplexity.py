@@ -1,8 +1,8 @@
 """`outrider bench perplexity`: measures perplexity on a text, with and without FP8 weights or FP8 KV cache.
 
-Texts are cut into windows. Each window is read in one pass, with the same KV pool and attention code that
-serve requests. The first token of a window is not counted, because no token precedes it. The quantized and
-the unquantized model read the same windows.
+Texts are cut into windows. Each window is read in one pass, with the KV pool and attention code of the
+service. The first token of a window is not counted, because no token precedes it. The quantized and the
+unquantized model read the same windows.
 """
 
 from __future__ import annotations

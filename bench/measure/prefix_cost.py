@@ -3,7 +3,8 @@
 Two engines with the same random weights run in this process, one with the cache and one without. In each pair
 of runs, both engines get the same batch of new prompts, in alternating order. No two prompts have a common
 prefix. The time with the cache divided by the time without it is therefore the cost of a cache that finds
-nothing. The KV pools are small, so that this cost includes evictions. Acceptance is synthetic.
+nothing. The KV pools are small, so that this cost includes evictions. Acceptance is synthetic: the benchmark
+determines how many draft tokens are accepted.
 """
 
 from __future__ import annotations

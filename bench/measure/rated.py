@@ -1,4 +1,4 @@
-"""A GPU's rated memory bandwidth and matrix rate, computed from its clocks and widths.
+"""A GPU's rated memory bandwidth and matrix rate, computed from its clocks, bus width and multiprocessors.
 
 `outrider bench roofline` compares each rate that it measures with the rated value.
 """

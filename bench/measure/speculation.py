@@ -247,8 +247,7 @@ def _ask(
 def summarise(runs: Runs, num_prompts: int) -> list[dict[str, Any]]:
     """Return one row of results for each temperature: median ratios, median speeds and mean accept lengths.
 
-    In a row, the field ``same_text`` is the number of prompts whose answer has the same tokens as the answer
-    with ``mode: off``.
+    The field ``same_text`` of a row is the number of prompts with the same answer as with ``mode: off``.
     """
     rows = []
     for temperature in TEMPERATURES:
@@ -277,8 +276,8 @@ def summarise(runs: Runs, num_prompts: int) -> list[dict[str, Any]]:
 def first_differences(runs: Runs, prompts: Sequence[Messages], target: Path) -> list[dict[str, Any]]:
     """Return the first token at which each answer with drafts differs from the answer with ``mode: off``.
 
-    For greedy answers, the result includes the logits at that token. In 16-bit types, near-ties of logits
-    cause differences.
+    For greedy answers, the result includes the logits at that token. In 16-bit types, two almost equal logits
+    can cause a difference.
     """
     found = []
     judge: Judge | None = None

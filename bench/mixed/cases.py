@@ -145,7 +145,8 @@ class Pairing:
         usual: Kind of the requests of the batch.
         odd: Kind of the other request. For comparison, the batch also runs beside one more request of the
             usual kind.
-        goal: Smallest acceptable ratio of the batch's speeds beside the two kinds. None if no goal was set.
+        goal: Smallest acceptable ratio of two speeds of the batch: beside the other kind, and beside its own
+            kind. None if no goal was set.
     """
 
     name: str

@@ -210,7 +210,7 @@ class MixedClient:
 
     @asynccontextmanager
     async def stream(self, body: bytes) -> AsyncIterator[Stream]:
-        """Send a request and yield the stream of its answer. Leaving the context early cancels the request.
+        """Send a request and yield the stream of its answer. Leaving the block early cancels the request.
 
         Raises:
             ConfigurationError: The server refuses the request. The message names the option to change.

@@ -101,7 +101,7 @@ def parse_only(text: str) -> Only:
 
 
 def sizes_for(wishes: Wishes, server: Server, only: Only) -> Sizes:
-    """Return the sizes of the cases. Defaults are reduced to what the server allows; given values are not.
+    """Return the sizes of the cases. Default sizes are reduced to the server's limits; given sizes are not.
 
     Raises:
         ConfigurationError: A given value exceeds the server's context, or its limit of running requests.

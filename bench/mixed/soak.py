@@ -107,7 +107,7 @@ async def measure_soak(
 async def left_over(client: MixedClient) -> dict[str, float] | None:
     """Return the gauges of a server's running, waiting and leaked resources that do not return to zero.
 
-    The wait for zero takes at most `SETTLE_S` seconds. The result is None if the server has no such gauges.
+    The function waits at most `SETTLE_S` seconds for zero. It returns None if the server has no such gauges.
     """
     ends = time.perf_counter() + SETTLE_S
     while True:

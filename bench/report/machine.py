@@ -15,9 +15,9 @@ PACKAGES = ("outrider", "torch", "grpcio", "triton")
 def describe_machine() -> dict[str, Any]:
     """Return a description of this machine for result files.
 
-    The description contains the processor, the number of all cores, the number of cores that this process may
-    use, the memory in GiB, the GPUs with their ids, and the versions of Python and of the packages that
-    affect figures.
+    The description contains the processor, the number of cores, the number of cores that this process may
+    use, and the memory in GiB. It also contains the GPUs with their ids, and the versions of Python and of
+    the packages that affect figures.
     """
     return {
         "processor": _processor(),

@@ -72,10 +72,10 @@ class RecordedResult:
         return ids[index] if index < len(ids) else None
 
     def distance(self, other: RecordedResult) -> tuple[bool, bool, bool, timedelta]:
-        """Return a sort key that is smaller, the more similar the circumstances of two recorded runs are.
+        """Return a sort key for two recorded runs. Runs under more similar circumstances have a smaller key.
 
-        The GPU counts most, because two GPUs of the same model differ by several percent. The visible GPUs,
-        the usable cores and the time between the runs count next, in this order.
+        The identity of the GPU counts most, because two GPUs of the same model differ by several percent. The
+        visible GPUs, the usable cores and the time between the runs count next, in this order.
         """
         mine, others = (recorded.content.get("machine", {}) for recorded in (self, other))
         gpus, cores = (
@@ -157,11 +157,11 @@ class PeerFigures:
 class Results:
     """All benchmark results recorded in a folder.
 
-    If several files match a query, the latest file is used. If the query has an argument `near`, the matching
-    file whose machine and time are closest to those of the file `near` is used instead.
+    If several files match a query, the latest file is used. A query with an argument `near` instead uses the
+    file whose machine and time are closest to those of the file `near`.
 
-    A subfolder whose name is a time contains the results of one session, in which another server (a peer) was
-    measured too. To compare with a peer's figure, the subfolder of that session is searched first.
+    A subfolder whose name is a time contains the results of one session. In that session, another server (a
+    peer) was measured too. A comparison with the peer's figure searches the subfolder of that session first.
 
     Raises:
         ConfigurationError: A file is not valid JSON.
@@ -277,7 +277,7 @@ class Results:
         return None
 
     def vllm(self, config: str, batch: int) -> tuple[PeerFigures, Mapping[str, Any]] | None:
-        """Return the latest recorded vLLM file with a configuration and batch size, and its first such run.
+        """Return the latest vLLM file with a run of a configuration and batch size, and the first such run.
 
         A vLLM file is named ``vllm*.jsonl``. Its first line describes the time and the machine. The other
         lines are the output of vLLM's own benchmark script.

@@ -29,8 +29,8 @@ def recorded_source(root: Path = ROOT) -> dict[str, Any]:
         - commit: The commit that is checked out in `root`. Without a checkout, the value of the environment
           variable `OUTRIDER_REVISION`. None if neither exists.
         - modified: True if files of the package differ from the commit. None if there is no checkout.
-        - trees: Folder → git's id for the files of the folder. To check that the code is that of a commit,
-          compare the id with the output of ``git rev-parse COMMIT:FOLDER``.
+        - trees: Folder → git's id for the files of the folder. If the code is that of a commit, this id
+          equals the output of ``git rev-parse COMMIT:FOLDER``.
     """
     commit, modified = _checked_out(root) or (os.environ.get(REVISION), None)
     return {"commit": commit, "modified": modified, "trees": {part: tree_id(root / part) for part in PARTS}}

@@ -159,7 +159,7 @@ def time_lines(results: Results) -> Iterator[str]:
 
 
 def round_lines(results: Results) -> Iterator[str]:
-    """Yield the lines of a table that compares rounds of Outrider and vLLM, and links to its result files.
+    """Yield the lines of a table that compares rounds of Outrider and vLLM. The table links to result files.
 
     The links are relative to the README, which is one folder above the documents.
     """

@@ -1,7 +1,7 @@
 """Makes a target with random weights, for a named model shape, directly on the target's device.
 
-The target consists of Outrider's own layers. A target for a generic model consists of modules of the package
-`transformers`.
+For most shapes, the target consists of Outrider's own layers. For generic models, it consists of modules of
+the package `transformers`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def random_target(shape: NamedShape, device: torch.device, dtype: torch.dtype) -> Decoder:
-    """Return a target of the given shape, in the form in which `load_decoder` returns a checkpoint's model.
+    """Return a target of the given shape, like a model that `load_decoder` loads from a checkpoint.
 
     Raises:
         CheckpointError: The shape needs `transformers`, which is not installed or rejects the shape.

@@ -1,7 +1,7 @@
 """Deterministic top-k, in the order that all kernels use: value descending, then index ascending.
 
-torch.topk does not define the order of ties. These functions do: a node of a draft tree must never rank
-before a parent with the same score.
+torch.topk does not define the order of ties. These functions define it, because a node of a draft tree must
+never rank before a parent with the same score.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ def rank_keys(values: torch.Tensor) -> torch.Tensor:
             first).
 
     Returns:
-        ``[rows, n] int64``. The upper half of a key contains order-preserving bits of the value, and the
-        lower half contains the complement of the index.
+        ``[rows, n] int64``. The upper half of a key orders by value. The lower half is the complement of the
+        index.
     """
     bits = (values + 0.0).view(torch.int32)
     ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # negative values: flip, so that integers order like floats
@@ -71,9 +71,10 @@ def _repeated_argmax(values: torch.Tensor, k: int) -> np.ndarray | None:
 
 
 def ranked_indices(values: torch.Tensor, k: int) -> np.ndarray:
-    """Return the indices of the k best values of each row, in the order of `ranked_topk`, using the host.
+    """Return the indices of the k best values of each row, in the order of `ranked_topk`.
 
-    For rows of a few hundred values, numpy takes a third of torch's time on a CPU.
+    The sort runs on the host, with numpy. For rows of a few hundred values on a CPU, numpy takes a third of
+    torch's time.
 
     Args:
         values: ``[rows, n] fp32`` on any device, n >= k. NaN ranks last.

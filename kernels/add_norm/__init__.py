@@ -24,8 +24,7 @@ def add_sums(
     """Return the residual stream after ``residual + sum of parts + bias``, prepared for the next RMS norm.
 
     If `normed_on_write` is True for these rows, this op also divides each row by its root mean square.
-    Otherwise, each row is spread over several programs, and the kernel that reads the stream divides, with
-    the sums of squares in `Stream.sums`.
+    Otherwise, the kernel that reads the stream divides, using the sums of squares in `Stream.sums`.
 
     Args:
         parts: ``[rows, width]``, or partial sums ``[splits, rows, width] fp32``, which are added in order.
@@ -97,7 +96,9 @@ def embed_rows(tokens: torch.Tensor, table: torch.Tensor, norm_weight: torch.Ten
 
 
 def normalise(stream: Stream) -> torch.Tensor:
-    """Return the normed rows ``[rows, width]`` of a residual stream, after any pending division.
+    """Return the normed rows ``[rows, width]`` of a residual stream.
+
+    If the rows have not been divided by their root mean square yet, this op divides them.
 
     Example:
         >>> import torch

@@ -1,6 +1,7 @@
 """Triton version of add_norm. `kernels.add_norm` documents the ops.
 
-A program handles a block of columns of one row, or a whole row if there are enough rows to fill the device.
+A program handles a whole row if there are enough rows to fill the device. Otherwise, it handles a block of
+columns of one row.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
 The first start on a machine compiles about a hundred kernel variants, each in about a third of a second. Only
 the launching code determines which variants are needed. This package therefore rehearses that code:
 
-1. The rehearsal runs the code, but launches no kernel. Outputs are zeros (`_launch.empty`).
-2. Worker processes compile the missing kernels into Triton's cache on disk. A worker process receives a
-   kernel's name, and the types and constants of its arguments.
+1. The rehearsal runs the code, but launches no kernel. The outputs of kernels are zeros (`_launch.empty`).
+2. Worker processes compile the missing kernels into Triton's cache on disk. They receive the name, the
+   argument types and the constants of each kernel.
 3. When the code runs again, it finds every kernel in the cache.
 """
 
@@ -59,19 +59,20 @@ def compile_ahead(
     *,
     limit_s: float | None = math.inf,
 ) -> int:
-    """Rehearse pieces of work on this thread, and wait until the missing Triton kernels are compiled.
+    """Rehearse functions on this thread, and wait until the Triton kernels that they need are compiled.
 
-    During a rehearsal, no kernel is launched, and outputs are zeros. A piece of work must therefore neither
-    wait for kernel results nor store them. If a piece raises an exception, the rehearsal ends. Missing
-    kernels found before the exception are still compiled. All others are compiled when they are launched.
+    A rehearsal calls a function, but launches no kernel. The outputs of kernels are zeros. The function must
+    therefore neither wait for kernel results nor store them. If a function raises an exception, the rehearsal
+    ends. Missing kernels found before the exception are still compiled. All others are compiled when they
+    are launched.
 
     Args:
-        device: Device that the work runs on. Only a GPU needs compiled kernels.
-        works: The pieces of work. If all kernels of the first `PIECES_TO_SEE` pieces are compiled already,
-            all further pieces are skipped.
+        device: Device that the functions use. Only a GPU needs compiled kernels.
+        works: The functions. If all kernels of the first `PIECES_TO_SEE` functions are compiled already, the
+            other functions are skipped.
         tell: Progress callback, called with the number of compiled kernels and the total.
         limit_s: Longest wait in seconds. Kernels whose compilation has not started by then are compiled when
-            they are launched. With None, the function does not wait, and all kernels are compiled in the
+            they are launched. With None, this call does not wait, and all kernels are compiled in the
             background.
 
     Returns:
@@ -104,10 +105,10 @@ def compile_ahead(
 
 
 def state_of(device: torch.device, work: Work) -> Compiled:
-    """Return whether all Triton kernels of a piece of work are compiled, without compiling any kernel.
+    """Return whether all Triton kernels that a function launches are compiled. Compile no kernel.
 
-    On a GPU, the work is rehearsed (run without kernel launches) to find its kernels. On any other device,
-    the work is not rehearsed and counts as compiled.
+    On a GPU, the function is rehearsed (called without kernel launches) to find its kernels. On any other
+    device, it is not called, and its kernels count as compiled.
 
     Example:
         >>> import torch
@@ -127,10 +128,10 @@ def state_of(device: torch.device, work: Work) -> Compiled:
 
 
 def compiled_or_soon(device: torch.device, work: Work) -> bool:
-    """Return whether all Triton kernels of a piece of work are compiled, and start to compile missing ones.
+    """Return whether all Triton kernels that a function launches are compiled. Start to compile missing ones.
 
-    On a GPU, the work is rehearsed (run without kernel launches) to find its kernels. On any other device,
-    the work counts as compiled. Kernels that cannot be compiled ahead also count as compiled.
+    On a GPU, the function is rehearsed (called without kernel launches) to find its kernels. On any other
+    device, its kernels count as compiled. Kernels that cannot be compiled ahead also count as compiled.
 
     Example:
         >>> import torch

@@ -42,7 +42,7 @@ Kernel = tuple[str, str, str]
 class CompilerPool:
     """Compiles each submitted Triton kernel once, in worker processes.
 
-    A worker process ends after `IDLE_S` seconds without work, or when this process ends.
+    A worker process ends after `IDLE_S` seconds without work, or when the pool's own process ends.
 
     Attributes:
         submitted: Number of kernels submitted so far, excluding kernels dropped by `wait`.
@@ -63,12 +63,12 @@ class CompilerPool:
     def instead_of_launches(self, meets: Callable[..., bool | None] | None = None) -> Iterator[None]:
         """Context manager that skips this thread's kernel launches and submits missing kernels to the pool.
 
-        A kernel is missing if it is not in Triton's cache. Compiled kernels are skipped too, because their
-        input may be the output of a skipped kernel. Other threads launch kernels as usual.
+        A kernel is missing if it is not in Triton's cache. Launches of cached kernels are skipped too,
+        because their input may be the output of a skipped kernel. Other threads launch kernels as usual.
 
         Args:
-            meets: Function to use as Triton's `jit_cache_hook` on this thread. With None, the function
-                submits each missing kernel for compilation.
+            meets: Function to use as Triton's `jit_cache_hook` on this thread. With None, the hook submits
+                each missing kernel for compilation.
         """
         met = meets or self._missing
         before, run, own = knobs.runtime.jit_cache_hook, JITFunction.run, threading.get_ident()
@@ -97,7 +97,7 @@ class CompilerPool:
         When the wait ends, compilations that have started continue, and all other kernels are dropped.
 
         Args:
-            since: An earlier value of `submitted`. Only kernels that were submitted later count as progress.
+            since: An earlier value of `submitted`. Kernels submitted before that moment are not counted.
             tell: Progress callback, called with the number of compiled kernels and the total.
             limit_s: Longest wait in seconds.
         """

@@ -1,4 +1,4 @@
-"""Result type of a rehearsal: whether the kernels of a piece of work are compiled."""
+"""Result type of a rehearsal: whether the kernels of a function are compiled."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import enum
 
 
 class Compiled(enum.Enum):
-    """Compilation state of all Triton kernels of a piece of work.
+    """Compilation state of all Triton kernels that a function launches.
 
     Attributes:
         YES: All kernels are compiled.

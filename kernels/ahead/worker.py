@@ -69,9 +69,9 @@ def _tuples(kind: Any) -> Any:
 
 
 def main() -> None:
-    """Compile the kernel of each input line. Reply with "compiled", or with the error of the compilation.
+    """Compile the kernel of each input line. Reply with "compiled", or with the compiler's error.
 
-    After an error, the process that launches the kernel compiles it again and reports the error.
+    After an error, the process that launches the kernel compiles it again and reports the error itself.
     """
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # output that compilers print must not mix with the replies

@@ -1,8 +1,8 @@
-"""exchange_add: one launch that sums a product over tensor-parallel ranks and adds it to the residual stream.
+"""exchange_add: adds the sum of all tensor-parallel ranks' parts to the residual stream, in one launch.
 
 This op is meant for few rows. Every rank writes its part of the sum into inboxes in the memory of all ranks,
-and polls its own inbox. An element that has not been written contains a reserved word, so a rank sees which
-numbers have arrived without flags. Parts are added in rank order, so all ranks compute the same bits.
+and polls its own inbox. An empty element of an inbox contains a reserved word. A rank therefore needs no
+flags to see which numbers have arrived. Parts are added in rank order, so all ranks compute the same bits.
 
 The scheme is the "Lamport" all-reduce of TensorRT-LLM. Reading an element also empties it, so two slots per
 inbox are enough.
@@ -44,7 +44,7 @@ def exchange_add(
     bias: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> Stream:
-    """Return the residual stream after ``residual + sum over ranks of parts + bias``, prepared for the norm.
+    """Return the residual stream after ``residual + sum over ranks of parts + bias``, ready for the RMS norm.
 
     If a rank does not send its part in time, all rows become NaN and `Boxes.lost` becomes 1. Later calls do
     not wait for other ranks.

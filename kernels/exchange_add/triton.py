@@ -1,8 +1,8 @@
 """Triton version of exchange_add. `kernels.exchange_add` documents the op.
 
-A program handles a block of columns of one row. It polls until no element contains the word that means "no
-number yet", so the order of stores does not matter. Stores only have to become visible to the other ranks.
-`.wt` stores and volatile loads ensure this, because they are strong at system scope.
+A program handles a block of columns of one row. It polls until none of its elements contains the reserved
+word for "empty". The order of stores therefore does not matter. Stores only have to become visible to the
+other ranks. `.wt` stores and volatile loads ensure this, because they are strong at system scope.
 
 This launch releases the next kernel immediately, so that the next kernel can load its weights during the
 exchange. The programs of this launch are few, small and already resident, so the next kernel cannot displace

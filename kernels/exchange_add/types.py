@@ -26,15 +26,16 @@ class Boxes:
     Use the inboxes from one CUDA stream at a time. Every rank must make the same calls in the same order.
 
     An inbox has two slots. Each tile (a block of columns of a row) uses them alternately. A rank writes to a
-    slot again only when every other rank has emptied it. Data from the other ranks proves this, because they
-    sent it after they had emptied the slot.
+    slot again only after every other rank has emptied it. A rank empties a slot before it sends its next
+    data. Once this data arrives, the slot is therefore empty.
 
     Attributes:
         rank: Rank that this view belongs to.
-        inboxes: Inbox of every rank, ``[2, ranks, tiles, BLOCK] int32``: slot, sender, tile, column.
+        inboxes: Inbox of every rank, ``[2, ranks, tiles, BLOCK] int32``, indexed by slot, sender, tile and
+            column.
         addresses: ``[ranks] int64``, start address of each inbox.
         slots: ``[tiles] int32``, slot that each tile uses next.
-        lost: ``[1] int32``, 1 once the data of a rank did not arrive in time. The tensor may be shared with
+        lost: ``[1] int32``, 1 after the data of a rank did not arrive in time. The tensor may be shared with
             this rank's `peer_words.Mail`.
         patience: Number of polls before a rank counts as lost. One poll takes about a microsecond.
     """

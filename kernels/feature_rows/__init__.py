@@ -1,7 +1,7 @@
 """feature_rows: copies feature rows of accepted nodes to the feature plane and to the next round's input.
 
-A feature row is the target's hidden state at one token, in the form that the draft uses. The feature plane is
-the part of the KV cache that stores these rows in pages, like K and V.
+A feature row is the target's hidden state at one token, as the draft uses it. The feature plane is the part
+of the KV cache that stores these rows in pages, like K and V.
 """
 
 from __future__ import annotations

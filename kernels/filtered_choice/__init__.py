@@ -1,4 +1,4 @@
-"""filtered_choice: applies top-k, top-p and min-p on a GPU, by a search instead of by sorting.
+"""filtered_choice: applies top-k, top-p and min-p on a GPU, with a search instead of a sort.
 
 The Triton version of `verify.choose_tokens` runs this search if a row with temperature above 0 has a filter.
 `kernels/verify/triton.py` explains when filters are applied by sorting instead.
@@ -12,9 +12,9 @@ Order the tokens of a row by (score descending, id ascending). Each filter keeps
 Two numbers describe a prefix: the score of its last token, and the number of kept tokens with exactly that
 score. Of several tokens with that score, those with the lowest ids are kept.
 
-The search finds the score in several passes over the row. Each pass compares the row with 16 scores, and
-counts the tokens (or sums their weights) at or above each of them. The next pass searches the range between
-two of these scores. Each pass thus determines four bits of the score.
+The search finds the score in several passes over the row. Each pass compares the row's tokens with 16
+scores. For each of these scores, the pass counts the tokens at or above the score, or sums their weights. The
+next pass searches the range between two of these scores. Each pass thus determines four bits of the score.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ __all__ = ["Kept", "kept_tokens"]
 
 
 def kept_tokens(logits: torch.Tensor, sampling: SamplingTensors) -> Kept:
-    """Find the prefix of tokens that top-k and top-p keep in each row, as defined by `choose_tokens`.
+    """Find the prefix of tokens that top-k and top-p keep in each row, as defined by `verify.choose_tokens`.
 
     Min-p is not included, because each token can be tested against min_p on its own.
 
     Args:
         logits: ``[rows, V]`` fp32/bf16/fp16.
-        sampling: One entry per row; rows with temperature 0 keep all tokens.
+        sampling: Sampling parameters, one entry per row; rows with temperature 0 keep all tokens.
 
     Returns:
-        The end of each row's prefix. If the probability of a prefix differs from p only by rounding, the
-        last token of the prefix may or may not be included.
+        The end of each row's prefix. If a prefix reaches p only within rounding, its last token may or may
+        not be included.
 
     Raises:
         ValueError: A tensor's shape or dtype is wrong. The message names the tensor.

@@ -23,7 +23,7 @@ def token_keys(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
     """Return integer keys ``[rows, V] int32`` that order tokens by score; equal scores have equal keys.
 
     The key of a bf16 logit is the upper half of its fp32 bits. Different bf16 logits have different scores at
-    any temperature, so the temperature is not needed.
+    any temperature, so these keys do not need the temperature.
     """
     scores = logits.float() if logits.dtype is torch.bfloat16 else scaled(logits, temperature)
     bits = (scores + 0.0).view(torch.int32)

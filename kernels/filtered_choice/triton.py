@@ -12,8 +12,8 @@ The vocabulary of each row is split into parts, which are distributed over progr
                                  that key in every part
     choose        1 launch       finds the best kept token of every part, with noise
 
-Before it processes a part, a program adds up the results of the previous launch for this row, always in the
-same order.
+Before it processes a part, a program adds up the previous launch's results for this row. The order of this
+sum is fixed.
 
 All launches except the first and the last process the listed rows only. Only the last launch reads a row
 without a filter. If few rows have a filter, the other launches therefore cost little.

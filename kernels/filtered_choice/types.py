@@ -1,4 +1,4 @@
-"""Result type of filtered_choice: the prefix of tokens that the filters keep in each row."""
+"""Result type of filtered_choice: for each row, the most likely tokens, up to the limits of the filters."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class Kept:
     """End of the prefix of tokens that top-k and top-p keep in each row.
 
     A row keeps all tokens whose key is above the row's entry in `keys`. Of the tokens whose key equals this
-    entry, the row keeps those with the lowest ids. `ties` is their number.
+    entry, the row keeps the `ties` tokens with the lowest ids.
 
     Attributes:
         keys: ``[rows] int32``, key of the last kept token, in the order of `token_keys`.

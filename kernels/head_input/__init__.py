@@ -43,7 +43,7 @@ def head_input(
         tokens: ``[n] int32``, each below V.
         embedding: ``[V, hidden]``, contiguous.
         features: ``[m, hidden]`` of any float dtype, the last dimension dense.
-        rows: ``[n] int32``, index of each row's feature. With None, ``m = n``, and row i has feature i.
+        rows: ``[n] int32``, index of each row's feature. With None, ``m = n``, and row i uses feature i.
         embedding_norm: ``[hidden]`` weight of the norm, or None to leave the embedding as it is.
         feature_norm: ``[hidden]`` weight of the norm, or None to leave the feature as it is.
         eps: Epsilon of the norms, added to the mean square.
@@ -105,7 +105,7 @@ def feature_input(
 
     Args:
         features: ``[m, hidden]`` of any float dtype, the last dimension dense.
-        rows: ``[n] int32``, index of each row's feature. With None, ``n = m``, and row i has feature i.
+        rows: ``[n] int32``, index of each row's feature. With None, ``n = m``, and row i uses feature i.
         norm: ``[hidden]`` weight.
         eps: Epsilon of the norm, added to the mean square.
         residual: Which tensor to return as the residual.

@@ -1,7 +1,6 @@
 """invariant_gemm: a batch-invariant linear layer, whose result for a row is bitwise the same in any batch.
 
-The bits of a row's result do not depend on the other rows, on their number, or on the row's position in the
-batch.
+The result does not depend on the other rows, their number, or the row's position in the batch.
 """
 
 from __future__ import annotations

@@ -2,12 +2,12 @@
 
 `kernels.invariant_gemm` documents the op.
 
-A matrix library chooses tiles and splits by the number of rows, so the order of a row's summation changes with the
-size of the batch. Here, the tile (BLOCK_OUT rows of the weight by BLOCK_ROWS rows of x) and the number of
-shares of the width (SPLITS) depend on the weight only. Every element of a tile results from the same chain of
+A matrix library chooses tiles and splits by the number of rows. The order of a row's summation then changes
+with the size of the batch. Here, the tile and the number of splits depend on the weight only. A tile covers
+BLOCK_OUT rows of the weight and BLOCK_ROWS rows of x. Every element of a tile results from the same chain of
 dot products.
 
-No kernel is specialised on the number of rows, because a single row would then run other code, which adds in
+No kernel is specialised on the number of rows. Otherwise, a single row would run other code, which adds in
 another order.
 """
 

@@ -33,8 +33,8 @@ def kv_compact(
             page_size.
         page_table: ``[tables, max_pages] int32``, the pages of each sequence in token order. Without
             `table_rows`, row b belongs to sequence b.
-        cached_lens: ``[bs] int32``; tree node n of sequence b is at token index ``cached_lens[b] + n``. If
-            `table_rows` is given, `cached_lens` may have more than bs entries, and these are ignored.
+        cached_lens: ``[bs] int32``; tree node n of sequence b is at token index ``cached_lens[b] + n``. With
+            `table_rows`, entries from bs on are allowed and ignored.
         path: ``[bs, N] int32`` as returned by `verify_tree`: indices of the root and the accepted nodes,
             padded with -1. Rows may be strided. At most N - 1 drafts are accepted.
         num_accepted: ``[bs] int32``, number of accepted drafts, the root excluded. -1 leaves the sequence
@@ -47,7 +47,7 @@ def kv_compact(
 
     Example:
         One sequence has a cached token (10) and a tree of three nodes (20, 21, 22). The path accepts the root
-        and node 2, so the row of node 2 moves behind the root's.
+        and node 2, so the row of node 2 moves to the index after the root's.
 
         >>> import torch
         >>> from outrider.kernels.kv_compact import kv_compact

@@ -4,8 +4,8 @@ A rule may depend on earlier tokens. For example, a penalty counts how often a t
 node, the tokens on the node's path also count as earlier tokens. Speculation therefore does not change which
 tokens are generated.
 
-The device counts the tokens, because the host launches a round before it has read the previous one. A round
-uses three ops. A packed row is a row of `packed_round`, and contains one tree node.
+The device counts the tokens, because the host launches a round before it has read the previous one's result.
+A round uses three ops. A packed row is a row of `packed_round`, and stands for one tree node.
 
 1. `locate_rules` finds the rules of every packed row, and the path from the root to its node.
 2. `apply_rules` returns the changed logits, from which `choose_tokens` then chooses tokens.
@@ -59,7 +59,7 @@ def make_rule_state(
     phrases: int = 256,
     tokens: int = 2048,
 ) -> RuleState:
-    """Allocate the rule state (`RuleState`) of a number of slots, none of which has rules.
+    """Allocate the rule state (`RuleState`) of slots that have no rules yet.
 
     Args:
         slots: Number of slots.
@@ -110,7 +110,7 @@ def locate_rules(
     num_nodes: torch.Tensor,
     columns: int,
 ) -> RuleRows:
-    """Find the rules and the path of every packed row, and the tokens that complete a bad word after it.
+    """Find the rules and the path of every packed row, and the tokens that would complete a bad word next.
 
     Args:
         state: The rules of all slots.
@@ -120,7 +120,7 @@ def locate_rules(
         tokens, parents, depths: ``[M] int32``, the packed trees (`PackedTrees`).
         num_nodes: ``[E] int32``, number of nodes of each tree.
         columns: D, the largest depth of a node whose token can be accepted. Deeper nodes get no rules,
-            because the walk through the tree ends before them.
+            because they are never accepted.
 
     Returns:
         The rules of the rows.
@@ -166,7 +166,7 @@ def locate_rules(
 def apply_rules(logits: torch.Tensor, rules: RuleRows, positions: torch.Tensor) -> torch.Tensor:
     """Return the logits after penalties, biases and forbidden tokens are applied, in fp32.
 
-    Rows without rules are only converted.
+    Rows without rules are only converted to fp32.
 
     Let c be the number of times that a token occurs in the output and on the row's path. In a row with rules,
     the logit of the token changes in four steps:
@@ -174,7 +174,7 @@ def apply_rules(logits: torch.Tensor, rules: RuleRows, positions: torch.Tensor) 
     1. Add the token's bias.
     2. If the prompt contains the token or c > 0, divide a positive logit by the repetition penalty, or
        multiply a negative logit by the repetition penalty.
-    3. Subtract c times the frequency penalty. If c > 0, subtract the presence penalty.
+    3. Subtract c times the frequency penalty. If c > 0, also subtract the presence penalty.
     4. Set forbidden tokens to -inf: tokens that are always forbidden, tokens that end the text before its
        minimum length, and tokens that would complete a bad word.
 
@@ -190,7 +190,7 @@ def apply_rules(logits: torch.Tensor, rules: RuleRows, positions: torch.Tensor) 
         ValueError: A tensor's shape or dtype is wrong. The message names the tensor.
 
     Example:
-        Token 1 is in the output twice. Token 2 has a bias. Token 3 would end the text before its minimum
+        Token 1 occurs twice in the output. Token 2 has a bias. Token 3 would end the text before its minimum
         length.
 
         >>> import torch
@@ -229,7 +229,7 @@ def record_outputs(
     packed: torch.Tensor,
     rows: int,
 ) -> OutputRows:
-    """Add a round's tokens to the counts in `state`, and return the rows of logits that they came from.
+    """Add a round's tokens to the counts in `state`, and return the rows of logits used to choose them.
 
     Args:
         state: The rules of all slots; `words` and `tail` of slots with rules are changed in place.

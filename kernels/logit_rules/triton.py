@@ -1,8 +1,8 @@
 """Triton version of logit_rules: each op is one launch. `kernels.logit_rules` documents the ops.
 
-`locate_rules` and `record_outputs` launch one program per packed row (tree node). Program i handles two
-things: entry i, if there is one, and row i, if this row is padding. A round has at most one entry per packed
-row. `apply_rules` launches one program per row and part of the vocabulary.
+`locate_rules` and `record_outputs` launch one program per packed row (tree node). Program i handles entry i,
+if there is one. It also handles row i, if this row is padding. A round has at most one entry per packed row.
+`apply_rules` launches one program per row and part of the vocabulary.
 """
 
 from __future__ import annotations

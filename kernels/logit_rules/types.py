@@ -93,10 +93,12 @@ class RuleRows:
 class OutputRows:
     """The rows of logits from which the accepted tokens of a round were chosen.
 
-    Both tensors have the element ``starts[e] + c`` for column c of the accepted path of entry e.
+    In both tensors, element ``starts[e] + c`` belongs to column c of the accepted path of entry e. Entry e's
+    first packed row is ``starts[e]``.
 
     Attributes:
-        rows: ``[M] int64``, packed row of the node in that column. Past the end of the path, any valid row.
+        rows: ``[M] int64``, packed row of the node in that column. Past the end of the path, it is any valid
+            row.
         tops: ``[M] int32``, number of alternatives whose logprobs are wanted; -1 for no logprobs.
     """
 

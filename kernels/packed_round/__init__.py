@@ -1,12 +1,12 @@
 """packed_round: prepares and finishes rounds whose draft trees are stored in packed rows.
 
 A slot contains the state of one decoding sequence. A round has a list of *entries*. Each entry names a slot
-and an upper bound of the number of nodes of its tree. The nodes of all entries are the packed rows, one entry
-after the other.
+and the largest number of nodes of the entry's tree. The tree nodes of all entries form the packed rows, one
+entry after the other.
 
-An entry is live if all three conditions hold: it has rows, its slot has a token from the last round (the root
-of the next tree), and the slot has not reached its limit. Otherwise the entry is idle, and nothing is stored
-or accepted for it.
+An entry is live if it has rows, its slot has a token from the last round, and the slot has not reached its
+limit. This token is the root of the next tree. Otherwise, the entry is idle, and nothing is stored or
+accepted for it.
 
 A round uses four ops:
 
@@ -56,7 +56,7 @@ def gather_group(
     entries: Entries,
     group: GroupRows,
 ) -> None:
-    """Copy the state of the slots of a group to the rows of `group`, in place.
+    """Copy the state of a group's slots to the rows of `group`.
 
     A group consists of the slots that draft with the same tree shape.
 
@@ -66,7 +66,7 @@ def gather_group(
         sampling: Sampling parameters of all slots.
         members: ``[G] int32``, the entry of each row of the group; -1 for an idle row.
         entries: The entries of the round.
-        group: Receives the rows. It has C columns, and C may be less than R. The caller ensures that no
+        group: Receives the state. It has C columns, and C may be less than R. The caller ensures that no
             member has more than C tokens.
 
     Raises:
@@ -149,7 +149,7 @@ def pack_trees(
         logprobs: ``[G, N] fp32``, or None for zeros.
         members: ``[G] int32``, the entry of each row; -1 for an idle row, which is skipped.
         entries: The entries of the round.
-        trees: Receives the trees.
+        trees: The packed trees, written in place.
 
     Raises:
         ValueError: A tensor's shape, dtype or layout is wrong. The message names the tensor.
@@ -284,7 +284,7 @@ def accept_entries(
         chosen: ``[M] int64``, the token chosen after each row; -1 stops the walk.
         page_table: ``[S, pages] int32``, contiguous.
         page_size: Tokens per page.
-        results: B, the number of leading entries that may be real.
+        results: B, the number of entries to return results for. Entries from B on must be padding.
 
     Returns:
         The results of the round, in contiguous tensors.

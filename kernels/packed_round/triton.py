@@ -1,8 +1,8 @@
 """Triton version of packed_round: each op is one launch. `kernels.packed_round` documents the ops.
 
 A program of one warp handles one entry and its packed rows. It visits the rows in blocks, so that one
-compiled kernel handles trees of any size. A grid has one program per packed row, because a round has at most
-one entry per packed row. Program i also writes row i if this row is padding.
+compiled kernel handles trees of any size. A round cannot have more entries than packed rows, so a grid has
+one program per packed row. Program i also writes row i if this row is padding.
 """
 
 from __future__ import annotations

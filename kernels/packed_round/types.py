@@ -53,7 +53,7 @@ class PackedTrees:
         parents: ``[M] int32``, index of the parent within the entry's tree; -1 for a root.
         depths: ``[M] int32``.
         ancestors: ``[M, words] int32``, ancestor masks over the nodes of the entry's tree.
-        logprobs: ``[M] fp32``, log-probabilities of the draft, for traces.
+        logprobs: ``[M] fp32``, the draft's log-probability of each node, for traces.
         num_nodes: ``[E] int32``, number of nodes of each entry's tree, at most the entry's rows.
     """
 
@@ -91,7 +91,7 @@ class PlacedEntries:
 
 @dataclass(frozen=True, slots=True)
 class AcceptedEntries:
-    """Results of a round, as returned by `accept_entries`. B is the number of entries that may be real.
+    """Results of a round, as returned by `accept_entries`, for the first B entries.
 
     Attributes:
         path: ``[B, R] int32``, node indices of the root and the accepted drafts, padded with -1.
@@ -121,8 +121,8 @@ class GroupRows:
     Attributes:
         committed_lens: ``[G] int32``, number of committed tokens, the root included; 1 for an idle row.
         counts: ``[G] int32``, number of tokens that the last round chose; 0 for an idle row.
-        tokens: ``[G, C] int32``, these tokens.
-        features: ``[G, C, width]``, feature rows of these tokens. The width is 0 if there are none.
+        tokens: ``[G, C] int32``, the tokens that the last round chose.
+        features: ``[G, C, width]``, feature rows of these tokens. The width is 0 if there are no features.
         temperature, seeds, choices: ``[G]`` fp32, int64 and int32, sampling parameters.
     """
 

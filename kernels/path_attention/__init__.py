@@ -1,9 +1,8 @@
 """path_attention: batch-invariant attention of each row to its own history, read in token order.
 
-A row may be a tree node, the row of a plain decode step, or a row of a prompt chunk. Two rows with equal
-histories may therefore read them from different slots of the KV cache. This op reads the history by logical
-index, in blocks of fixed size that start at index 0, and adds the blocks in that order. Rows with equal
-histories therefore get equal bits.
+A row may be a tree node, the row of a plain decode step, or a row of a prompt chunk. Equal histories may
+therefore be stored in different KV slots. This op reads a history in token order, in blocks of fixed size
+from token 0 on. It adds the blocks in that order. Rows with equal histories therefore get equal bits.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ __all__ = ["RowPaths", "path_attention", "row_paths"]
 class RowPaths:
     """Location in the KV cache of each row's history: the tokens that the row attends to.
 
-    Let prefix be the row's entry in `prefix_lens`. Token j of the history is at token index j of the row's
-    sequence if j < prefix, and otherwise at token index ``prefix + columns[row, j - prefix]``.
+    Let p be the row's entry in `prefix_lens`. If j < p, token j of the history is at token index j of the
+    row's sequence. Otherwise, it is at token index ``p + columns[row, j - p]``.
 
     Attributes:
         sequences: ``[rows] int32``, row of the page table that belongs to each row's sequence.
@@ -54,10 +53,10 @@ def row_paths(
         prefix_lens: ``[bs] int32``, prefix lengths, as in `tree_attention`.
         kv_lens: ``[bs] int32``, numbers of cached tokens, as in `tree_attention`.
         query_start: ``[bs + 1] int32``, first row of each sequence, as in `tree_attention`.
-        ancestors: ``[rows, words] int32`` masks, or None for causal rows.
-        rows: Number of rows of the step. Rows behind the last sequence's rows have no history.
-        table_rows: ``[bs] int32``, row of the page table that belongs to each sequence, or -1 for an idle
-            sequence, whose rows have no history. With None, sequence b uses row b.
+        ancestors: ``[rows, words] int32`` ancestor masks, or None for causal rows.
+        rows: Number of rows of the step. Rows after those of the last sequence have no history.
+        table_rows: ``[bs] int32``, row of the page table that belongs to each sequence. The rows of a
+            sequence with -1 have no history. With None, sequence b uses row b.
 
     Returns:
         The location of each row's history.
@@ -133,7 +132,7 @@ def path_attention(
         scale: Factor on the scores.
         max_kv_len: Upper bound of ``paths.lengths``, known on the host.
         window: If above 0, a row sees only the last `window` tokens of its history.
-        sinks: ``[heads] fp32``, a logit per head that takes part in the softmax but has no value. With None,
+        sinks: ``[heads] fp32``, a logit per head that takes part in the softmax but has no V row. With None,
             there are no sinks.
         softcap: If above 0, scaled scores s become ``softcap * tanh(s / softcap)``; sinks are not capped.
 

@@ -6,8 +6,8 @@ i consists of PART tokens, starting at index i * PART. A second launch merges th
 The parts of a row depend only on the row's own history. No kernel is specialised on a number that depends on
 other rows.
 
-The constant WIDEN converts the operands of a dot to fp32. It is set under Triton's interpreter, because the
-interpreter's dot reads the bits of a bf16 as an integer.
+The constant WIDEN converts the operands of a dot product to fp32. It is set only under Triton's interpreter,
+which would read the bits of a bf16 operand as an integer.
 """
 
 from __future__ import annotations

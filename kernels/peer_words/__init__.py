@@ -1,4 +1,4 @@
-"""peer_words: sends small messages of 32-bit words between the GPUs of one machine, one launch at each end.
+"""peer_words: sends small messages of 32-bit words between GPUs of one machine, with one launch at each end.
 
 The scheme is the LL ("low latency") protocol of NCCL, without NCCL's work on the host.
 """
@@ -20,11 +20,11 @@ def send_words(words: torch.Tensor, mail: Mail, readers: range, *, missing: int)
 
     Args:
         words: ``[n] int32``, contiguous; `can_pass` limits n.
-        mail: This rank's mail.
+        mail: This rank's view of the mailboxes.
         readers: Consecutive ranks, excluding this rank. They must be the same for every message that this
             rank sends through this mail.
-        missing: Value sent in place of every word once `Mail.lost` is 1. This rank may then have computed its
-            words from words that never arrived.
+        missing: Value sent in place of every word once `Mail.lost` is 1. The words of this rank may then be
+            wrong, because they may depend on words that never arrived.
 
     Raises:
         ValueError: The words' shape, dtype or layout is wrong, or the message is too long.
@@ -64,7 +64,7 @@ def receive_words(
 
     Args:
         out: ``[len(senders), n] int32``, contiguous; overwritten.
-        mail: This rank's mail.
+        mail: This rank's view of the mailboxes.
         senders: Consecutive ranks.
         missing: Value of all words of a message that did not arrive in time.
         own: ``[n] int32``, contiguous: this rank's own words, which are copied to the rank's row of `out`.
@@ -74,7 +74,7 @@ def receive_words(
         ValueError: A tensor's shape, dtype or layout is wrong, the message is too long, or `own` is missing.
 
     Example:
-        Rank 0 never sends, so after `patience` polls rank 1 gives up.
+        Rank 0 never sends. Rank 1 therefore stops waiting after `patience` polls.
 
         >>> import torch
         >>> from outrider.kernels.peer_words import Mail, box_shape, receive_words

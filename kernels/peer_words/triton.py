@@ -1,8 +1,8 @@
 """Triton version of peer_words. `kernels.peer_words` documents the ops.
 
-A word and its message number form one 64-bit element of a vector store. Memory writes each such element
-atomically, so a reader that sees the number also has the word. Memory operations between ranks are strong at
-system scope: `.wt` stores and volatile loads.
+A word and its message number form one 64-bit element of a vector store. Each element is written atomically,
+so a reader that sees the number also has the word. Memory operations between ranks are strong at system
+scope: `.wt` stores and volatile loads.
 """
 
 from __future__ import annotations

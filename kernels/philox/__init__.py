@@ -38,7 +38,7 @@ def gumbel_noise(
         ValueError: A tensor's shape or dtype is wrong. The message names the tensor.
 
     Example:
-        Target and draft draw the same noise for the same seed and position, whatever else is in the batch.
+        Target and draft draw the same noise for the same seed and position, in any batch.
 
         >>> import torch
         >>> from outrider.kernels.philox import gumbel_noise

@@ -12,7 +12,7 @@ __all__ = ["post_round"]
 
 
 def post_round(packed: torch.Tensor, ring: torch.Tensor, turn: torch.Tensor) -> None:
-    """Write a round's result to the next entry of a ring, which the host reads without a further copy.
+    """Write a round's result to the next entry of a ring buffer, which the host reads without a further copy.
 
     Args:
         packed: ``[bs, C] int32``, contiguous.

@@ -1,8 +1,8 @@
 """Triton version of post_round. `kernels.post_round` documents the op.
 
 A round's result usually has few words. One program then copies it and advances the turn (the index of the
-ring's next entry). For a large result, several programs copy it. Another launch then advances the turn, after
-all programs have read it.
+ring's next entry). A large result is copied by several programs. A second launch then advances the turn,
+because all programs must read the turn first.
 """
 
 from __future__ import annotations

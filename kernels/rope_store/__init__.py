@@ -18,7 +18,7 @@ def rope_angles(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the cosines and sines of RoPE's angles: ``positions * frequencies``.
 
-    Both are multiplied by `factor`. The first half of each row of sines is negated.
+    The cosines and sines are multiplied by `factor`. The first half of each row of sines is negated.
 
     Args:
         positions: ``[rows]`` of any integer type.
@@ -65,7 +65,7 @@ def rope_store(
     head_eps: float = 0.0,
     lookup: Lookup | None = None,
 ) -> torch.Tensor:
-    """Rotate (RoPE) a q-k-v product: return the queries, and store keys and values at their KV slots.
+    """Apply RoPE to a q-k-v product, return the queries, and store keys and values at their KV slots.
 
     Only queries and keys are rotated.
 

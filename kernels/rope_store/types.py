@@ -11,7 +11,9 @@ from outrider.kernels._launch import expect, expect_contiguous
 
 @dataclass(frozen=True, slots=True)
 class Lookup:
-    """Table entries added to the rows of a product, for example for an input with few possible values.
+    """Entries of a table, to be added to the rows of a matrix product.
+
+    The table can contain, for example, precomputed products of an input with few possible values.
 
     Attributes:
         table: ``[entries, out]`` of any float dtype, the last dimension dense.

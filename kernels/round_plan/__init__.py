@@ -33,22 +33,22 @@ def round_plan(
     Args:
         committed_lens: ``[bs] int32``, number of committed tokens, the root included.
         counts: ``[bs] int32``, number of fresh tokens: 1..R, or 0 for an idle sequence. Fresh tokens are the
-            tokens that the last round committed. Rows of idle sequences have no slots.
+            tokens that the last round committed. Rows of idle sequences have no KV slots.
         tokens: ``[bs, columns] int32``, the fresh tokens, the root last. Columns from ``counts[b]`` on are
             ignored.
         max_nodes: ``[bs] int32``, largest number of nodes of each tree.
         page_table: ``[bs, max_pages] int32``, the pages of each sequence, with room for the rows of all tree
             levels.
-        rows: R, the number of rows that extend a sequence, at most `columns`.
+        rows: R, the number of rows that extend each sequence before the tree levels, at most `columns`.
         depth: Depth of the trees, at least 1.
         topk: Width of each level of the trees, at least 1.
         page_size: Tokens per page.
         lead: 0 if a row pairs a token with the feature of the preceding token, 1 if a row represents a single
-            token. Without `behind`, a sequence has ``committed_lens - 1 + lead`` stable rows (see
+            token. If `behind` is 0, a sequence has ``committed_lens - 1 + lead`` stable rows (see
             `RoundPlan`).
-        behind: Number of stable rows that are missing at the end of a sequence. It is above 0 for a later
-            layer of a chain of MTP layers, which reads tokens that are further ahead. Positions decrease by
-            `behind`. Rows whose position would be below 0 have no slots.
+        behind: Number of stable rows that are missing at the end of each sequence. It is above 0 only for the
+            later layers in a chain of MTP layers, which read tokens further ahead. Positions decrease by
+            `behind`. Rows whose position would be below 0 have no KV slots.
 
     Returns:
         The plan.

@@ -1,4 +1,4 @@
-"""round_trade: ops that exchange a round's data with another process: blobs, outdated states and draft trees.
+"""round_trade: ops for a round's data from and for another process: blobs, round states and draft trees.
 
 A blob is the data of one round in one direction. Kernels copy the blobs, because starting the GPU's copy
 engines takes longer than transferring 50 kB.

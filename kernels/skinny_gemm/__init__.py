@@ -1,8 +1,8 @@
 """skinny_gemm: few rows times a large weight matrix, fused with the next operation of a decoder layer.
 
-Such a product takes as long as reading the matrix. Products of up to `FEW_ROWS` rows use the kernels in this
-package's module `triton`. Products of more rows use the kernels in the package `wide` for shapes at which
-these kernels measured faster than torch's library.
+Such a product takes as long as reading the matrix from memory. Products of up to `FEW_ROWS` rows use the
+kernels in this package's module `triton`. Products of more rows use the kernels in the package `wide` or
+torch's library, whichever measured faster for the shape.
 """
 
 from __future__ import annotations
@@ -71,9 +71,7 @@ def project(
 def project_normed(stream: Stream, weight: torch.Tensor, *, tile: Tile | None = None) -> torch.Tensor:
     """Return ``norm(stream) @ weight.T``, or partial sums of this product, which the next kernel must add.
 
-    This is `project` plus the RMS norm's last step, a division by the root mean square. The methods DOT and
-    STAY divide after the product. With the method SUM, a separate launch divides the row first, because each
-    of SUM's many programs would otherwise have to read all sums of squares.
+    This is `project` plus the RMS norm's last step, a division by the root mean square.
 
     Args:
         stream: The residual stream; the row limit of `project` applies.
@@ -100,6 +98,7 @@ def project_normed(stream: Stream, weight: torch.Tensor, *, tile: Tile | None = 
         from outrider.kernels.skinny_gemm import triton as compiled
 
         chosen = tile or choose_tile(Epilogue.PLAIN, x, weight)
+        # SUM runs many programs, and each of them would have to read all sums of squares.
         if chosen.method in (Method.DOT, Method.STAY):
             return compiled.project(x, weight, None, chosen, stream)
     return project(normalise(stream), weight, tile=tile)
@@ -119,8 +118,7 @@ def project_add(
 ) -> Stream:
     """Return the residual stream after ``residual + x @ weight.T + bias``, prepared for the next RMS norm.
 
-    In fp16, rows must be divided by their root mean square when they are written (`normed_on_write`). No
-    program of a product sees a whole row, so `add_sums` adds and norms in a separate launch.
+    In fp16, `add_sums` computes the sum and prepares the norm, in a separate launch.
 
     Args:
         x: Rows to multiply, as in `project`.
@@ -155,6 +153,7 @@ def project_add(
     expect("norm_weight", norm_weight, (width,))
     if out is not None:
         expect("out", out, (rows, width), x.dtype)
+    # In fp16, whole rows must be divided (`normed_on_write`), but no program of a product sees a whole row.
     if use_triton(x) and x.dtype is not torch.float16:
         from outrider.kernels.skinny_gemm import triton as compiled
         from outrider.kernels.skinny_gemm.wide import triton as wide
@@ -179,7 +178,7 @@ def project_gated(
 ) -> torch.Tensor:
     """Return ``act(gate) * up`` of a gated MLP.
 
-    The inputs are ``gate, up = (norm(stream) @ weight.T + bias).chunk(2)``.
+    Gate and up are the two halves of ``norm(stream) @ weight.T + bias``.
 
     Args:
         stream: The residual stream; the row limit of `project` applies.

@@ -1,4 +1,4 @@
-"""Lists tiles to measure for a product of few rows: the default tile, its neighbours, the library's tile.
+"""Lists tiles to measure for a product of few rows: the default tile, similar tiles, and the library's tile.
 
 A tile is one way to compute a matrix product. The default tile is the one that `guess_tile` returns for a
 shape without measurements.

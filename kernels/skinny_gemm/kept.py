@@ -39,7 +39,7 @@ class Tried:
 
     Attributes:
         product: Product that was measured.
-        tile: Tile to choose.
+        tile: Tile to use for the product.
         microseconds: Time of a launch with that tile, in microseconds.
         rule: Time of a launch with the tile of `guess_tile`, in microseconds. None if that tile was not
             measured.
@@ -92,7 +92,7 @@ def tiles_file(device: str) -> Path:
     """Return the path of the file with the measured tiles of a kind of device.
 
     The file is in the folder of Triton's cache. Its name depends on the kernels' sources (`sources`) and on
-    the versions of Triton, torch and CUDA, so that results of other versions are not used.
+    the versions of Triton, torch and CUDA. Results of other versions are therefore not used.
     """
     import triton
     from triton import knobs
@@ -148,8 +148,7 @@ def trying_alone(path: Path) -> Iterator[bool]:
 def keep_tiles(path: Path, tried: Sequence[Tried], device: str) -> list[Tried]:
     """Add results of trials to a file of measured tiles, and return the file's results for these products.
 
-    If several processes measure the same product, the first process that stores a tile for it decides the
-    tile for all of them.
+    If several processes measure the same product, all of them use the tile that is stored first.
 
     Raises:
         OSError: The file cannot be written.

@@ -1,4 +1,4 @@
-"""Chooses a tile, the way to compute a matrix product: a measured tile if there is one, else one by a rule.
+"""Chooses a tile (a way to compute a matrix product): the measured tile if there is one, else one by a rule.
 
 Measured tiles come from this package's ``tiles.json`` or from trials on this machine.
 """
@@ -60,7 +60,7 @@ _trials: dict[str, dict[tuple[_Shape, torch.dtype], _Rows]] = {}  # by device na
 def choose_tile(epilogue: Epilogue, x: torch.Tensor, weight: torch.Tensor) -> Tile:
     """Return the measured tile of a matrix product, or the tile of `guess_tile` if none was measured.
 
-    If no tile was measured for exactly this row count, a tile that was measured for more rows is used.
+    If no tile was measured for exactly this row count, a tile measured for more rows counts as measured.
     Products of more than `FEW_ROWS` rows without a measured tile are computed by torch's library.
 
     Args:
@@ -95,9 +95,9 @@ def measured_tile(product: Product, device: str) -> Tile | None:
 def needs_trial(product: Product, device: str) -> bool:
     """Return True if the tiles of a matrix product still have to be measured on a kind of device.
 
-    On the device `STORED_OF`, a product with a tile in ``tiles.json`` counts as measured. Otherwise, it
-    counts as measured only after a trial of exactly this row count, because an interrupted run may have
-    measured only some row counts.
+    The tiles in ``tiles.json`` were measured on the device `STORED_OF`. On that device, a product in this
+    file counts as measured. Any other product counts as measured only after a trial of exactly its row count.
+    Other row counts do not suffice, because an interrupted run may have measured only some of them.
     """
     if device == STORED_OF and _nearest(_stored_rows(product), product.rows) is not None:
         return False

@@ -4,15 +4,15 @@ Operands: the weight is the left operand of the product (`tl.dot`). The weight's
 64 rows, and the few rows of x form the narrow side.
 
 Splits: with SPLIT > 1, each program sums a part of the columns and stores fp32 partial sums. The next kernel,
-or the program that finishes last, adds the partial sums in order, so results do not depend on timing.
+or the program that finishes last, adds the partial sums in order. Results therefore do not depend on timing.
 
 FP8: for a product with an FP8 weight, a separate launch converts x to FP8. Both operands then move from
 shared memory to the tensor cores unchanged. Widening the weight in registers measured slower than reading a
-bf16 weight. Tensor cores accumulate FP8 products in few bits, so the kernel adds their result to an fp32 sum
-after each BLOCK_K columns. The kernels in `rows`, for 1 to 4 rows, do not convert x.
+bf16 weight. Tensor cores accumulate FP8 products in few bits. The kernel therefore adds their result to an
+fp32 sum after each BLOCK_K columns. The kernels in `rows`, for 1 to 4 rows, do not convert x.
 
-The constant WIDEN converts x to fp32. It is set under Triton's interpreter, because the interpreter's dot
-reads the bits of a bf16 as an integer.
+The constant WIDEN converts x to fp32. It is set only under Triton's interpreter, which would read the bits of
+a bf16 operand as an integer.
 """
 
 from __future__ import annotations

@@ -38,9 +38,9 @@ class Epilogue(Enum):
 class Overlap(Enum):
     """How far a product may overlap with the kernels before and after it (programmatic dependent launch).
 
-    A kernel that starts early still waits for the end of the previous kernel. Until then, its programs take
-    whatever room is free, so they are spread unevenly over the multiprocessors. The best choice is therefore
-    found by measuring.
+    A kernel that starts early still waits for the end of the previous kernel. Its programs take whatever room
+    is free, which spreads them unevenly over the multiprocessors. Only a measurement shows which value is
+    fastest.
     """
 
     LATE = 0
@@ -80,8 +80,8 @@ class Tile:
         method: Algorithm of the product.
         block_n: Outputs per program: rows of the weight, or pairs of rows if gated or rotated.
         block_k: Columns per step (DOT, WIDE).
-        splits: Number of programs that share the columns of an output. SUM and products of pairs have one
-            split. The next kernel adds the sums of the programs in order. With DOT and a residual, the
+        splits: Number of programs that share the columns of an output; 1 for SUM and for gated or rotated
+            products. The next kernel adds the sums of the programs in order. With DOT and a residual, the
             program that finishes last adds them instead.
         warps: Warps per program.
         stages: Pipeline stages of a program.

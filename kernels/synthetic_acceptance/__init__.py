@@ -31,19 +31,19 @@ def synthetic_acceptance(
 ) -> torch.Tensor:
     """Rewrite chosen tokens so that `verify_tree` accepts exactly k drafts of each row.
 
-    - k is the number of `thresholds` above the row's noise,
-      ``gumbel_noise(seed, position, NOISE_CHOICE, 0)``, but at most the depth of the deepest node.
+    - k is the number of `thresholds` above the row's noise, but at most the depth of the deepest node. The
+      noise is ``gumbel_noise(seed, position, NOISE_CHOICE, 0)``.
     - The path ends at the first node (in index order) of depth k.
     - At every earlier node of the path, the token of the path's next node replaces the chosen token.
-    - At the path's last node, the chosen token stays unless a child carries it. If a child does, the next
-      higher token (modulo the vocabulary) that no child carries replaces the chosen token.
+    - At the path's last node, the chosen token stays unless a child has it. If a child has it, the next
+      higher token (modulo the vocabulary) that no child has replaces the chosen token.
     - At nodes outside the path, the chosen tokens stay.
 
     Args:
-        tokens: ``[bs, N] int32``, trees as in `verify_tree`; siblings carry different tokens.
+        tokens: ``[bs, N] int32``, trees as in `verify_tree`; siblings have different tokens.
         parents: ``[bs, N] int32``, as in `verify_tree`.
         depths: ``[bs, N] int32``, 0 for the root.
-        num_nodes: ``[bs] int32``; columns past it are ignored.
+        num_nodes: ``[bs] int32``, number of nodes of each tree; later columns are ignored.
         ancestors: ``[bs, N, words] int32``, ancestor bits including the node's own.
         chosen: ``[bs, N] int64``, the token chosen after each node; not changed.
         positions: ``[bs] int64``, index of the token after the root.
@@ -114,7 +114,7 @@ def packed_acceptance(
     thresholds: torch.Tensor,
     vocab_size: int,
 ) -> torch.Tensor:
-    """Return what `synthetic_acceptance` returns, for trees in packed rows (see `packed_round`).
+    """Rewrite chosen tokens like `synthetic_acceptance`, for trees in packed rows (see `packed_round`).
 
     Args:
         tokens, parents, depths: ``[M] int32``. Node n of tree e is row ``starts[e] + n``.
@@ -127,13 +127,14 @@ def packed_acceptance(
         thresholds, vocab_size: As in `synthetic_acceptance`.
 
     Returns:
-        ``[M] int64``.
+        The rewritten chosen tokens, ``[M] int64``.
 
     Raises:
         ValueError: A tensor's shape or dtype is wrong. The message names the tensor.
 
     Example:
-        The tree of the example of `synthetic_acceptance` follows a single root. The last row is padding.
+        The first tree is a single root. The second tree is the example of `synthetic_acceptance`. The last
+        row is padding.
 
         >>> import torch
         >>> from outrider.kernels.synthetic_acceptance import packed_acceptance

@@ -15,7 +15,7 @@ __all__ = ["MAX_TOP", "WORDS", "token_logprobs"]
 def token_logprobs(
     logits: torch.Tensor, rows: torch.Tensor, tokens: torch.Tensor, tops: torch.Tensor
 ) -> torch.Tensor:
-    """Return log-probabilities: for each of N results, those of one token and of the most likely tokens.
+    """Return the log-probabilities of one token and of the most likely tokens, for each of N results.
 
     The distribution is the softmax of the logits, computed in fp32. Tokens are ordered by (logit descending,
     id ascending).
@@ -29,8 +29,8 @@ def token_logprobs(
 
     Returns:
         ``[N, WORDS] int32``: the token's log-probability, the `MAX_TOP` ids of the most likely tokens, and
-        their log-probabilities. Log-probabilities are the bits of fp32 numbers. After the first `tops` ids,
-        ids are -1.
+            their log-probabilities. Log-probabilities are stored as the bits of fp32 numbers. After the first
+            `tops` ids, ids are -1.
 
     Raises:
         ValueError: A tensor's shape or dtype is wrong. The message names the tensor.

@@ -1,6 +1,6 @@
 """Triton version of token_logprobs. `kernels.token_logprobs` documents the op.
 
-The first launch has one program per result and part of the vocabulary. Each program finds the part's maximum,
+The first launch divides the vocabulary into parts, and has one program for each part of each result. Each program finds the part's maximum,
 the sum of the part's exponentials, and the part's most likely tokens. The second launch merges the parts of
 each result. A program whose row needs no logprobs returns before it loads a logit.
 """

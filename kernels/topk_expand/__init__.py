@@ -38,9 +38,9 @@ def topk_expand(
     ``log q = log_softmax(logits)``, computed over the draft vocabulary if there is one. The score of a child
     is its parent's score plus log q.
 
-    With a temperature T > 0, children are ranked by ``log q / T + gumbel(seed, position, choice, target
-    id)``. The target will sample with the same noise (Gumbel coupling). The score of a child is its parent's
-    score plus the log_softmax of these ranked numbers.
+    With a temperature T > 0, children are ranked by ``log q / T`` plus the Gumbel noise of (seed, position,
+    choice, target id). The target will sample with the same noise (Gumbel coupling). The score of a child is
+    its parent's score plus the log_softmax of these ranked numbers.
 
     In both cases, the added number is <= 0, so a child never outranks its parent.
 
@@ -146,7 +146,7 @@ def expand_level(
     Args:
         logits: ``[rows, V]`` fp32/bf16/fp16: ``[bs, V]`` of the roots at level 0, otherwise
             ``[bs * topk, V]`` of the beam's rows.
-        beam: Rows of this level; None at level 0.
+        beam: Beam that the logits belong to; None at level 0.
         level: 0 for the children of the roots.
         topk: Children per row and width of the beam, 1..V.
         candidates: Receives the children in the columns ``candidates.level(level, topk)``.

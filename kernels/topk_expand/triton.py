@@ -1,10 +1,9 @@
 """Triton version of topk_expand. `kernels.topk_expand` documents the ops.
 
 The vocabulary is split over programs. Each program reads its part of the logits once and adds the noise. The
-program then stores its best keys and its share of two log-sum-exps: one with the noise, and one without the
-noise.
+program then stores its best keys and its share of two log-sum-exps, with and without the noise.
 
-A second launch merges the splits, with one program per row. For a whole level, this launch has one program
+A second launch merges the splits, with one program per row. In `expand_level`, this launch has one program
 per sequence, which also selects the next beam. A level over a small vocabulary takes a single launch.
 """
 

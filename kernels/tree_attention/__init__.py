@@ -43,8 +43,8 @@ def tree_attention(
     also sees the columns whose bit is set in the row's mask. Column j is token index ``prefix_lens[b] + j``,
     which must be below ``kv_lens[b]`` to be seen.
 
-    Without `ancestors`, rows are causal: row i of the q_len rows of sequence b sees token indices
-    ``<= kv_lens[b] - q_len + i``, and `prefix_lens` is not read.
+    Without `ancestors`, rows are causal, and `prefix_lens` is not read. Row i of the q_len rows of sequence b
+    sees token indices up to ``kv_lens[b] - q_len + i``.
 
     A row that sees nothing yields zeros. Rows of an idle sequence see nothing.
 
@@ -53,8 +53,8 @@ def tree_attention(
 
     Args:
         q: ``[rows, heads, dim]`` fp32/bf16/fp16; any strides with a dense last dimension.
-        k_plane: ``[pages, page_size, kv_heads, dim]``, contiguous, in q's dtype or in e4m3, which is widened
-            as it is read. heads is a multiple of kv_heads.
+        k_plane: ``[pages, page_size, kv_heads, dim]``, contiguous, in q's dtype or in e4m3. e4m3 values are
+            widened as they are read. heads is a multiple of kv_heads.
         v_plane: Like `k_plane`.
         page_table: ``[table rows, max_pages] int32``, pages of each sequence in token order. At least
             ``ceil(kv_len / page_size)`` pages of each sequence are valid. If `table_rows` is None, the page
@@ -73,7 +73,7 @@ def tree_attention(
             therefore precede the columns of its descendants.
         row_positions: ``[rows] int32``, position p of each tree row. If None, p is the row's prefix length
             plus the number of bits set in the row's mask, its own bit excluded. Not used for causal rows.
-        sinks: ``[heads] fp32``, a logit per head that takes part in the softmax but has no value. With None,
+        sinks: ``[heads] fp32``, a logit per head that takes part in the softmax but has no V row. With None,
             there are no sinks.
         softcap: If above 0, scaled scores s become ``softcap * tanh(s / softcap)`` before the mask; sinks are
             not capped.
@@ -90,8 +90,8 @@ def tree_attention(
         ValueError: A tensor's shape, dtype or layout is wrong. The message names the tensor.
 
     Example:
-        A tree of a root and two children, behind a prefix of one token. With queries of zeros, each row
-        returns the mean of the values it sees. The second child does not see the first.
+        A root and its two children follow a prefix of one token. With queries of zeros, each row returns the
+        mean of the values it sees. The second child does not see the first.
 
         >>> import torch
         >>> from outrider.kernels.tree_attention import tree_attention

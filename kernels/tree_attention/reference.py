@@ -30,7 +30,7 @@ def tree_attention(
 ) -> None:
     """Compute `outrider.kernels.tree_attention.tree_attention` into `out`, one sequence at a time.
 
-    Scores and sums are in fp32. This version needs no work list, because it reads all lengths.
+    Scores and sums are in fp32. This version reads all lengths on the host, so it needs no work list.
     """
     page_size, kv_heads, dim = k_plane.shape[1:]
     group = q.shape[1] // kv_heads

@@ -1,18 +1,18 @@
 """Triton version of tree_attention. `kernels.tree_attention` documents the ops.
 
 One program handles a block of (row, head of the group) pairs of one sequence and one K/V head. A group
-consists of the query heads that share the K/V head, so K and V are read once for the whole group. The program
+consists of the query heads that share the K/V head. K and V are read once for the whole group. The program
 folds token indices into three values: a maximum, a sum and an accumulator (see `fold`).
 
 If a batch has too few blocks to fill the GPU, the token indices are split over several programs. Each program
 then stores its three values for a merge. If there are few splits, the program that ends last merges them. If
-there are many, a second launch merges them. Splits are always merged in order. Their number depends on host
-integers only.
+there are many, a second launch merges them. Splits are always merged in order. The number of splits depends
+only on integers that the host knows.
 
 With a work list (WORK), a program takes its block of pairs and its token indices from an item of the list.
 
-The constant WIDEN converts the operands of a dot to fp32. It is set under Triton's interpreter, because the
-interpreter's dot reads the bits of a bf16 as an integer.
+The constant WIDEN converts the operands of a dot product to fp32. It is set only under Triton's interpreter,
+which would read the bits of a bf16 operand as an integer.
 """
 
 from __future__ import annotations

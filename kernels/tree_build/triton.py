@@ -1,8 +1,8 @@
 """Triton version of tree_build: one program per sequence. `kernels.tree_build` documents the op.
 
-Candidates are in level order, so a running count over the kept candidates numbers parents before children.
-Threads exchange these numbers through memory, which requires a barrier. If the registers of one warp are
-enough, a program is a single warp, because a warp computes the count in one instruction.
+A running count over the kept candidates numbers the nodes. Candidates are in level order, so parents get
+lower numbers than children. Threads exchange these numbers through memory, which requires a barrier. A
+program uses a single warp if its registers are enough, because a warp computes the count in one instruction.
 """
 
 from __future__ import annotations

@@ -36,8 +36,8 @@ def tree_check(
 ) -> CheckedTrees:
     """Validate draft trees on the device, and compute their roots, depths and ancestor masks.
 
-    A row keeps its tree if all of the conditions below are met. Otherwise, a tree with only the root replaces
-    it, whatever bytes the row contains.
+    The rows may contain arbitrary bytes. A row keeps its tree if it meets all conditions below. Otherwise, a
+    tree with only the root replaces the row's tree.
 
     - ``number == expected``, and the row is not idle.
     - The number of nodes is within 1..N.

@@ -54,7 +54,7 @@ def choose_tokens(logits: torch.Tensor, sampling: SamplingTensors, positions: to
         ValueError: A tensor's shape or dtype is wrong. The message names the tensor.
 
     Example:
-        Three greedy rows: a tie, a masked token, and a poisoned row.
+        The three greedy rows contain a tie, a masked token, and a NaN.
 
         >>> import torch
         >>> from outrider.kernels.verify import SamplingTensors, choose_tokens
@@ -112,7 +112,7 @@ def verify_tree(
         ValueError: A tensor's shape or dtype is wrong. The message names the tensor.
 
     Example:
-        A root (token 5) with two children (6 and 7). The target chooses 7 after the root, so node 2 is
+        A root (token 5) has two children (6 and 7). The target chooses 7 after the root, so node 2 is
         accepted. The target chooses 8 after node 2, so 8 is the bonus token.
 
         >>> import torch

@@ -1,9 +1,9 @@
 """Triton version of verify. `kernels.verify` documents the ops.
 
-- Choosing a token takes two launches: an argmax over each split of the vocabulary, with noise if needed, and
-  a merge.
+- Choosing a token takes two launches. The first finds the argmax of each split of the vocabulary, with noise
+  if needed. The second merges the splits.
 - If a row with temperature above 0 has a filter (top-k, top-p or min-p), the launches of `filtered_choice`
-  replace the first launch and apply the filters by search.
+  replace the first launch. They apply the filters by search.
 - On each device, a check first compares the search with sorting (`_searches`). Until the search has passed
   this check, `filters.py` applies the filters by sorting, before the two launches of the first item. The
   check cannot run while a CUDA graph is being captured.

@@ -22,7 +22,7 @@ class SamplingTensors:
         choices: ``[rows] int32``, index among the n choices of the request.
         all_greedy: True if no row has a temperature above 0. This is a host value, so reading it does not
             wait for the device.
-        any_filter: True if a row with a temperature above 0 has top_k, top_p or min_p on.
+        any_filter: True if a row with a temperature above 0 uses top_k, top_p or min_p. Also a host value.
         rules: Penalties, biases and forbidden tokens of the rows (`kernels/logit_rules`), which change the
             logits first. None if no row has rules.
         allowed: ``[rows, ceil(V / 32)] int32``, one bit per token that may be chosen (`kernels/token_masks`).

@@ -77,7 +77,7 @@ TARGET_FLAGS: Mapping[str, ServiceFlag] = {
         int, "Maximum nodes of all trees in a round; further trees wait for their turn.", default="2048"
     ),
     "prefill_budget_ms": ServiceFlag(
-        float, "Time for prompts between two rounds while other requests decode.", default="20.0"
+        float, "Time to compute prompts between two rounds while other requests decode.", default="20.0"
     ),
     "tp_timeout_s": ServiceFlag(
         float, "With --tp: exit if a GPU does not join a step within this many seconds.", default="120.0"

@@ -65,11 +65,11 @@ class RestClient:
     """REST client of one gateway. The `stream_*` methods yield pieces of text and fill the given `Reply`.
 
     Args:
-        url: URL of the gateway, in any form that `gateway_url` accepts.
+        url: URL of the gateway, in any format that `gateway_url` accepts.
         api_key: API key to send. None sends no key.
         timeout_s: Time limit of each network read and write, in seconds.
-        verify: True to require a valid certificate from an https URL. An SSL context replaces this check with
-            its own, and may contain a certificate of the client.
+        verify: True to require a valid certificate from an https URL. An SSL context defines its own check,
+            and may contain a client certificate.
 
     Raises:
         UnavailableError: No server answers at the URL, or the connection breaks.

@@ -63,7 +63,7 @@ def outrider_config(
 def eagle_config(
     raw: Mapping[str, Any], source: Path, kind: HeadKind, tensors: Mapping[str, torch.Tensor]
 ) -> dict[str, Any]:
-    """Return the config.json of a head in the form that the official EAGLE code reads.
+    """Return the config.json of a head in the format that the official EAGLE code reads.
 
     Raises:
         CheckpointError: The official code would ignore a feature that this head needs. The message names the

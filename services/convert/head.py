@@ -1,4 +1,4 @@
-"""Converts the files of a draft head to another layout: Outrider's own or that of the official EAGLE code.
+"""Converts a draft head's files to Outrider's own layout, or to the layout of the official EAGLE code.
 
 The source head may have any supported layout. After writing the converted head, this module reads it with the
 loader that the services use. If the loader fails, the written files are removed.

@@ -1,7 +1,7 @@
-"""Makes tokenizer.json from a slow tokenizer's files, and checks that both tokenizers encode alike.
+"""Makes tokenizer.json from a slow tokenizer's files, and checks that it encodes like the slow tokenizer.
 
-The check encodes sample texts with both tokenizers. This module needs the package transformers, which the
-services do not need for their tokenizers.
+The check encodes sample texts with both tokenizers. This module needs the package transformers. The services
+do not need this package for their tokenizers.
 """
 
 from __future__ import annotations

@@ -125,7 +125,7 @@ def check_d2t(pair: Pair) -> Iterator[Finding]:
 
 
 def check_embedding(pair: Pair) -> Iterator[Finding]:
-    """Compare the embedding table of a draft with that of its target, and report suspicious differences.
+    """Compare the embedding tables of a draft and its target, and report suspicious differences.
 
     Some exported drafts contain an untrained embedding table. MTP layers come with copies of the target's
     embedding table and lm_head. If these copies differ from the target's tensors, the MTP layers belong to

@@ -80,7 +80,7 @@ class DoctorReport:
     Attributes:
         target, draft: Folders of the target and the draft. `draft` is empty if there is no draft.
         findings: Findings in the order of the checks.
-        numbers: Section of the report (``memory`` or ``probe``) → name → a number for scripts.
+        numbers: Numbers for scripts: section of the report (``memory`` or ``probe``) → name → number.
     """
 
     target: str

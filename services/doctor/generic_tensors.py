@@ -19,8 +19,8 @@ def check_generic(reader: CheckpointReader, folder: Path) -> Iterator[Finding]:
     """Report tensors that are missing from a model's files, or have a wrong shape or type.
 
     A stored tensor with an unexpected name is not an error, because transformers renames tensors of older
-    releases. If there are such names, a missing tensor may be stored under one of them. It is then reported
-    only as a warning.
+    releases. If there are such names, a missing tensor may be stored under one of them. Missing tensors are
+    then reported only as warnings.
     """
     from outrider.shared.nn.generic.weights import wrong_types
 

@@ -26,9 +26,9 @@ class TensorStatistics:
     """Statistics of a floating-point tensor, or of a sample of its numbers.
 
     The three spreads measure how much the rows or the columns differ from each other. A spread is the
-    standard deviation of a value per row or column, divided by the expected standard deviation for
-    independent numbers with the same kurtosis. A spread of 1 therefore indicates independent numbers. Trained
-    weights have larger spreads. For vectors, the spreads are 0.
+    standard deviation of the rows' or columns' norms or means. It is divided by the standard deviation that
+    independent numbers with the same kurtosis would have. A spread of 1 therefore indicates independent
+    numbers. Trained weights have larger spreads. For vectors, the spreads are 0.
 
     Attributes:
         numbers: Number of examined numbers.

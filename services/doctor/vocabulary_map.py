@@ -26,8 +26,8 @@ class D2tMeaning(Enum):
 def d2t_meaning(d2t: torch.Tensor, t2d: torch.Tensor | None, target_size: int) -> D2tMeaning:
     """Return whether a ``d2t`` tensor stores offsets or target ids.
 
-    The decision depends on the range of the values, on whether all values differ, and on the mask ``t2d`` if
-    there is one.
+    The decision depends on the range of the values, on repeated values, and on the mask ``t2d`` if there is
+    one.
 
     Args:
         d2t: ``[size]`` integers, one for each token of the draft vocabulary.

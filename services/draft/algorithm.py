@@ -1,7 +1,7 @@
 """Chooses the drafting algorithm (EAGLE, MTP, standalone or n-gram) from the settings and the checkpoints.
 
-If the setting ``speculative_algorithm`` is ``auto``, the names of the tensors in the draft's checkpoint
-decide (`identify`).
+With the setting ``speculative_algorithm`` at ``auto``, `identify` infers the algorithm from the names of the
+tensors in the draft's checkpoint.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Choice:
 
     Attributes:
         algorithm: The drafting algorithm: EAGLE (any kind of head), MTP, STANDALONE or NGRAM.
-        folder: Folder of the head, of the draft model, or of the target that has MTP layers. None for NGRAM.
+        folder: Folder of the head or of the draft model. For MTP, the folder of the target. None for NGRAM.
         configured: The algorithm that the settings name, possibly ``auto``.
     """
 

@@ -56,8 +56,8 @@ def build_engine(
     Args:
         settings: The resolved settings.
         device, dtype: Device and dtype to compute with.
-        target: Description of the target if it runs in this process. The caller must then lend the target's
-            tensors to the strategy after this call. None if the target runs in another process.
+        target: Description of a target in this process. After this call, the caller must lend the target's
+            tensors to the strategy. None if the target runs in another process.
         sizing: Function that chooses the size of the KV cache if `kv_tokens` is not set. If `sizing` is None,
             `plan_pages` chooses the size.
 
@@ -115,8 +115,8 @@ class Build:
         choice: The drafting algorithm, and the checkpoint folder that it reads.
         device, dtype: Device and dtype to compute with.
         target: Description of the target if it runs in this process; otherwise None.
-        same_tokenizer: True if the tokenizer in the draft's folder was compared with the tokenizer in the
-            target's folder, and both are equal.
+        same_tokenizer: True if the tokenizers in the draft's and the target's folder were compared and are
+            equal.
         sizing: Function that chooses the size of the KV cache. None selects `plan_pages`.
     """
 
@@ -220,7 +220,7 @@ BUILDERS: Mapping[Algorithm, Callable[[Build], DraftStrategy]] = {
 
 
 def borrow(strategy: DraftStrategy, target_weights: Path, device: torch.device, dtype: torch.dtype) -> None:
-    """Check that the draft fits the target in `target_weights`, and read the tensors that the draft borrows.
+    """Check that the draft fits the target in the folder `target_weights`, and read the borrowed tensors.
 
     Raises:
         CheckpointError: The draft does not fit the target, or the target's folder lacks a borrowed tensor.

@@ -1,16 +1,16 @@
 """The draft engine: batches requests for trees, reserves KV memory, and extends sessions while idle.
 
-The engine combines the session table with one drafting strategy. It runs on one thread. Its caller is the
-draft service's loop or the in-process drafter. If KV memory is short, the engine evicts idle sessions. It
-also drops requests whose deadline has passed.
+The engine combines the session table with one drafting strategy. The draft service's loop or the in-process
+drafter calls it on one thread. If KV memory is short, the engine evicts idle sessions. It also drops requests
+whose deadline has passed.
 
 For a target in the same process, `seat` prepares the sessions that draft in the next round. Drafting and
 verification then alternate on the GPU. The host reads the results one round late (see `growth.slot_rounds`).
 
-    messages       → sessions   Stale messages are dropped by their fences; contradictions cause a resync.
-    ready sessions → extend     Feed the target's features of committed tokens, never drafted features.
+    messages       → sessions   Drop stale messages, which their fences identify. Resync on a contradiction.
+    ready sessions → extend     Compute K/V from the target's features of committed tokens.
                    → propose    Grow trees, one batch per (depth, topk).
-    idle           → extend     Feed prompt rows that have arrived while the target is still prefilling.
+    idle           → extend     Compute K/V of prompt rows while the target is still prefilling.
 """
 
 from __future__ import annotations
@@ -250,7 +250,7 @@ class DraftEngine:
         return ProposedTrees(origins, trees)
 
     def absorb(self, peer: PeerId, session_ids: Sequence[int]) -> None:
-        """Compute the K/V of all feature rows received so far for prompts that are still being prefilled.
+        """Compute the K/V of the received feature rows of prompts that the target is still prefilling.
 
         The last received row of each session is left for later. A session for which no memory is free is
         skipped. This method evicts no idle sessions to free memory.

@@ -38,12 +38,12 @@ class DraftSettings(ListenerSettings):
     )
     draft: Path | None = Field(
         None,
-        description="Folder, or ORG/NAME on the hub, of the draft head or model; none for NGRAM or for the "
-        "target's MTP layers.",
+        description="Folder, or ORG/NAME on the hub, of the draft head or model. Leave it out for NGRAM and "
+        "for the target's own MTP layers.",
     )
     target_weights: Path | None = Field(
         None,
-        description="The target's folder or ORG/NAME, to read borrowed tensors, MTP layers and tokenizer.",
+        description="The target's folder or ORG/NAME, from which the draft reads tensors and the tokenizer.",
     )
     revision: str = Field("", description="Branch, tag or commit of a target on the hub. Default: main.")
     draft_revision: str = Field("", description="Branch, tag or commit of a draft on the hub.")
@@ -53,13 +53,14 @@ class DraftSettings(ListenerSettings):
     )
     speculative_token_map: Path | None = Field(
         None,
-        description="FR-Spec: file with the ids of the only tokens to draft, .pt, .safetensors or .json; "
-        "for heads with a full vocabulary.",
+        description="FR-Spec: .pt, .safetensors or .json file with the ids of the tokens that the draft may "
+        "propose. It needs a draft with a full vocabulary.",
     )
     ngram_min_match: int = Field(1, ge=1, description="NGRAM: smallest number of tokens that must match.")
     ngram_max_match: int = Field(12, ge=1, description="NGRAM: largest number of tokens that are compared.")
     ngram_corpus: Path | None = Field(
-        None, description="NGRAM: additional texts: .json or .jsonl of token ids or texts, or lines."
+        None,
+        description="NGRAM: additional texts. A .json or .jsonl file of ids or texts, or one text per line.",
     )
     device: str = Field(
         "auto", pattern="^(auto|cpu|cuda(:[0-9]+)?)$", description="auto, cpu, cuda or cuda:N."
@@ -68,14 +69,14 @@ class DraftSettings(ListenerSettings):
     attention_backend: AttentionKind = Field(AttentionKind.AUTO, description="auto, reference or triton.")
     disable_tile_trial: bool = Field(
         False,
-        description="Do not search for faster tiles of products at start, and ignore earlier searches.",
+        description="Do not search for faster tiles of matrix products at start. Ignore earlier searches.",
     )
-    max_sessions: int = Field(256, ge=1, description="Largest number of sequences followed at the same time.")
+    max_sessions: int = Field(256, ge=1, description="Largest number of sequences that the draft stores.")
     max_steps: int = Field(16, ge=1, description="Largest tree depth that a target may request.")
     max_topk: int = Field(16, ge=1, description="Largest number of branches that a target may request.")
     max_nodes: int = Field(128, ge=1, description="Largest number of tree nodes that a target may request.")
     num_steps: int = Field(
-        5, ge=1, description="Depth of the trees prepared at start. Use the target's default."
+        5, ge=1, description="Depth of the trees prepared at start. Set the target's value."
     )
     topk: int = Field(4, ge=1, description="Number of branches per level of the trees prepared at start.")
     num_draft_tokens: int = Field(
@@ -93,15 +94,17 @@ class DraftSettings(ListenerSettings):
         None,
         gt=0,
         lt=1,
-        description="Share of the GPU's memory for weights and KV cache; by default the KV cache gets a "
+        description="Share of the GPU's memory for weights and KV cache. By default, the KV cache gets a "
         "tenth of the free memory.",
     )
     threads: int | None = Field(
         None,
         ge=1,
-        description="Number of CPU threads of the draft. Default: 1 for a small draft, else torch's default.",
+        description="Number of CPU threads of the draft. Default: 1 for a small draft; otherwise torch's.",
     )
-    lease_s: float = Field(10.0, gt=0, description="Time of silence after which a target loses its sessions.")
+    lease_s: float = Field(
+        10.0, gt=0, description="Silence after which the draft closes a target's sessions."
+    )
     evict_idle_s: float = Field(
         1.0, ge=0, description="Time after which an idle session may be evicted to make room for another."
     )
@@ -151,8 +154,7 @@ class DraftSettings(ListenerSettings):
     def sized(self, kv_tokens: int) -> DraftSettings:
         """Return the settings with `kv_tokens` set to this size, unless a size is already set.
 
-        The resulting KV cache has room for at least one tree of the largest shape, even if `kv_tokens` is
-        smaller.
+        If this size is too small for one tree of the largest shape, the smallest sufficient size is set.
         """
         if self.kv_tokens is not None:
             return self

@@ -40,8 +40,8 @@ class DraftVocabulary:
             target_size: Size of the target's vocabulary.
 
         Raises:
-            CheckpointError: Ids are repeated or out of range (for example because `d2t` contains target ids
-                instead of offsets), or `t2d` marks other ids than `d2t`.
+            CheckpointError: Ids are repeated or out of range, or `t2d` marks other ids than `d2t`. A typical
+                cause is a `d2t` that contains target ids instead of offsets.
         """
         offsets = d2t.to(torch.int64)
         ids = offsets + torch.arange(offsets.shape[0], device=offsets.device)

@@ -42,7 +42,7 @@ def warm_up(
     tiles: bool = True,
     tiles_s: float = DRAFT_BUDGET_S,
 ) -> list[Work]:
-    """Warm up a draft engine: process a made-up prompt and grow trees, greedy and with sampling noise.
+    """Warm up a draft engine: process a made-up prompt, and grow trees without and with sampling noise.
 
     The draft can serve as soon as this function returns. On a GPU, the returned work does the same for
     batches of several sizes.
@@ -50,9 +50,8 @@ def warm_up(
     Args:
         engine: The draft engine, without sessions.
         device: The engine's device.
-        record: Whether the draft has its own process. If so, all kernels are compiled first, and the returned
-            work also records CUDA graphs of the rounds that the host starts. A draft whose rounds do not stay
-            on the device needs these graphs.
+        record: Whether the draft has its own process. If so, all kernels are compiled first. The returned
+            work then also records the CUDA graphs for the rounds that the host starts.
         tiles: Whether to tune the kernel tiles of those matrix products for which no tile was ever measured.
         tiles_s: Start no further tuning after this time, in seconds.
 
@@ -111,9 +110,9 @@ def _further_works(engine: DraftEngine, device: torch.device, record: bool) -> I
 def compiled_batches(engine: DraftEngine) -> tuple[int, ...]:
     """Return the batch sizes for which the warm-up compiles kernels: 1, 2, 4 … up to the largest batch.
 
-    The size of the KV cache also limits the largest batch. Triton compiles separate kernels for a size of 1,
-    for multiples of 16, and for each power of two to which sizes are padded. All of them are prepared,
-    because a target does not wait for a tree as long as a compilation takes.
+    The size of the KV cache also limits the largest batch. Sizes are padded to powers of two. Triton compiles
+    separate kernels for a size of 1, for multiples of 16, and for each padded size. The warm-up compiles them
+    all, because a compilation takes longer than a target waits for a tree.
     """
     pages, rounds = engine.strategy.pages(), engine.strategy.rounds
     most = engine.sessions.limits.max_sessions

@@ -72,15 +72,15 @@ class Admission:
 
         Args:
             sequences: Number of sequences of the request.
-            tenant: The tenant, or an empty text.
+            tenant: Name of the tenant. Empty for a request without a tenant.
             deadline_s: Seconds until the client's deadline. A request whose expected wait is longer is
                 refused.
             priority: Priority of the request. A request with a priority above 0 overtakes other requests. Its
                 expected wait is therefore not limited.
 
         Raises:
-            OverloadedError: If the queue or this tenant's share of the queue is full, or if the request would
-                probably wait too long for its first token.
+            OverloadedError: If the queue or the tenant's share is full, or if the request would probably wait
+                too long for its first token.
         """
         if self.waiting and self.waiting + sequences > self._max_requests:
             raise self._overloaded(

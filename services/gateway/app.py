@@ -288,8 +288,8 @@ class _QuietServer(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start to accept connections on the given sockets.
 
-        Then set the listen backlog of each socket again. asyncio has set it to the number of connections that
-        it accepts in one step.
+        asyncio sets the listen backlog of a socket to the number of connections that it accepts in one step.
+        Set the intended backlog afterwards.
         """
         await super().startup(sockets)
         for listener in sockets or ():

@@ -80,7 +80,7 @@ class ChatTurn:
             parameters: Sampling parameters of the request.
             messages: Messages for the chat template.
             tools: Tools for the chat template. Empty if the answer must not call tools.
-            forced: The tools from which the answer must call one. Empty if the answer need not call a tool.
+            forced: The tools of which the answer must call one. Empty if the answer need not call a tool.
             parallel: Whether an answer may contain several tool calls.
             options: Variables of the chat template that the client set.
             ending: How the prompt ends. With None, it ends with the header of the assistant's answer.

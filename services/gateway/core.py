@@ -198,7 +198,7 @@ class GatewayCore:
         Closing the generator cancels the sequences.
 
         Raises:
-            OutriderError: With status 429 if the server is overloaded, 400 if the tokens exceed a limit, or
+            OutriderError: With status 429 if the server is overloaded, 400 if the tokens exceed a limit, and
                 503 if the server drains or has no target. Errors that the target reports are raised too. The
                 error for too many sequences is raised before the prompts are tokenized.
         """

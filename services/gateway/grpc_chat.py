@@ -20,7 +20,7 @@ EFFORTS = get_args(ReasoningEffort)
 
 
 def template_messages(messages: Sequence[gateway_pb2.Message]) -> list[dict[str, Any]]:
-    """Return the messages in the form that chat templates expect.
+    """Return the messages in the format that chat templates expect.
 
     Raises:
         InvalidRequestError: If a message is invalid. The error names the message.
@@ -50,11 +50,11 @@ def _message(message: gateway_pb2.Message, field: str) -> dict[str, Any]:
 
 
 def callable_tools(tools: Sequence[gateway_pb2.Tool], choice: str) -> list[dict[str, Any]]:
-    """Return the tools that the answer may call, in the form that chat templates expect.
+    """Return the tools that the answer may call, in the format that chat templates expect.
 
     Args:
         tools: The tools of the request.
-        choice: ``auto``, ``none``, ``required``, or the name of a tool. An empty text means ``auto``.
+        choice: ``auto``, ``none``, ``required``, or the name of a tool. An empty string means ``auto``.
 
     Raises:
         InvalidRequestError: If a tool is invalid.
@@ -76,7 +76,7 @@ def callable_tools(tools: Sequence[gateway_pb2.Tool], choice: str) -> list[dict[
 
 
 def forced_calls(tools: Sequence[gateway_pb2.Tool], choice: str) -> list[dict[str, Any]]:
-    """Return the tools from which the answer must call one. Empty if the answer need not call a tool.
+    """Return the tools of which the answer must call one. Empty if the answer need not call a tool.
 
     The arguments are the same as for `callable_tools`.
 

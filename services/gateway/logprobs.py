@@ -132,7 +132,7 @@ def native_logprobs(
     logprobs: Sequence[TokenLogprob | None],
     bytes_of: BytesOf | None,
 ) -> tuple[list[list[Any]], list[list[list[Any]] | None]]:
-    """Return SGLang's two lists of logprobs: one of a sequence's tokens, one of the alternatives to each.
+    """Return SGLang's two lists of logprobs: one for a sequence's tokens, one for their alternatives.
 
     A token or an alternative is written as [logprob, id, text].
 

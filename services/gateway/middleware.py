@@ -127,7 +127,7 @@ class RequestContext:
 
 
 class Authentication:
-    """HTTP middleware that finds the caller of each request by its API key, and checks the key's permissions.
+    """HTTP middleware that identifies callers by their API keys, and checks the permissions of the keys.
 
     The middleware applies only limits that do not depend on the body. Public paths need no key, and admin
     paths need an admin key. Every POST request counts towards the key's limit of requests per minute. If the

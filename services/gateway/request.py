@@ -57,7 +57,7 @@ class RequestedSpeculation:
 class StopRules:
     """Conditions, apart from the length limit, that end a sequence, and options for the sequence's text.
 
-    A stop string cannot end the text within its first `min_tokens` tokens.
+    Within the first `min_tokens` tokens, a stop string does not end the text.
     """
 
     strings: tuple[str, ...] = ()
@@ -177,7 +177,7 @@ class Chunk:
     If the request asked for logprobs, `logprobs` has one entry per token. `prompt_logprobs` contains logprobs
     of prompt tokens. They continue where the previous chunk ended. A chunk with logprobs of the prompt also
     contains the tokens of the whole prompt. If the request asked for hidden states or routed experts,
-    `states` contains those of the next tokens.
+    `states` contains the states of the next tokens.
     """
 
     text: str

@@ -60,7 +60,7 @@ class RequestedRules:
             _check_word(word)
 
     def build(self, encode: Encode | None, vocab_size: int) -> LogitRules:
-        """Check the rules, and return them in the form that the target expects.
+        """Check the rules, and return them in the format that the target expects.
 
         Args:
             encode: Function that encodes bad words as token ids. None if the server has no tokenizer.

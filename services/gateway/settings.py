@@ -28,22 +28,22 @@ class GatewaySettings(PeerSettings):
     published_on: str = Field(
         "",
         description="Host address on which a container's ports are published. "
-        "If set, it decides instead of --host whether an API key is required.",
+        "If set, this address instead of --host decides whether an API key is required.",
     )
     port: int = Field(8000, ge=0, le=65535, description="Port of the REST API. 0 chooses a free port.")
     grpc_port: int = Field(0, ge=0, le=65535, description="Port of the gRPC API. 0 turns gRPC off.")
     target: tuple[str, ...] = Field(
         ("127.0.0.1:7001",),
         description="Addresses of the targets: host:port, unix:/path, file:///path (a file with one address "
-        "a line) or dns:///name:port. File and name are read again at intervals.",
+        "per line) or dns:///name:port. The gateway reads the file and the name again at intervals.",
     )
     target_refresh_s: float = Field(
-        5.0, gt=0, description="Interval at which file:// and dns:/// targets are read again."
+        5.0, gt=0, description="Interval at which file:/// and dns:/// targets are read again."
     )
     target_wait_s: float = Field(
         15.0,
         ge=0,
-        description="Longest wait for another target after the loss of a target, if there are several.",
+        description="With several targets: longest wait for another target after a target is lost.",
     )
     target_probe_timeout_s: float = Field(
         8.0, gt=0, description="Time after which a target that does not answer a health check is not ready."
@@ -60,13 +60,14 @@ class GatewaySettings(PeerSettings):
     sampling_defaults: str = Field(
         "model",
         pattern="^(model|openai)$",
-        description="Parameters that a request leaves out. `model`: temperature, top_k, top_p, min_p and "
-        "repetition_penalty of the model's generation_config.json. `openai`: always OpenAI's defaults.",
+        description="Source of the sampling parameters that a request leaves out. `model`: temperature, "
+        "top_k, top_p, min_p and repetition_penalty come from the model's generation_config.json. "
+        "`openai`: all come from OpenAI's defaults.",
     )
     served_model_name: tuple[str, ...] = Field(
         (),
-        description="Model names that requests may use. Defaults to the target's model id. With several "
-        "models, these are names of the first target's model.",
+        description="Model names that requests may use. Default: the target's model id. With several "
+        "models, the names apply to the first target's model.",
     )
     tool_call_parser: str = Field(
         AUTO,
@@ -85,12 +86,12 @@ class GatewaySettings(PeerSettings):
         (), description="Accepted API keys (bearer tokens). Without any, requests are not authenticated."
     )
     api_key_file: Path | None = Field(
-        None, description="File of accepted API keys, one per line. Unlike --api-key, it does not show in ps."
+        None, description="File of accepted API keys, one per line. Unlike --api-key, it shows no key in ps."
     )
     api_keys_file: Path | None = Field(
         None,
         description="TOML or JSON file of API keys with names, limits and permissions: docs/security.md. "
-        "The gateway reloads it when it changes.",
+        "The gateway reloads a changed file.",
     )
     admin_api_key_file: Path | None = Field(
         None,
@@ -102,7 +103,8 @@ class GatewaySettings(PeerSettings):
     )
     tls_key: Path | None = Field(None, description="PEM private key of --tls-cert.")
     tls_ca: Path | None = Field(
-        None, description="PEM certificates of an authority. Clients then need a certificate signed by it."
+        None,
+        description="PEM certificates of an authority. If set, clients need a certificate signed by it.",
     )
     cors_origins: tuple[str, ...] = Field(
         (),
@@ -114,20 +116,24 @@ class GatewaySettings(PeerSettings):
     public_metrics: bool = Field(False, description="Serve /metrics without an API key.")
     playground: bool = Field(
         True,
-        description="Serve the playground at / and the operator's page at /status. The pages are open, but "
-        "their calls need an API key if keys are set.",
+        description="Serve the playground at / and the operator's page at /status. The pages need no "
+        "API key, but if keys are set, the requests that the pages send need one.",
     )
     max_queued_requests: int = Field(
-        512, ge=1, description="Maximum number of sequences that wait for their first token. More get 429."
+        512,
+        ge=1,
+        description="Maximum number of sequences that wait for their first token. Further ones get 429.",
     )
     max_queued_prompt_tokens: int = Field(
-        1_000_000, ge=1, description="Maximum number of prompt tokens of waiting sequences. More get 429."
+        1_000_000,
+        ge=1,
+        description="Maximum number of prompt tokens of waiting sequences. Further requests get 429.",
     )
     max_queue_wait_s: float = Field(
         0.0,
         ge=0,
-        description="Maximum expected time until the first token; requests that would wait longer get 429. "
-        "0 sets no limit.",
+        description="Maximum expected time until the first token. Requests that would wait longer get 429. "
+        "0: no limit.",
     )
     max_connections: int = Field(
         0,
@@ -147,15 +153,17 @@ class GatewaySettings(PeerSettings):
     max_state_bytes: int = Field(
         16 * MIB,
         ge=0,
-        description="Maximum size of the hidden states and routed experts of a reply, as 4-byte numbers.",
+        description="Maximum size of the hidden states and routed experts in a reply, at 4 bytes per number.",
     )
     max_messages: int = Field(1024, ge=1, le=4096, description="Maximum number of messages in a chat.")
     request_timeout_s: float = Field(
         600.0, gt=0, description="Maximum duration of a request. Clients can set a shorter deadline."
     )
-    keep_alive_s: float = Field(10.0, gt=0, description="Silence after which a stream gets a comment.")
+    keep_alive_s: float = Field(
+        10.0, gt=0, description="While a stream has no new tokens: interval of comment lines."
+    )
     slow_reader_timeout_s: float = Field(
-        30.0, gt=0, description="Time without reading after which a stream is aborted."
+        30.0, gt=0, description="Time for which a client may read nothing before its stream is aborted."
     )
     slow_reader_bytes: int = Field(
         64 * 1024, ge=1024, description="Pause a sequence when its stream has this many unread bytes."
@@ -212,7 +220,7 @@ class GatewaySettings(PeerSettings):
         """The folder of each tokenizer that belongs to one particular model, by model id.
 
         Raises:
-            ConfigurationError: If an entry of `model_tokenizer` does not have the form MODEL=DIR.
+            ConfigurationError: If an entry of `model_tokenizer` does not have the format MODEL=DIR.
         """
         pairs = [one.partition("=")[::2] for one in self.model_tokenizer]
         if not all(name and folder for name, folder in pairs):

@@ -123,7 +123,7 @@ class TextCodec:
     ) -> tuple[int, ...]:
         """Render a chat with the model's template, and return the token ids of the resulting prompt.
 
-        Normally, only the template writes special tokens.
+        By default, the tokenizer adds no special tokens, because the template writes them.
 
         Args:
             messages: Messages in order, each with ``role`` and ``content``.

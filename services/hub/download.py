@@ -47,7 +47,7 @@ def download_snapshot(
         The folder of the snapshot.
 
     Raises:
-        ConfigurationError: The hub has no such model or revision. Or the user has not accepted the model's
+        ConfigurationError: The hub has no such model or revision, the user has not accepted the model's
             terms, or the model has no weights that Outrider can read.
         UnavailableError: The hub cannot be reached, or the download broke off.
     """

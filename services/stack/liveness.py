@@ -134,7 +134,7 @@ def service_probes(
     cleanup: ExitStack,
     verify: Callable[[], ssl.SSLContext | bool] = lambda: False,
 ) -> dict[str, Probe]:
-    """Return a probe for each service of a stack. Any answer counts, even that of a draining service.
+    """Return a probe for each service of a stack. A draining service also passes the probe if it answers.
 
     Args:
         url: REST address of the gateway.

@@ -41,7 +41,7 @@ class StackOptions:
         device, dtype: Device and data type, in the services' notation.
         num_steps, topk, num_draft_tokens: Shape of the draft tree for requests that specify none.
         max_steps, max_topk, max_nodes: Limits on the shape that a request may specify.
-        host, port: REST address of the gateway. The gRPC API listens on the next port.
+        host, port: REST address of the gateway. By default, the gRPC API listens on the next port.
         skip_tokenizer: True to serve token ids only, without a tokenizer.
         transport: How the target connects to the draft. If AUTO, `placement.place_draft` decides.
         draft_device: Device of a draft with its own process. With `auto`, an idle GPU is preferred.
@@ -50,7 +50,7 @@ class StackOptions:
         max_running_requests: Number of sequences that the target runs at the same time. If this number
             exceeds the draft's default session limit, that limit is raised to the same number.
         mem_fraction_static: Fraction of GPU memory for the weights and KV caches of the target and the draft.
-        mps: Share the GPU through NVIDIA's multi-process service. The draft then has its own process.
+        mps: True to share the GPU through NVIDIA's multi-process service. The draft then has its own process.
         tp: Number of GPUs, or of processes on a CPU, among which the target is split. With AUTO transport,
             the draft then runs in the target's first process.
         standby: True to keep a standby process that takes over if the draft's own process exits.

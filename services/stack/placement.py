@@ -70,8 +70,9 @@ class Placement:
 def place_draft(options: StackOptions, gpus: Sequence[Gpu]) -> Placement:
     """Choose the process and the device for the draft of a stack. Call only if speculation is enabled.
 
-    An explicit `--transport` decides. Without it, the draft normally runs in the target's process. The draft
-    gets its own process on a CPU, or if there is an idle second GPU that is known to be at least as fast.
+    An explicit `--transport` decides. Without it, the draft normally runs in the target's process. On a CPU,
+    the draft gets its own process. It also gets its own process on an idle second GPU, if a draft there is
+    known to be at least as fast as in the target's process.
 
     Args:
         options: Options of `outrider up`.
@@ -124,8 +125,8 @@ def usable_gpus() -> list[Gpu]:
 def gpu_memory(index: int) -> tuple[int, int] | None:
     """Return the free and total memory, in bytes, of this process's GPU number `index`.
 
-    The result is None if there is no such GPU. The function runs the program nvidia-smi instead of calling
-    CUDA, because CUDA would create a context that uses GPU memory until this process exits.
+    The result is None if there is no such GPU. The function runs the program nvidia-smi and does not call
+    CUDA. A CUDA call would create a context that uses GPU memory until this process exits.
     """
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     visible = [name.strip() for name in (named or "").split(",") if name.strip()]

@@ -44,7 +44,7 @@ def restore(folder: Path) -> None:
 
 
 def remove_abandoned(parent: Path) -> None:
-    """Remove this user's private folders in `parent` whose process has ended. Errors are ignored.
+    """Remove the private folders that ended processes of this user left in `parent`. Ignore errors.
 
     The folder of a daemon of NVIDIA's multi-process service (MPS) is kept. The daemon may still run, and the
     pipes in the folder are needed to stop it.

@@ -17,8 +17,8 @@ def check_gateway_flags(options: StackOptions) -> None:
     """Check the gateway's flags with the gateway's own settings class, before the gateway starts.
 
     Raises:
-        ConfigurationError: A value is invalid. Or other hosts could connect without an API key, or the
-            gateway would refuse its own certificate.
+        ConfigurationError: A value is invalid, other hosts could connect without an API key, or the gateway
+            would refuse its own certificate.
     """
     from outrider.services.gateway.settings import GatewaySettings
 

@@ -28,8 +28,8 @@ def shared_kv_tokens(options: StackOptions) -> int | None:
         options: Options of a stack whose draft has its own process.
 
     Returns:
-        The size. None if the options already set the size, if the two processes do not share a GPU, or if the
-        memory estimate shows too little memory.
+        The size. None if the options already set it, if the two processes do not share a GPU, or if the
+        estimate shows too little memory.
 
     Raises:
         CheckpointError: A model folder cannot be read.

@@ -1,8 +1,8 @@
 """Runs services as child processes: restarts them when they exit, forwards their output, and stops them.
 
 For each child, one thread starts the child, reads its output and waits for its exit. If the parent process
-dies without stopping its children, Linux kills the children. For this, each child has a parent-death signal
-for the thread that started it.
+dies without stopping its children, Linux kills the children. Each child has a parent-death signal for this
+purpose. Linux sends this signal when the thread that started the child ends.
 """
 
 from __future__ import annotations

@@ -186,8 +186,8 @@ class StandIn:
 
     Attributes:
         decoder: The model with random weights.
-        synthetic: Draws the number of accepted drafts from a distribution. With None, the model itself
-            decides.
+        synthetic: Draws the number of accepted draft tokens from a distribution. If None, the model verifies
+            the draft tokens.
     """
 
     decoder: Decoder
@@ -202,8 +202,8 @@ class Target:
         make_drafter: Makes a drafter inside this process; see `run`.
         stand_in: Replaces the model of `settings.model`. Only `outrider bench` passes one.
         on_rank_lost: Called when another rank is lost; see `start_group`.
-        stopped: Function that returns True once the process must end. The warm-up calls it repeatedly, and
-            ends early when it returns True. The target then cannot serve.
+        stopped: Function that returns True once the process must end. The warm-up then ends early, and the
+            target cannot serve.
     """
 
     def __init__(
@@ -314,7 +314,7 @@ class Target:
     async def wait_for_draft(self, timeout_s: float) -> None:
         """Wait until the draft is ready, or give up and serve without a draft.
 
-        The time that graph recording has already spent waiting for the draft counts towards `timeout_s`.
+        Time that the recording of CUDA graphs has already spent on this wait counts towards `timeout_s`.
 
         Raises:
             OutriderError: The draft does not fit this target.

@@ -14,9 +14,10 @@ class Device(Enum):
 
 
 class OverlapSchedule(Enum):
-    """Setting: whether the host launches a round before it has read the previous one.
+    """Setting: whether the host launches a round before it has read the results of the previous round.
 
-    With ON, drafts run on the target's device. AUTO selects ON if the model runs on a GPU.
+    ON also moves drafting to the target's device, if the drafter supports this. AUTO selects ON if the model
+    runs on a GPU.
     """
 
     AUTO = "auto"
@@ -25,9 +26,9 @@ class OverlapSchedule(Enum):
 
 
 class RoundPlacement(Enum):
-    """Setting: the path of states and trees in rounds with a draft in another process.
+    """Setting: how round states and trees travel between the target and a draft in another process.
 
-    HOST sends them through the host. DEVICE exchanges them between the devices of target and draft
+    HOST sends them through the host. DEVICE exchanges them between the two devices
     (`shared.spec.resident`). AUTO selects DEVICE if the target uses a single GPU.
     """
 

@@ -136,12 +136,12 @@ class GenerationRequest:
         ignore_eos: True if the model's end-of-sequence tokens do not end the sequence.
         deadline: Time at which the request fails, from `time.monotonic()`. None sets no deadline.
         priority: Requests with higher values are admitted first, and may displace requests with lower values.
-        tenant: Name of the party whose requests share a part of the server. Empty if there is only one.
+        tenant: Name of the party whose requests share a part of the server. Empty if there is none.
         logprobs: The log-probabilities that the client wants.
         constraint: The constraint on the output. None if any output is allowed.
         grammar: The compiled constraint. None if there is no constraint.
         cache_salt: Only requests with the same salt share stored prefixes.
-        traceparent: Trace context of the target's tracing span for this request, which is sent to the draft.
+        traceparent: Trace context of the target's tracing span for this request. It is sent to the draft.
             Empty if the request is not traced.
         resume_ids: Tokens that another target has already emitted for this request. They count as output.
         states: The states of tokens that the client wants, such as hidden states.
@@ -177,8 +177,8 @@ class TokensEvent:
         logprobs: The log-probability of each token in `token_ids`, if the client wants them.
         prompt_logprobs: The log-probabilities of the next prompt tokens, if the client wants them. The first
             entry is for the token at index `prompt_start`, or at index 1 if `prompt_start` is 0.
-        states: The states of the next tokens, if the client wants them. The last emitted token has no states
-            yet, but all tokens before it have.
+        states: The states of tokens, such as hidden states, if the client wants them. Each event continues
+            after the last token of the previous event. The last emitted token has no states yet.
     """
 
     request_id: str

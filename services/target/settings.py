@@ -59,10 +59,10 @@ class TargetSettings(ListenerSettings):
     tp: int = Field(1, ge=1, le=64, description="Number of GPUs (on a CPU, processes) that share the model.")
     tp_all_reduce: ReduceKind = Field(
         ReduceKind.AUTO,
-        description="How ranks add: auto (Outrider's kernels), one-shot (torch's), or group (NCCL only).",
+        description="How ranks sum results: auto (Outrider's kernels), one-shot (torch's) or group (NCCL).",
     )
     tp_timeout_s: float = Field(
-        120.0, gt=0, description="The target ends if a rank does not join a step within this time."
+        120.0, gt=0, description="The target exits if a rank does not join a step within this time."
     )
     attention_backend: AttentionKind = Field(
         AttentionKind.AUTO,
@@ -70,17 +70,17 @@ class TargetSettings(ListenerSettings):
     )
     grammar_backend: GrammarBackend = Field(
         GrammarBackend.LLGUIDANCE,
-        description="Library for forms such as JSON schemas: llguidance, xgrammar (an extra) or auto.",
+        description="Library for output formats such as JSON schemas: llguidance, xgrammar (extra) or auto.",
     )
     deterministic: bool = Field(
-        False, description="Compute the same bits with and without drafts, and in any batch. Slower."
+        False, description="Compute the same bits with and without drafts and in any batch. This is slower."
     )
     quantization: Quantization = Field(
         Quantization.NONE, description="none, or fp8: multiply 8-bit weights with 8-bit activations."
     )
     kv_cache_dtype: KvCacheDtype = Field(
         KvCacheDtype.AUTO,
-        description="auto (the model's type), or fp8_e4m3 (half the memory).",
+        description="auto (the model's data type), or fp8_e4m3 (half the memory).",
     )
     enable_torch_compile: bool = Field(
         False, description="Compile the norms and MLPs of models that run through transformers."
@@ -100,7 +100,7 @@ class TargetSettings(ListenerSettings):
         None, description="File of token ids to draft (FR-Spec), for a draft in this process."
     )
     ngram_corpus: Path | None = Field(
-        None, description="File of additional texts for n-grams in this process."
+        None, description="File of additional texts for n-gram drafting in this process."
     )
     num_steps: int = Field(5, ge=1, description="Default depth of a draft tree.")
     topk: int = Field(4, ge=1, description="Default number of branches per level of a draft tree.")
@@ -117,10 +117,10 @@ class TargetSettings(ListenerSettings):
         "its memory allows.",
     )
     max_queued_requests: int = Field(
-        512, ge=1, description="Largest number of waiting sequences. More get RESOURCE_EXHAUSTED."
+        512, ge=1, description="Largest number of waiting sequences. Others get RESOURCE_EXHAUSTED."
     )
     max_queued_prompt_tokens: int = Field(
-        1_000_000, ge=1, description="Largest number of waiting prompt tokens. More get RESOURCE_EXHAUSTED."
+        1_000_000, ge=1, description="Largest number of waiting prompt tokens. Others get RESOURCE_EXHAUSTED."
     )
     page_size: int = Field(16, ge=1, le=1024, description="Tokens per page of the KV cache.")
     kv_tokens: int | None = Field(
@@ -137,22 +137,22 @@ class TargetSettings(ListenerSettings):
     )
     disable_tile_trial: bool = Field(
         False,
-        description="Do not search for faster tiles of products at start, and ignore earlier searches.",
+        description="Do not search for faster tiles of matrix products at start. Ignore earlier searches.",
     )
     disable_prefix_cache: bool = Field(
-        False, description="Compute every prompt. Keep no K/V of ended requests."
+        False, description="Compute every prompt in full. Keep no K/V of ended requests."
     )
     disable_cuda_graph: bool = Field(False, description="Record no CUDA graphs. Launch kernels one by one.")
     overlap_schedule: OverlapSchedule = Field(
         OverlapSchedule.AUTO,
-        description="Launch each round before the previous one is read: auto (on a GPU), on or off.",
+        description="Launch a round before the last round's results are read: auto (on a GPU), on or off.",
     )
     disable_overlap_schedule: bool = Field(False, description="Same as --overlap-schedule off.")
     max_packed_rows: int = Field(
-        2048, ge=1, description="Largest number of nodes of all trees of a round. Other trees take turns."
+        2048, ge=1, description="Largest number of nodes of all trees of a round. Further trees must wait."
     )
     prefill_budget_ms: float = Field(
-        20.0, gt=0, description="Time for prompts between two rounds while other requests decode."
+        20.0, gt=0, description="Time to compute prompts between two rounds while other requests decode."
     )
     prefill_chunk: int | None = Field(
         None, ge=1, description="Largest number of prompt tokens per step. Default: 8192 (GPU), 512 (CPU)."
@@ -163,25 +163,25 @@ class TargetSettings(ListenerSettings):
     draft_wait_s: float = Field(
         60.0,
         ge=0,
-        description="Longest wait for the draft at start. At most 20 s if nothing listens at its address.",
+        description="Longest wait for the draft at start. At most 20 s if nothing listens at the address.",
     )
     draft_fault_deadline_s: float = Field(
         2.0, gt=0, description="Time after which a draft that does not answer counts as faulty."
     )
     draft_rounds: RoundPlacement = Field(
         RoundPlacement.AUTO,
-        description="Where rounds with a separate draft run: host, or device of both. auto: device on a GPU.",
+        description="Where rounds with a draft in another process run: host, device, or auto (GPU: device).",
     )
     step_deadline_s: float = Field(
         60.0,
         gt=0,
-        description="Time after which a step counts as hung. After three times this time, the target ends.",
+        description="Time after which a step counts as hung. After three times this time, the target exits.",
     )
     drain_notice_s: float = Field(
         0.0, ge=0, description="On SIGTERM: time between reporting not ready and refusing new requests."
     )
     drain_grace_s: float = Field(30.0, ge=0, description="On SIGTERM: time for running requests to finish.")
-    log_interval_s: float = Field(10.0, ge=0, description="Interval of log lines about load. 0: none.")
+    log_interval_s: float = Field(10.0, ge=0, description="Interval of log lines about load. 0: no lines.")
     log_level: str = Field(
         "info", pattern="^(debug|info|warning|error)$", description="debug, info, warning or error."
     )
@@ -265,7 +265,7 @@ class TargetSettings(ListenerSettings):
         return SpeculationLimits(shape, self.max_steps, self.max_topk, self.max_nodes, min(deepest, most - 1))
 
     def ranks(self) -> Ranks | None:
-        """Return the ranks from `torchrun`'s environment variables. None if this process must start them.
+        """Return this process's rank and the number of ranks if `torchrun` started it. Otherwise return None.
 
         Raises:
             ConfigurationError: The environment variable WORLD_SIZE differs from `tp`, or a variable is not a

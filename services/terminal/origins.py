@@ -23,8 +23,8 @@ class _Token:
 class OriginColours:
     """Chooses the style of each piece of one answer's text, by the origin of the tokens.
 
-    The text of a token can arrive later than the token, for example because the text may be the start of a
-    stop string. A queue therefore stores the tokens whose text has not arrived.
+    The text of a token can arrive later than the token. For example, the text may be the start of a stop
+    string. A queue therefore stores the tokens whose text has not arrived.
     """
 
     def __init__(self) -> None:

@@ -13,7 +13,7 @@ TREE_NODES = (8, 16, 32, 64)
 def candidate_shapes(largest: DraftShape) -> list[DraftShape]:
     """Return the shapes of chains and trees that a server allows.
 
-    A shape is left out if its depth and width admit fewer nodes than its number of nodes.
+    A shape is left out if no tree of its depth and width can have its number of nodes.
 
     Args:
         largest: The largest depth, width and number of nodes that the server allows.

@@ -47,7 +47,8 @@ class PairedSpeeds:
     def contenders(self) -> list[DraftShape]:
         """Return `NO_DRAFT` and the shapes that may still turn out to be the fastest ones.
 
-        Return `NO_DRAFT` alone if further passes would change the speed of the choice by at most `EQUAL`.
+        If the speeds of all these shapes differ by less than `EQUAL`, it does not matter which of them is
+        chosen. No shape is then left to measure, and only `NO_DRAFT` is returned.
         """
         speeds = self.speeds()
         first = max(self.passes[-1], key=lambda shape: speeds[shape])

@@ -2,8 +2,8 @@
 
 A draft proposes the same tokens for every shape, but a smaller shape keeps fewer of them. The tokens of the
 answer do not depend on the shape either. A recorded round therefore shows how many tokens a smaller tree at
-the same position would have accepted: the longest path from the root of the smaller tree whose tokens are
-those of the answer.
+the same position would have accepted. This number is the length of the smaller tree's longest path from the
+root whose tokens match the answer.
 
 The prediction is an estimate, because rounds of a smaller tree would begin at other positions than the
 recorded rounds. `search` therefore measures the best shapes.
@@ -93,8 +93,8 @@ class RecordedTree:
 def accept_length(trees: Sequence[RecordedTree], shape: DraftShape) -> float:
     """Return the predicted mean number of tokens per round of a tree shape, including the bonus token.
 
-    A round is left out if the answer ends within the depth of the shape. If this is so for all rounds, no
-    round is left out.
+    A round counts only if more tokens of the answer follow its root than the shape has levels. If this is so
+    for no round, all rounds count.
     """
     if not shape.drafts or not trees:
         return 1.0

@@ -18,8 +18,13 @@ from outrider.shared.spec.tree import NO_DRAFT, DraftShape
 def probe_shapes(candidates: Sequence[DraftShape]) -> list[DraftShape]:
     """Return the tree shapes whose rounds `outrider tune` measures.
 
-    The shapes are plain decoding, the shortest and the longest chain, and some trees: the smallest and the
-    largest tree of the least width, the same two of the greatest width, and a tree of median size.
+    The shapes are:
+
+    - plain decoding
+    - the shortest and the longest chain
+    - the smallest and the largest tree of the least width
+    - the smallest and the largest tree of the greatest width
+    - a tree of median size
     """
     chains = [shape for shape in candidates if shape.topk == 1]
     probes = [NO_DRAFT, *chains[:1], *chains[-1:]]

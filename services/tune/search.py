@@ -67,7 +67,7 @@ class Check:
     Attributes:
         choice: The shape that the search chose.
         best: The fastest shape in a measurement of all shapes.
-        ratios: Speed of `choice` divided by that of `best`, for each pass.
+        ratios: Speed of `choice` divided by the speed of `best`, for each pass.
         seconds: Duration of the measurements of all shapes.
     """
 

@@ -27,7 +27,7 @@ class StateComparison:
     """The hidden states of a run with speculation, compared with those of the run without speculation.
 
     Attributes:
-        compared: Number of tokens.
+        compared: Number of tokens whose states were compared.
         missing: Number of tokens whose states only one of the runs has.
         largest: Largest norm of a difference, relative to the norm of the hidden states.
         request: Id of the request with the largest difference. Empty if nothing differs.

@@ -52,9 +52,9 @@ class AttentionBatch:
             device. The backend then plans its work on the device. The grid of the backend's kernels does not
             depend on `max_kv_len`. A sequence may have no rows. A sequence is idle if its entry of
             `table_rows` is -1 or if it has no tokens. Rows of idle sequences yield zeros.
-        host_lens: For each sequence of a causal batch, the token index of its first row and its number of
-            rows, as numbers on the host. None if the batch has `ancestors`, or if these numbers are known
-            only on the device.
+        host_lens: Numbers on the host. For each sequence of a causal batch, the token index of its first row
+            and its number of rows. None if the batch has `ancestors`, or if these numbers are known only on
+            the device.
     """
 
     page_table: torch.Tensor
@@ -140,7 +140,7 @@ def build_batch(
             stands for token index prefix_len + j.
         prefix_lens: For each sequence, the number of tokens that all of its rows see. Defaults to `starts`.
             Pass a smaller number if a tree grows level by level. The tree's earlier levels then lie between
-            the prefix and the start, and a row sees them only through bits of its mask.
+            the prefix and the start. A row sees these levels only through bits of its mask.
 
     Raises:
         ValueError: A lease is too short.

@@ -1,8 +1,8 @@
-"""Prepares the attention of prompts by cuDNN: checks cuDNN, builds cuDNN's plans, decides on cuDNN's use.
+"""Prepares cuDNN for the attention of prompts: checks the library, builds its plans, decides on its use.
 
-cuDNN needs a compiled plan for each shape of its inputs. Building a plan takes long, uses the host, and must
-be repeated for each thread. Plans are therefore built while the engine has no request. Only shapes with plans
-are used.
+cuDNN needs a compiled plan for each shape of its inputs. Building a plan takes long, occupies the host, and
+must be repeated for each thread. Plans are therefore built while the engine has no request. Only shapes with
+plans are used.
 """
 
 from __future__ import annotations
@@ -96,9 +96,8 @@ class Library:
         """Check the library, then build its plans. Each step of the returned iterator does one task.
 
         Args:
-            use: Function that is called with the library's attention (`ChunkAttention`) after a successful
-                check. Each plan adds a tile shape to this object. If the library fails later, `use` is called
-                with None.
+            use: Function that is called with a `ChunkAttention` after a successful check. Each plan adds a
+                tile shape to this `ChunkAttention`. If the library fails later, `use` is called with None.
 
         Yields:
             None after the check, then the tile shape of each new plan. The most useful shapes come first. If
@@ -145,8 +144,8 @@ def prepare_within(
     Args:
         library: The library to prepare.
         use: See `Library.prepare`.
-        limit_s: Number of seconds after which no further plan is begun. A plan that has been begun by then
-            is finished.
+        limit_s: Number of seconds after which no further plan is begun. A plan that is being built then is
+            finished.
         clock: Returns the time in seconds.
     """
     started = clock()

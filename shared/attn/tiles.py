@@ -1,8 +1,8 @@
 """Divides the attention of a prompt chunk into tiles of a few fixed shapes, and estimates the tiles' time.
 
-A library such as cuDNN compiles a plan for each shape of its inputs. This takes tens to hundreds of
-milliseconds. A chunk may have any length. Its attention is therefore divided into tiles of a few shapes, for
-which plans exist already.
+A library such as cuDNN compiles a plan for each shape of its inputs. Each plan takes tens to hundreds of
+milliseconds. A chunk may have any length. The attention of a chunk is therefore divided into tiles of a few
+shapes, for which plans exist already.
 """
 
 from __future__ import annotations

@@ -53,8 +53,8 @@ class KernelAttention(StoredAttention):
     def plan(self, batch: AttentionBatch) -> None:
         """Prepare one forward pass: keep a reference to the batch, whose tensors the kernels read.
 
-        For a ragged batch (`AttentionBatch.ragged`), the kernels' work depends on the number of heads. It is
-        therefore planned later, in the first layer.
+        For a ragged batch (`AttentionBatch.ragged`), the kernels' work depends on the number of heads. This
+        work is therefore planned later, in the first layer.
         """
         self._batch = batch
         self._works = {}

@@ -23,7 +23,7 @@ class ConstraintKind(Enum):
         JSON_SCHEMA: A JSON schema, as JSON text.
         REGEX: A regular expression that the whole output matches.
         GRAMMAR: A grammar in EBNF (GBNF) or in Lark.
-        CHOICE: A JSON list of texts, one of which is the output.
+        CHOICE: A JSON list of texts. The output is one of these texts.
     """
 
     JSON_SCHEMA = "json_schema"
@@ -55,7 +55,7 @@ class Constraint:
     field: str = field(default="constraint", compare=False)
 
     def check(self) -> None:
-        """Check that the constraint's `source` is not empty, and that none of its texts is too large.
+        """Check that `source` is not empty, and that no text of the constraint is too large.
 
         Raises:
             InvalidRequestError: The constraint is empty or too large. The error names the field.

@@ -40,7 +40,7 @@ class SamplingParams:
     """How the next token is chosen from the logits. The default values leave the distribution unchanged.
 
     Attributes:
-        temperature: 0 means greedy.
+        temperature: Divisor of the logits. 0 means greedy decoding.
         top_k: Keep the k most likely tokens; 0 disables the filter.
         top_p: Keep the smallest set of most likely tokens with at least this total probability; 1 disables
             the filter.

@@ -24,19 +24,19 @@ class LogitRules:
 
     The rules are applied in this order: bias, repetition penalty, frequency and presence penalty, forbidden
     tokens. "Output" means the tokens that were generated before the next token. In a draft tree, these
-    include the tokens on the path from the root to the node after which the next token is chosen.
+    include the tokens on the path from the root to the parent of the next token.
 
     Attributes:
         presence_penalty: Number that is subtracted from the logit of each token that the output contains.
         frequency_penalty: Number that is subtracted from a token's logit for each occurrence of the token in
             the output.
-        repetition_penalty: Positive number for the logits of the tokens that the prompt or the output
-            contains. Positive logits are divided by this number, and negative logits are multiplied by it.
+        repetition_penalty: Positive number, applied to the logits of all tokens in the prompt or the output.
+            Positive logits are divided by this number, and negative logits are multiplied by it.
         logit_bias: Pairs of a token id and the number that is added to its logit. A token id occurs at most
             once.
         min_tokens: Smallest number of output tokens. Before this number is reached, tokens that end the text
             are forbidden.
-        allowed_token_ids: The only tokens that may be chosen. With None, all tokens are allowed.
+        allowed_token_ids: The only tokens that may be chosen. If None, all tokens are allowed.
         bad_words: Token sequences that the output must not contain.
     """
 

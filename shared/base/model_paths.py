@@ -25,7 +25,7 @@ def dangling_link(path: Path) -> str:
     """Explain a symbolic link whose destination is missing.
 
     Returns:
-        A sentence that names the link, its destination and the fix. Empty if `path` is not such a link.
+        A sentence that names the link, its destination and the fix. Empty if `path` is no such link.
     """
     if not path.is_symlink() or path.exists():
         return ""

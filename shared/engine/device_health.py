@@ -1,7 +1,7 @@
 """Finds out whether a GPU can still be used by this process after an error.
 
-A CUDA context does not recover from some errors, such as an illegal memory access: every later call fails,
-until the process ends.
+A CUDA context does not recover from some errors, such as an illegal memory access. After such an error, every
+later call fails until the process ends.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def device_is_lost(device: torch.device) -> bool:
 def ending_if_lost(
     device: torch.device, end: Callable[[UnavailableError], None]
 ) -> Callable[[Exception], None]:
-    """Return a handler of unexpected errors, which calls `end` if the GPU cannot be used any more.
+    """Return a handler of unexpected errors. The handler calls `end` if the GPU cannot be used any more.
 
     A supervisor then restarts the process. Without this check, a service would stay ready and fail every
     request.

@@ -68,17 +68,17 @@ class GraphCache:
 
     All graphs share one memory pool. Replay them on one stream, because two replays must not overlap.
 
-    A result of `run` is valid until the next `run` or `capture` of *any* key of this cache, because another
-    graph may use the same addresses. To keep a value longer, let the function copy it to a tensor that was
+    A result of `run` is valid until the next `run` or `capture` of *any* key of this cache. Another graph may
+    then overwrite the result. To keep a value longer, let the function copy the value to a tensor that was
     allocated outside the function.
 
-    Graphs recorded in a `keeping` block, at start-up, are permanent. After that, clients' requests determine
-    which keys occur. The cache keeps only the `max_late_graphs` most recently used of these late graphs.
+    Graphs recorded in a `keeping` block, at start-up, are permanent. The keys of later graphs depend on
+    clients' requests. The cache keeps only the `max_late_graphs` most recently used of these later graphs.
 
     Args:
         device: The device that the functions run on.
         enabled: If False, every function runs eagerly on every device.
-        observer: An observer to call for every recording, replay and drop, or None.
+        observer: The observer to notify of every recording, replay and drop, or None.
         max_late_graphs: Largest number of graphs to keep among those that were recorded outside `keeping`.
         most_late_s: Limit, in seconds, on the expected time of a recording outside `keeping`. Applies to keys
             whose work `run_eagerly` has run before.
@@ -217,8 +217,8 @@ class GraphCache:
         """Record a CUDA graph for `key` unless there is one. Does nothing on a CPU. Waits for the device.
 
         Before the capture, `record` runs eagerly `WARM_UP_RUNS` times, unless `run_eagerly` has run the work
-        often enough. Call this method while the static inputs contain idle rows (lengths 0, slots -1),
-        because the eager runs would otherwise overwrite data, such as K/V, that later passes read.
+        often enough. Call this method while the static inputs contain idle rows (lengths 0, slots -1).
+        Otherwise, the eager runs overwrite data that later passes read, such as K/V.
 
         Some functions cannot be captured, for example because they query the device. Without an observer, the
         cache logs such a failure, and runs the function eagerly from then on. With an observer, the cache
@@ -230,7 +230,7 @@ class GraphCache:
         self.capture_parts(key, lambda: single_part(record))
 
     def capture_parts(self, key: Hashable, record: Callable[[], Parts[Any]]) -> None:
-        """Record work in several parts, each as a CUDA graph. Otherwise, like `capture`.
+        """Record work in several parts, each as a CUDA graph. For all else, see `capture`.
 
         `run_parts` replays the parts one by one. A part may read tensors that an earlier part has made. No
         other graph of this cache may be replayed between two parts, because it may overwrite these tensors.
@@ -340,7 +340,7 @@ class GraphCache:
         return result
 
     def run_parts(self, key: Hashable, record: Callable[[], Parts[Any]]) -> Iterator[None]:
-        """Return an iterator that runs one part of the work per item. The caller must exhaust it.
+        """Return an iterator that runs one part of the work per item. The caller must exhaust the iterator.
 
         Parts that `capture_parts` has recorded are replayed. Other parts run as in `run_eagerly`.
         """

@@ -22,13 +22,13 @@ Inputs = TypeVar("Inputs", bound=HasRows)
 
 
 class RecordedRows(ABC, Generic[Inputs]):
-    """Pads forward passes to row counts with recorded CUDA graphs, and keeps the graphs' static inputs.
+    """Pads forward passes to row counts that have CUDA graphs, and stores the graphs' static inputs.
 
     Use this object on the engine thread only.
 
     Args:
         graphs: Cache in which the passes are recorded.
-        sizes: The numbers of rows that passes are recorded for, in ascending order.
+        sizes: The numbers of rows for which passes are recorded, in ascending order.
     """
 
     def __init__(self, graphs: GraphCache, sizes: Seq[int]) -> None:

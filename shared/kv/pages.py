@@ -49,8 +49,8 @@ class PageAllocator:
     of a lease are consecutive. The allocator therefore chooses consecutive pages, unless the pool is crowded:
 
     - A lease grows into the page after its last page if that page is free.
-    - A new lease starts in the middle of the largest free run, so that a lease that ends just before this run
-      can still grow. If the run begins with page 0, or if its second half is too short, the new lease starts
+    - A new lease starts in the middle of the largest free run. The lease on the pages before this run can
+      then still grow. If the run begins with page 0, or if its second half is too short, the new lease starts
       at the beginning of the run.
 
     Attributes:

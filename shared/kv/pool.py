@@ -192,7 +192,7 @@ class KVPool:
         return lease.extend(max(0, self.pages_for(num_tokens) - len(lease.pages)))
 
     def page_table(self, leases: Sequence[PageLease]) -> torch.Tensor:
-        """Return the page table of some leases, ``[bs, max_pages] int32``, on the pool's device.
+        """Return the page table of these leases, ``[bs, max_pages] int32``, on the pool's device.
 
         Rows are padded with page 0. The padding is never read, because it lies after the end of the sequence.
         """

@@ -9,8 +9,8 @@ Life of a stored page (see `prefix_tree` for the tree of pages):
 4. When the allocator needs pages, it evicts stored pages that no lease reads, the least recently used first.
    A page is evicted only after all its children in the tree.
 
-No forward pass writes a page that another sequence reads, for two reasons: a shared page is full, and all of
-its tokens are committed.
+A shared page is full, and all of its tokens are committed. Forward passes therefore never write a page that
+another sequence reads.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ class PrefixCache:
             match: The prefix. The cache must not have changed since `match` returned it.
             num_pages: Total number of pages of the lease, which must exceed the number of pages of the
                 prefix.
-            spare: Number of pages that must remain available.
+            spare: Number of other pages that must remain available.
 
         Returns:
             The lease. None if too few pages are available, in which case nothing has changed.
@@ -219,8 +219,8 @@ class PrefixCache:
     def forget(self, tokens: Sequence[int], kept: int, salt: str = "") -> None:
         """Remove from the cache the pages of a sequence that come after its first `kept` tokens.
 
-        A page that a lease reads is not removed. The pages below such a page in the tree are not removed
-        either.
+        Pages that a sequence still reads are not removed. If a page is removed, its descendants in the tree
+        are removed too.
         """
         node, pages = self._tree.find_root(salt), len(tokens) // self._page_size
         if node is None or pages < 1 or next(self._tree.keys(tokens, 0, 1)) not in node.children:
@@ -274,7 +274,7 @@ class PrefixCache:
         self.take_back(lease)
 
     def take_back(self, lease: PageLease) -> bool:
-        """Make a lease the owner of its last pages, if they are outside the tree and read by no other lease.
+        """Make a lease the owner of its last pages that are outside the tree and that no other lease reads.
 
         Return True if the lease then owns all of its pages.
         """

@@ -1,7 +1,7 @@
 """The tree of a prefix cache: adds, pins, removes and evicts nodes. Each node is one full page of tokens.
 
 There is one tree per salt. A salt is a text that separates requests whose prefixes must not be shared. The
-path from the root of a tree to a node is a prefix, and the node is the last page of this prefix.
+path from the root of a tree to a node is a prefix. The node is the last page of this prefix.
 
     root ── tokens 0-15 ──┬── tokens 16-31 ── tokens 32-47
                           └── tokens 16-31 (other tokens)

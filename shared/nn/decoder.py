@@ -109,8 +109,8 @@ class Decoder:
         """Convert the layers' projections to FP8, and use an FP8 copy of the output head to compute logits.
 
         Each output channel of a weight has a scale. The embedding and `lm_head` are not changed, because
-        draft models borrow these tensors, and because the two may be the same tensor. Call this method before
-        the first forward pass. CUDA graphs that are already recorded would still read the old weights.
+        draft models may borrow these tensors. Call this method before the first forward pass. CUDA graphs
+        that are already recorded would still read the old weights.
 
         Raises:
             ConfigurationError: The layers do not consist of plain attention and a dense MLP, the weights are
@@ -239,8 +239,8 @@ class Decoder:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Compute the logits ``[rows, vocab]`` of hidden states, in the type of the weights.
 
-        No fp32 copy of the logits is made, because it would be the largest tensor of a round. The kernels
-        that read logits convert each number to fp32 when they load it.
+        No fp32 copy of the logits is made, because the copy would be the largest tensor of a round. The
+        kernels that read logits convert each number to fp32 when they load the number.
 
         Args:
             hidden: ``[rows, hidden_size]``, hidden states after the final norm.

@@ -44,8 +44,8 @@ def deterministic(decoder: Decoder) -> Decoder:
     """Return a deterministic decoder that has the same weights as a given decoder.
 
     Raises:
-        ConfigurationError: The model has layers that have no batch-invariant kernel on the GPU. The error's
-            `field` is the setting.
+        ConfigurationError: A layer of the model has no batch-invariant kernel on the GPU. The error's `field`
+            is ``deterministic``.
     """
     return RowByRow(decoder) if decoder.device.type == "cpu" else BatchInvariant(decoder)
 

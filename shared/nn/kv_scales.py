@@ -4,10 +4,10 @@ A scale s belongs to the keys or to the values of a layer. The KV cache stores K
 largest numbers just fit into the type e4m3. No kernel needs the scales, because the weights are changed as
 follows:
 
-- Keys are divided by the scale of the keys, and queries are multiplied by the same scale. The attention
-  scores do not change.
-- Values are divided by the scale of the values, and the weight of the output projection is multiplied by the
-  same scale. The results of this projection do not change.
+- Keys are divided by the scale of the keys. Queries are multiplied by the same scale. The attention scores do
+  not change.
+- Values are divided by the scale of the values. The weight of the output projection is multiplied by the same
+  scale. The results of this projection do not change.
 
 Scales are rounded up to powers of two. In fp32 and bf16, multiplication by a power of two is exact. If the
 cache is not FP8, the outputs of the model therefore stay bit-identical.

@@ -4,7 +4,7 @@ Weights have one scale per output channel. Activations have one scale per row, c
 pass.
 
 A GPU has kernels for FP8 products. On a CPU, the operands are rounded in the same way and multiplied in a
-wide type. This is slow. It only serves to show how rounding changes a model's output.
+wide type. The slow CPU version only serves to show how rounding changes a model's output.
 
 The embedding and the norms keep their type. Logits are computed with a rounded copy of the output head.
 """
@@ -85,13 +85,13 @@ class RoundedLinear(Linear):
 def fp8_rounding(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> OnLayer:
     """Return a function that rounds the weights of a layer to FP8.
 
-    The returned function can run during the loading of a model, or afterwards. During loading, at most one
+    The returned function can be called while a model is loaded, or afterwards. During loading, at most one
     layer at a time is in its original type. The returned function raises ConfigurationError for layers
     without FP8 products.
 
     Raises:
-        ConfigurationError: The model, its GPU or its type has no FP8 products. The error's `field` is the
-            setting.
+        ConfigurationError: The model, its GPU or its type has no FP8 products. The error's `field` is
+            ``quantization``.
     """
     if isinstance(config, GenericConfig):
         raise _refused(
@@ -128,8 +128,8 @@ def quantize_decoder(decoder: Decoder) -> None:
     Layers that were already rounded while they were loaded are not changed.
 
     Raises:
-        ConfigurationError: The decoder's layers, GPU or type have no FP8 products. The error's `field` is the
-            setting.
+        ConfigurationError: The decoder's layers, GPU or type have no FP8 products. The error's `field` is
+            ``quantization``.
     """
     round_layer = fp8_rounding(decoder.config, decoder.device, decoder.dtype)
     for layer in decoder.layers:

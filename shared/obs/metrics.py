@@ -78,11 +78,11 @@ def join_expositions(own: str, others: Sequence[tuple[Mapping[str, str], str]]) 
     """Append other services' metrics to this service's. Each metric family appears once in the result.
 
     Args:
-        own: This service's metrics, in Prometheus text format. Families with the same name are skipped in
-            `others`.
+        own: This service's metrics, in Prometheus text format. A family of `others` with the same name is
+            skipped.
         others: For each other service, the labels to add to its samples, and its metrics in text format. If
-            several services have the same family, their samples are joined under the first service's help
-            text.
+            several of these services have the same family, its samples are joined under the help text of the
+            first service.
     """
     ours = {line.split(" ", 3)[2] for line in own.splitlines() if line.startswith("# TYPE ")}
     heads: dict[str, dict[str, str]] = {}

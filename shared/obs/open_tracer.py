@@ -12,7 +12,7 @@ def open_tracer(service: str, endpoint: str, share: float = 1.0) -> Tracer:
     """Return the tracer of a service.
 
     Args:
-        service: gateway, target or draft.
+        service: Name of the service: gateway, target or draft.
         endpoint: Address of an OpenTelemetry collector (OTLP over HTTP). If it is empty, no traces are
             recorded.
         share: Share of the traces that are recorded, 0 to 1. If a caller's `traceparent` is marked as

@@ -57,10 +57,10 @@ class OtelTracer(Tracer):
     """Tracer that records OpenTelemetry spans.
 
     Args:
-        service: gateway, target or draft.
+        service: Name of the service: gateway, target or draft.
         processor: The span processor that receives the ended spans.
-        share: Share of the traces that are recorded, 0 to 1. If a request has a ``traceparent``, the flag in
-            the ``traceparent`` decides instead.
+        share: Share of the traces that are recorded, 0 to 1. If a request has a ``traceparent``, the sampled
+            flag in the ``traceparent`` decides instead.
     """
 
     active = True
@@ -91,7 +91,7 @@ def exporting_tracer(service: str, endpoint: str, share: float) -> Tracer:
     """Return a tracer that sends its spans in batches, from a thread of its own.
 
     Args:
-        service: gateway, target or draft.
+        service: Name of the service: gateway, target or draft.
         endpoint: Address of the collector, without ``/v1/traces``.
         share: Share of the traces that are recorded.
     """

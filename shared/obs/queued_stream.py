@@ -128,11 +128,9 @@ class QueuedStream(io.TextIOBase):
 
 
 def queue_stderr() -> None:
-    """Replace `sys.stderr` by a `QueuedStream`.
+    """Replace `sys.stderr` by a `QueuedStream`. Do nothing if other code has already replaced `sys.stderr`.
 
     At the end of the process, the text that is still queued is written.
-
-    If tests or other programs have replaced `sys.stderr`, their stream stays.
     """
     if sys.__stderr__ is None or sys.stderr is not sys.__stderr__:
         return

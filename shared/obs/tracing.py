@@ -1,9 +1,9 @@
 """Traces of requests through the services: names, W3C trace contexts, and a tracer that records nothing.
 
-The trace of a request begins with a span of the gateway. The target adds a child span for each sequence, and
-a draft in its own process adds a span below the target's. The W3C header ``traceparent``, which the services
-pass on, joins the spans to one trace. A service that has no endpoint for traces uses the tracer that records
-nothing.
+The trace of a request begins with a span of the gateway. The target adds a child span for each sequence. A
+draft in its own process adds a child of the target's span. The services pass on the W3C header
+``traceparent``, which joins the spans to one trace. A service that has no endpoint for traces uses the tracer
+that records nothing.
 """
 
 from __future__ import annotations

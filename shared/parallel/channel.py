@@ -1,7 +1,7 @@
-"""The control channel between rank 0 and each other rank. Ends the other rank's process if rank 0 is gone.
+"""The control channel between rank 0 and each other rank. Ends a rank's process if rank 0 is gone.
 
 Each rank has one TCP connection to rank 0. Rank 0 sends commands over the connection, and the rank sends
-reports. A frame is a length of four bytes, followed by that many bytes.
+reports. Each message is one frame: a length of four bytes, followed by that many bytes.
 
 A closed connection shows that the peer's process has died. A stopped process keeps its connection open, so
 each rank also sends regular heartbeats (*beats*). `beat_until_gone` sends the beats, and ends the rank's
@@ -240,8 +240,8 @@ def accept_ranks(
 def connect_rank(store: Store, rank: int, timeout_s: float) -> RankConnection:
     """Connect this rank to rank 0. First wait until the ranks' common store contains rank 0's address.
 
-    After torchrun has restarted the ranks, the store still contains the address of the previous rank 0, until
-    the new rank 0 replaces this address. The function therefore retries.
+    After a restart of the ranks by torchrun, the store first contains the address of the previous rank 0. The
+    function therefore retries until the new rank 0 has replaced this address.
 
     Raises:
         UnavailableError: Rank 0 cannot be reached.

@@ -90,7 +90,7 @@ class Lead:
 
     @contextmanager
     def together(self, command: Command) -> Iterator[None]:
-        """Context manager: send a command to all other ranks. Run rank 0's part of it in the `with` block.
+        """Context manager: send a command to the other ranks. Rank 0's own part runs in the `with` block.
 
         If the block raises an error, the other ranks have run a command that rank 0 has not finished. The
         group of ranks therefore fails permanently.

@@ -38,8 +38,8 @@ POOL_TIMEOUT_S = 120.0
 class LeadDecoder(ShardedDecoder):
     """Rank 0's `ShardedDecoder`. Call `connect` first. Then use this object like any other `Decoder`.
 
-    Only one thread at a time may use this decoder. The decoder is also a `GraphObserver`: it is notified of
-    the engine's CUDA graphs, and makes the other ranks record and replay graphs of their own.
+    Only one thread at a time may use this decoder. The decoder is also a `GraphObserver`. When the engine
+    records or replays a CUDA graph, the decoder makes the other ranks do the same with their own graphs.
     """
 
     _lead: Lead

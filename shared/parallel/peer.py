@@ -129,7 +129,7 @@ class PeerReduce(OneShotReduce):
 
 
 class PeerCollectives:
-    """Collectives that send small integer tensors through peer memory. `group` does all other operations.
+    """Collectives that send small integer tensors through peer memory. `group` runs all other operations.
 
     Args:
         group: Collectives over all ranks.

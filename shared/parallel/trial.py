@@ -19,7 +19,7 @@ _CLOSE = 1.6e-2  # Twice the largest rounding error of bf16, which has 8 signifi
 def sums_agree(
     reduce: Reduce, collectives: Collectives, width: int, dtype: torch.dtype, device: torch.device
 ) -> bool:
-    """Return True if trial sums agree with the group's all-reduce and have the same bits on every rank.
+    """Return True if new sums agree with the group's all-reduce and have the same bits on every rank.
 
     Every rank must call this function.
 

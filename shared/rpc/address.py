@@ -1,6 +1,6 @@
 """Parses and checks the addresses ``host:port``, ``unix:/path`` and ``ipc:///path``.
 
-This module also refuses a listen address of an internal service if other hosts could reach the address. An
+This module also refuses a listen address of an internal service if other hosts could reach this address. An
 address ``ipc:///path`` connects a target and a draft on one host.
 """
 
@@ -19,10 +19,9 @@ IPC_SUFFIX = ".ipc"
 
 @dataclass(frozen=True, slots=True)
 class IpcAddress:
-    """An ``ipc:///path`` address, from which the paths of two unix sockets follow.
+    """An ``ipc:///path`` address. It determines the paths of two unix sockets in one folder.
 
-    One socket carries the streams between target and draft. The other socket, in the same folder, serves
-    gRPC.
+    One socket carries the streams between target and draft. The other socket serves gRPC.
 
     Attributes:
         path: The path in the address, as the user wrote it.
@@ -42,7 +41,7 @@ class IpcAddress:
 
     @classmethod
     def parse(cls, address: str, field: str) -> IpcAddress | None:
-        """Parse an address ``ipc:///path``. Return None if `address` has another form.
+        """Parse an address ``ipc:///path``. Return None if `address` does not begin with ``ipc:``.
 
         Raises:
             ConfigurationError: The path is not absolute or is too long. The message names `field`.

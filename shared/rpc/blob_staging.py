@@ -44,16 +44,16 @@ class BlobStaging:
     ) -> None:
         """Copy the bytes of a message to a blob, and write the round's number into the blob's header.
 
-        The previous copy to a blob of this size must have finished, because all copies of one size use the
-        same pinned buffer.
+        Before this call, the previous copy to a blob of this size must have finished. All copies of one size
+        use the same pinned buffer.
 
         Args:
             data: The message's bytes, which become the content of the blob.
             number: The number of the round.
             blob: The destination, on the device.
             least_bytes: Smallest accepted length of `data`. If `data` is shorter than the blob, the end of
-                the blob stays unchanged. With None, `data` must be as long as the blob.
-            expand: Writes `data` to its places in the blob. With None, `data` is copied to its start.
+                the blob stays unchanged. If `least_bytes` is None, `data` must be as long as the blob.
+            expand: Writes `data` to its places in the blob. If None, `data` is copied to the blob's start.
 
         Raises:
             ProtocolError: `data` has a wrong size.

@@ -52,8 +52,8 @@ class CertificateFiles:
     def changed(self) -> Certificates | None:
         """Return the new certificates if the files have changed since the last call. Otherwise, return None.
 
-        While the new files are not valid, for example because only one of them has been replaced, the
-        old certificates stay in use. The files are checked at most once a second.
+        The old certificates stay in use while the new files are not valid, for example because only one file
+        has been replaced. The files are checked at most once a second.
         """
         with self._lock:
             now = self._clock()

@@ -27,7 +27,7 @@ def open_channel(
     max_message_bytes: int = INTERNAL_MESSAGE_LIMIT,
     security: PeerSecurity | None = None,
 ) -> grpc.Channel:
-    """Open a gRPC channel to ``host:port`` or ``unix:/path``. It connects and reconnects by itself.
+    """Open a gRPC channel to ``host:port`` or ``unix:/path``. The channel connects and reconnects by itself.
 
     `security` applies to TCP addresses only. If `security` is None, the channel uses the settings of this
     process (`peer_security`).

@@ -78,9 +78,9 @@ class ClientStream:
     Any thread may call `send` and `cancel`. Two threads may read messages:
 
     - The reader: one fixed thread, always in `receive`.
-    - The borrower: another thread, e.g. the engine thread, in `receive_within`. While the borrower reads, the
-      reader only enforces the borrower's deadline, because gRPC's C core cannot wait for events with a
-      timeout.
+    - The borrower: another thread, e.g. the engine thread, in `receive_within`. gRPC's C core cannot wait for
+      events with a timeout. While the borrower reads, the reader therefore only enforces the borrower's
+      deadline.
 
     The diagram shows in time order how the borrower takes the stream and returns it. `LOOK` is an event that
     one thread posts to wake the other thread:
@@ -178,7 +178,7 @@ class ClientStream:
         """Wait for the next message. Only the reader, which is one fixed thread, may call this method.
 
         A message that another thread reads in `receive_within` is not returned here. The result is None if
-        the stream ended with status OK. With its next call, the reader confirms that it has handled the
+        the stream ended with status OK. The next call of `receive` confirms that the reader has handled the
         previous message.
 
         Raises:

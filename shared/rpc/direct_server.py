@@ -32,8 +32,8 @@ class ServerStream:
     Args:
         context: grpcio's context of the call.
         on_message: Called with every further message, one at a time, on the server's only polling thread.
-            While this function blocks, all other calls of the server wait. A wait for one forward pass of a
-            draft's GPU is short enough.
+            While this function blocks, all other calls of the server wait. The function may wait for one
+            forward pass of a draft's GPU, but not longer.
         on_end: Called at least once after the stream's end, on any thread. The argument is the exception that
             `on_message` raised, or None if the peer has ended the stream.
         max_unsent: Largest number of messages to queue for a peer that does not read. If the queue is full,

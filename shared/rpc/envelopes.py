@@ -4,8 +4,8 @@ A protobuf message class copies a blob two or three times when the message is se
 is received. Here, the bytes around the blob are encoded in advance. Sending then copies the blob once, and
 receiving returns a view.
 
-The encoded bytes are the same as those of protobuf. The blob must be the last field of an inner message, and
-the inner message must be the only field of the message that is sent.
+The encoded bytes are the same as those of protobuf. The blob must be the last field of an inner message. The
+inner message must be the only field of the message that is sent.
 """
 
 from __future__ import annotations

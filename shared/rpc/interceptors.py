@@ -1,4 +1,4 @@
-"""gRPC interceptors that turn an `OutriderError` into a status, and functions that undo this in clients.
+"""gRPC interceptors that turn an `OutriderError` into a status, and client functions that turn it back.
 
 Servicers raise `OutriderError`. They never call ``context.abort``, because this call raises a bare
 `Exception` that broad handlers would swallow. A request message that does not parse becomes INVALID_ARGUMENT.

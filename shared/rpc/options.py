@@ -23,8 +23,8 @@ def server_options(
 ) -> Options:
     """Return the options of a gRPC server.
 
-    `max_received_bytes` is the largest message to receive. With None, it equals the limit of sent messages.
-    The options allow keepalive pings on quiet streams. With gRPC's defaults, such pings would close the
+    `max_received_bytes` is the largest message to receive. If None, it equals the limit of sent messages. The
+    options allow keepalive pings on quiet streams. gRPC's defaults would answer such pings by closing the
     connection (GOAWAY, too_many_pings).
     """
     return [

@@ -163,7 +163,7 @@ def load_security(
         prefix: Text before the names of the settings in error messages.
 
     Raises:
-        ConfigurationError: A file cannot be read, is not valid, or can be read by other users.
+        ConfigurationError: A file cannot be read, is not valid, or is a secret that other users can read.
     """
     names = {"certificate": f"{prefix}tls_cert", "key": f"{prefix}tls_key", "ca": f"{prefix}tls_ca"}
     if (certificate is None) != (key is None):

@@ -20,18 +20,18 @@ class PeerSettings(TracedSettings):
     peer_tls_key: Path | None = Field(None, description="PEM private key of --peer-tls-cert.")
     peer_tls_ca: Path | None = Field(
         None,
-        description="PEM certificates of the authority of the other services. Connections then use TLS, and "
-        "callers of this service need a certificate.",
+        description="PEM certificates of the authority that signs the other services' certificates. If set, "
+        "connections to these services use TLS, and callers of this service need a certificate.",
     )
     peer_token_file: Path | None = Field(
-        None, description="File with a token that all services share; calls over TCP need it."
+        None, description="File with a token that all services share. Calls over TCP need this token."
     )
 
     def peer_security(self) -> PeerSecurity:
         """Read the service's certificates, key and token from their files.
 
         Raises:
-            ConfigurationError: A file cannot be read, is not valid, or can be read by other users.
+            ConfigurationError: A file cannot be read, is not valid, or is a secret that other users can read.
         """
         return load_security(self.peer_tls_cert, self.peer_tls_key, self.peer_tls_ca, self.peer_token_file)
 

@@ -2,16 +2,16 @@
 
 The CUDA stream waits until the host writes a word, which is a number in host memory. The stream uses the same
 mailbox and words as two processes on one host (`shared.rpc.ipc.doorbells`). Here, however, the other side of
-the mailbox is this process's own CPU. It copies blobs from messages and to messages:
+the mailbox is this process's own CPU. The CPU copies blobs (states or trees of rounds) between messages and
+the mailbox:
 
     peer's message arrives  →  host copies it to pinned memory  →  host writes the word  →  stream continues
 
 When a message arrives, the copies and the graph after the wait are already enqueued, so they run immediately.
 
-While a wait is enqueued or running, the host must not call anything that waits for the device, such as a
-synchronisation, an allocation or the first launch of a kernel. Otherwise, the wait lasts until its time
-limit, when the watchdog ends it. A kernel that has run before can be launched safely on another stream; see
-`StreamRelay.call`.
+While a wait is enqueued or running, the host must not wait for the device. Synchronisations, allocations and
+first launches of kernels can wait for the device. The stream's wait would then last until the watchdog ends
+it. A kernel that has run before can be launched safely on another stream (see `StreamRelay.call`).
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class PinnedSlots:
 
 
 class StreamRelay:
-    """One side of the rounds that two processes exchange over gRPC, in a process with a GPU.
+    """One side of the exchange of states and trees over gRPC, in a process with a GPU.
 
     Threads:
 
@@ -138,8 +138,8 @@ class StreamRelay:
 
         This method launches a trivial kernel that waits for nothing.
 
-        Processes that share a GPU without MPS are time-sliced, and a switch takes 160 µs (H200). If this
-        method is called early, the GPU switches while the data that ends a stream's wait is still on its way.
+        Processes that share a GPU without MPS are time-sliced, and a switch takes 160 µs (H200). Call this
+        method early: the GPU then switches while the awaited data is still on its way.
         """
         with torch.cuda.stream(self._aside):
             self._trifle.zero_()
@@ -163,7 +163,7 @@ class StreamRelay:
         Args:
             number: The number of the round.
             data: The bytes of the blob. A state may lack unused rows at its end.
-            expand: Writes `data` to its places in the slot. With None, `data` is copied to its start.
+            expand: Writes `data` to its places in the slot. If None, `data` is copied to the slot's start.
 
         Raises:
             ProtocolError: The blob has a wrong size. The stream continues to wait.
@@ -183,8 +183,8 @@ class StreamRelay:
     def release(self, number: int) -> None:
         """End the stream's wait for a round, although the peer's blob has not arrived.
 
-        The reader of the mailbox's slot detects this, because the header in the slot still contains the
-        number of an earlier round.
+        The header in the mailbox's slot still contains the number of an earlier round. From this number, the
+        reader of the slot detects that the blob is missing.
         """
         self._peer.give(number)
 

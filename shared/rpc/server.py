@@ -149,8 +149,9 @@ def sync_server(
             reflection.
         max_workers: Number of threads. Every open stream occupies one thread.
         max_message_bytes: Largest message to send or receive, in bytes.
-        interceptors: Interceptors that run inside the error interceptor, so they may raise `OutriderError`.
-        security: TLS and token, for TCP addresses. With None, the server uses the settings of this process
+        interceptors: Further interceptors. They may raise `OutriderError`, because they run inside the error
+            interceptor.
+        security: TLS and token, for TCP addresses. If None, the server uses the settings of this process
             (`peer_security`).
 
     Raises:

@@ -1,8 +1,7 @@
 """Converts tensors to and from protobuf: one inline `TensorData`, or a stream of `TensorChunk`s for weights.
 
-Every field of a received message is checked before use: the dtype, the shape, the number of bytes, the order
-of chunks, the size limits, and the SHA-256. The gateway must not import this module, because the module
-imports torch.
+Every field of a received message is checked before use: dtype, shape, number of bytes, order of chunks, size
+limits and SHA-256. The gateway must not import this module, because the module imports torch.
 """
 
 from __future__ import annotations

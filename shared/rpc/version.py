@@ -111,8 +111,7 @@ class Offer:
         Args:
             message: The message to complete.
             version: Value of `protocol_version`. In HelloAck, it is the agreed version. In Hello, it is the
-                lowest supported version, because old releases, which send no range, accept only their own
-                version in Hello.
+                lowest supported version, because old releases accept only their own version in Hello.
         """
         message.protocol_version = version
         message.min_version, message.max_version = self.min_version, self.max_version
@@ -166,7 +165,7 @@ def agree(theirs: Offer, ours: Offer) -> Agreed:
 
 
 def agree_with_ack(ack: draft_pb2.HelloAck) -> Agreed:
-    """Return the version and features on which this target and the sender of `ack`, a draft, agree.
+    """Return the protocol version and features on which this target and the sender of `ack` (a draft) agree.
 
     Raises:
         ProtocolError: There is no common version, or the draft did not choose the highest one.

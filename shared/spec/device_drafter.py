@@ -15,9 +15,8 @@ class SeatedGroup(Protocol):
     """Draft sessions that draft together in one round, with the same tree shape.
 
     Attributes:
-        key: Identifies everything that a recorded CUDA graph of `draft` depends on, except the sizes that
-            were passed to `DeviceDrafter.seat`. The key also identifies the addresses of the drafter's static
-            tensors.
+        key: Identifies the drafter's static tensors and everything else that a CUDA graph of `draft` depends
+            on. Only the sizes passed to `DeviceDrafter.seat` are not part of the key.
         refused: Indices of sessions that cannot draft in this round, because memory is short.
     """
 
@@ -31,8 +30,8 @@ class SeatedGroup(Protocol):
     def draft(self, rows: GroupRows) -> DraftBatch:
         """Enqueue one round of drafting: process the sessions' new tokens and features, then grow the trees.
 
-        For each session, `counts` of the argument `rows` is the number of new tokens. The number of new
-        feature rows is the same.
+        ``rows.counts`` is the number of new tokens of each session. There is one new feature row per new
+        token.
 
         A CUDA graph must be able to capture this method. An implementation must therefore not synchronise
         with the host or branch on the contents of tensors. During a capture, all rows are idle. The method
@@ -47,12 +46,12 @@ class SeatedGroup(Protocol):
 
 
 class DeviceDrafter(Protocol):
-    """Interface of a drafter that drafts on the target's device, in stream order. Engine thread only.
+    """Interface of a drafter that drafts on the target's device, in stream order. For the engine thread only.
 
-    The tokens and feature rows of one round stay on the device, as input of the next round. A round is
-    therefore drafted before the host has read the results of the previous round. A session that did not draft
-    in the last round lacks feature rows. `lacking` returns the positions of the missing rows. `catch_up`
-    processes these rows, so that the session can draft again.
+    The tokens and feature rows of one round stay on the device, as input of the next round. A round can
+    therefore be drafted before the host has read the results of the previous round. A session that did not
+    draft in the last round lacks feature rows. `lacking` returns the positions of the missing rows.
+    `catch_up` processes these rows, so that the session can draft again.
     """
 
     def lacking(self, session_id: int) -> range | None:
@@ -93,11 +92,11 @@ class DeviceDrafter(Protocol):
         ...
 
     def committed(self, session_id: int, tokens: Sequence[int], *, drafted: bool) -> None:
-        """Pass to the drafter the tokens that a verify pass chose for a session, as read by the host.
+        """Pass to the drafter the tokens that a verify pass chose for a session, once the host has read them.
 
         Args:
             session_id: The session. Unknown sessions are ignored.
-            tokens: The chosen tokens. Tokens after a stop are left out.
+            tokens: The chosen tokens. Tokens after the end of the sequence are left out.
             drafted: True if the session had a draft tree in this pass.
         """
         ...

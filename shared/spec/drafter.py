@@ -58,7 +58,7 @@ class FeatureSpec:
 
 @dataclass(frozen=True, slots=True)
 class SequenceOpen:
-    """A request to the drafter to follow a new sequence, so that it can draft for this sequence.
+    """A request to the drafter to open a session for a sequence, so that the sequence can use drafts.
 
     The sequence's features are sent with `Drafter.features`. Its first chosen token is sent with
     `Drafter.commit`.
@@ -140,7 +140,7 @@ class ProposalRequest:
     The engine waits at most `deadline_s` seconds for the trees of rows without `must_wait`. If `deadline_s`
     is None, the engine waits for the trees of all rows.
 
-    If `has_other_rows` is True, the round also has rows that need no tree, so the engine can run the round
+    If `has_other_rows` is True, the round also has rows that need no tree. The engine can then run the round
     without the rows of this request.
     """
 
@@ -164,11 +164,9 @@ class Drafter(Protocol):
     one node (the root), and `fallback_reason` returns the cause. All methods except `state`, `describe` and
     `refusal` are called from the engine thread only.
 
-    Drafters inherit from this class. Only some drafters override the members that have a default.
-
     Attributes:
-        slots: The slots of a drafter in another process that exchanges rounds with the target's device. None
-            for all other drafters.
+        slots: Interface to the slots of a drafter in another process, if rounds are exchanged with the
+            target's device. None for all other drafters.
     """
 
     slots: ExchangedSlots | None = None
@@ -211,9 +209,9 @@ class Drafter(Protocol):
     def absorb(self, session_ids: Sequence[int]) -> None:
         """Start to process the received feature rows of sequences, except the last row of each sequence.
 
-        The work is enqueued, and the call does not wait for it. The call only saves time later. The drafted
-        trees are the same without it. After the call, the engine sends more feature rows of these sequences,
-        or a commit with the first token after a prompt.
+        The work is enqueued, and the call does not wait for the work. The call saves time later, but does not
+        change the drafted trees. Afterwards, the engine sends more feature rows of these sequences, or a
+        commit with the first token after a prompt.
 
         By default, this method does nothing, because a drafter in another process starts by itself.
         """
@@ -240,12 +238,12 @@ class Drafter(Protocol):
         ...
 
     def saved(self, seconds: float) -> None:
-        """Report to the drafter time that draft trees have saved. Waits for later trees may use up this time.
+        """Report how much time draft trees have saved. Waits for later trees may use up this time.
 
         By default, this method does nothing, because only a drafter in another process can be late.
 
         Args:
-            seconds: Time that plain rounds would have taken in addition for the same tokens.
+            seconds: The additional time that plain rounds would have taken for the same tokens.
         """
         return
 

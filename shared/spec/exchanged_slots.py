@@ -1,4 +1,4 @@
-"""Interface to the slots of a drafter in another process: the target's device sends states, receives trees.
+"""Interface for rounds with a drafter in another process: the target's device sends states, receives trees.
 
 `shared.spec.resident` defines the terms state, slot, group and tree.
 """
@@ -20,7 +20,7 @@ class ExchangedGroup:
     Attributes:
         shape: Shape of every tree.
         batch_size: Number of rows. Rows after the sessions are idle.
-        columns: Largest number of tokens that the last pass may have added to a session.
+        columns: Largest number of tokens that the last verify pass may have added to a session.
         session_ids: The session of each row.
         committed_upper: For each session, an upper bound of the number of its committed tokens at the start
             of the round.
@@ -52,17 +52,18 @@ class ExchangedRound(Protocol):
     refused: Collection[int]
 
     def exchange(self, limit_s: float | None, ahead: bool) -> None:
-        """Send the round states and receive the draft trees, in stream order. Never part of a CUDA graph.
+        """Send the round states and receive the draft trees, in stream order.
 
-        Some implementations block the host until the trees have arrived, and others only enqueue the wait. If
-        the trees do not arrive within the limit, `trees` returns trees of one node.
+        This method is never captured in a CUDA graph. Some implementations block the host until the trees
+        have arrived, and others only enqueue the wait. If the trees do not arrive within the limit, `trees`
+        returns trees of one node.
 
         Args:
             limit_s: Longest time that the device may wait for the trees. With None, the device waits as long
                 as rows in speculation mode `on` may wait.
             ahead: True if the device may wait for the host's work in `send_state` and `receive_trees`.
-                Between `exchange` and these calls, the caller may then enqueue only work that has run before,
-                because the first run of a kernel could make the host wait for the device.
+                Between `exchange` and these calls, the caller may then enqueue only work that has run before.
+                The first run of a kernel could make the host wait for the device.
         """
         ...
 
@@ -74,8 +75,8 @@ class ExchangedRound(Protocol):
 class ExchangedSlots(Protocol):
     """The slots of a drafter in another process, and the rounds of the sessions in these slots.
 
-    Engine thread only. After every `ExchangedRound.exchange`, call `send_state` and `receive_trees`, even if
-    the work enqueued between these calls raises an error.
+    Use this object on the engine thread only. After every `ExchangedRound.exchange`, call `send_state` and
+    `receive_trees`, even if enqueuing other work in between raises an error.
     """
 
     @property
@@ -104,8 +105,8 @@ class ExchangedSlots(Protocol):
     def begin(self, groups: Sequence[ExchangedGroup]) -> ExchangedRound | None:
         """Announce the next round to the drafter. Each session without a slot gets a slot.
 
-        Before this call, the caller must send the drafter the committed tokens and feature rows of all
-        sessions without a slot, as far as the host has read them.
+        Before this call, send the drafter all committed tokens and feature rows that the host has read, for
+        each session without a slot.
 
         Returns:
             The round, or None if no session can draft.
@@ -119,7 +120,7 @@ class ExchangedSlots(Protocol):
             session_id: The session. Sessions without a slot are ignored.
             number: The number of the round in which the session drafted; 0 if it did not draft.
             base_len: Number of committed tokens before `tokens`.
-            tokens: The chosen tokens. Tokens after a stop are left out.
+            tokens: The chosen tokens. Tokens after the end of the sequence are left out.
         """
         ...
 
@@ -138,8 +139,8 @@ class ExchangedSlots(Protocol):
     def measure(self, *, exchanged: bool) -> None:
         """Measure the time between rounds.
 
-        The caller calls this method after the host has read the results of a verify pass. `exchanged` is True
-        if this pass was a round of these slots.
+        Call this method after the host has read the results of a verify pass. `exchanged` is True if this
+        pass was a round of these slots.
         """
         ...
 

@@ -12,7 +12,7 @@ MASK_64 = (1 << 64) - 1
 
 
 def extend_prefix_hash(prefix_hash: int, token_ids: Iterable[int]) -> int:
-    """Extend the FNV-1a 64-bit hash of a token sequence by more tokens. The empty hash is `FNV_OFFSET`.
+    """Extend the FNV-1a 64-bit hash of a token sequence by more tokens. The first hash is `FNV_OFFSET`.
 
     Each token id is hashed as four little-endian bytes. The earlier tokens are not needed to extend the hash.
     """
@@ -32,7 +32,7 @@ class Fence:
 
     Attributes:
         session_id: Id of the sequence, unique within one target process.
-        epoch: Incremented when the sequence is opened again, is retracted, or gets another draft.
+        epoch: Incremented when the sequence is opened again, is retracted, or gets another draft service.
         committed_len: Number of committed tokens, including the root.
         prefix_hash: `extend_prefix_hash` over all committed tokens.
     """

@@ -6,9 +6,9 @@ sends the states, receives the trees and runs the verify pass.
 A draft in another process implements the interface in `shared.spec.exchanged_slots`. A drafter in the
 target's own process implements the interface in `shared.spec.device_drafter`.
 
-Terms: the root of a tree is the last committed token of its sequence, and committed_len is the number of
-committed tokens, including the root. A feature row is the target's hidden state at one position, in the form
-that the drafter uses (`shared.spec.drafter.FeatureSpec`).
+The root of a tree is the last committed token of its sequence. committed_len is the number of committed
+tokens, including the root. A feature row is the target's hidden state at one position, in the form that the
+drafter uses (`shared.spec.drafter.FeatureSpec`).
 
 A sequence must have a *slot* at the drafter to draft in these rounds. A sequence gets or leaves its slot
 between two rounds. The slots that draft with the same tree shape in a round form a *group*. Each round
@@ -90,8 +90,8 @@ class GroupLayout:
 class StateLayout:
     """Memory layout of a round's states: one group of slots after the other in one block of memory.
 
-    A *compact* state contains the parts of this block that are in use: for each group, all bytes before the
-    feature rows, and then the valid feature rows.
+    A *compact* state contains only the parts of this block that are in use. For each group, these are all
+    bytes before the feature rows, followed by the valid feature rows.
 
     Attributes:
         groups: The layout of each group.
@@ -117,7 +117,9 @@ class StateLayout:
         return parts
 
     def expand(self, compact: Buffer, packed: memoryview) -> None:
-        """Write the parts of a compact state to their places in a block. Leave the rest of it unchanged.
+        """Write the parts of a compact state to their places in a block.
+
+        The rest of the block stays unchanged.
 
         Raises:
             ProtocolError: The compact state has a wrong size. In this case, the block stays unchanged.
@@ -142,25 +144,25 @@ class StateLayout:
 class RoundState:
     """The state of a batch between two rounds, on the device.
 
-    `bs` is a bucket size. Rows past the last sequence, and rows whose sequence has ended, are idle. An idle
-    row has count 0 and root token 0. Readers must neither store nor move data for an idle row, and must
-    ignore results computed for it.
+    `bs` is the padded size of the batch. Rows past the last sequence, and rows whose sequence has ended, are
+    idle. An idle row has count 0 and root token 0. Readers must neither store nor move data for an idle row,
+    and must ignore results computed for this row.
 
     R is the number of columns. For every tree shape that is drafted with this state, R is at least the tree's
     depth + 1.
 
     Attributes:
         committed_lens: ``[bs] int32``; number of committed tokens of the sequence, including the tokens of
-            the last round. The root is the last committed token. In an idle row, the value can be any number
-            from 1 on.
+            the last round. The root is the last committed token. In an idle row, the value can be any
+            positive number.
         tokens: ``[bs, R] int32``; the tokens that the last round chose, padded with 0. These are the accepted
             drafts and then the bonus token. The root is in column ``counts - 1``.
         counts: ``[bs] int32``; number of valid entries in the row's `tokens` and `features`: 1 to R, or 0 if
             the row is idle.
-        features: ``[bs, R, feature_size]``, in the pool's dtype. For i < counts, entry i of a row is the
-            target's feature of position ``committed_len - 1 - counts + i``. The drafter uses it together with
-            ``tokens[i]``, the token at index ``committed_len - counts + i``. Entries from `counts` on are
-            undefined and may contain NaN. feature_size is 0 if the drafter uses no features.
+        features: ``[bs, R, feature_size]``, in the KV pool's dtype for features. For i < counts, entry i of a
+            row is the target's feature of position ``committed_len - 1 - counts + i``. The drafter uses this
+            entry together with ``tokens[i]``, the token at index ``committed_len - counts + i``. Entries from
+            `counts` on are undefined and may contain NaN. feature_size is 0 if the drafter uses no features.
         temperature: ``[bs] fp32``; 0 means greedy.
         seeds: ``[bs] int64``, the bit pattern of the request's seed.
         choices: ``[bs] int32``; index of the sequence among the n choices of its request.
@@ -294,7 +296,7 @@ class TreesBlob:
         blob: ``[n] uint8``, the whole blob. The other attributes are views of it.
         number: ``[1] int32``, the number of the round.
         num_nodes: ``[bs] int32``.
-        tokens, parents: ``[bs, N] int32``.
+        tokens, parents: ``[bs, N] int32``, with N nodes per tree.
     """
 
     blob: torch.Tensor

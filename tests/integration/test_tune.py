@@ -43,6 +43,18 @@ def test_the_profile_has_the_best_shape(stack: Stack, tmp_path: Path) -> None:
         assert profile == {}
 
 
+def test_a_check_compares_the_choice_with_the_best_of_all_shapes(stack: Stack, tmp_path: Path) -> None:
+    short = ["--batches", "1", "--num-prompts", "1", "--tokens", "8"]
+    done = tune(stack, tmp_path / "profile.toml", *short, "--check", "3", "--json")
+    assert done.returncode == 0, done.stderr
+    (found,) = json.loads(done.stdout)["batches"]
+    check = found["check"]
+    assert check["choice"] == found["best"]
+    assert len(check["ratios"]) == 3
+    assert check["ratio"] == 1 or check["choice"] != check["best_of_all"]
+    assert check["seconds_of_all"] > 0
+
+
 def test_without_a_url_a_server_of_the_pair_is_started(stack: Stack, tmp_path: Path) -> None:
     """`--exhaustive` measures every shape, so the answers are as short as possible."""
     output = tmp_path / "profile.toml"

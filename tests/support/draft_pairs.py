@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from outrider.services.draft.settings import DraftSettings
@@ -16,8 +17,9 @@ from support.toys import make_toy_eagle3, make_toy_target
 
 @dataclass(frozen=True)
 class Pair:
-    """A target, and the settings of its draft."""
+    """A target, and the settings of its draft, which is one of `KINDS`."""
 
+    kind: str
     decoder: Decoder
     settings: DraftSettings
     often: bool
@@ -46,9 +48,9 @@ def standalone(folder: Path) -> tuple[Path, Path]:
     )
 
 
-def mtp(folder: Path) -> tuple[Path, Path]:
-    """Save a trained target with two MTP layers, and return its folder for both."""
-    target = toy_mtp.save(toy_mtp.train(layers=1, mtp_layers=2, steps=60), folder / "target")
+def mtp(folder: Path, layers: int = 2) -> tuple[Path, Path]:
+    """Save a trained target with MTP layers, and return its folder for both."""
+    target = toy_mtp.save(toy_mtp.train(layers=1, mtp_layers=layers, steps=60), folder / "target")
     return target, target
 
 
@@ -57,6 +59,7 @@ KINDS: dict[str, Callable[[Path], tuple[Path, Path]]] = {
     "EAGLE": eagle,
     "STANDALONE": standalone,
     "MTP": mtp,
+    "MTP with one layer": partial(mtp, layers=1),
 }
 
 
@@ -64,5 +67,5 @@ def make_pair(kind: str, folder: Path, **settings: object) -> Pair:
     """Save and load a pair of one of `KINDS`. `settings` replace the draft's settings."""
     target, draft = KINDS[kind](folder)
     where = {"device": str(DEVICE), "threads": 1, "kv_tokens": 8192}
-    given = {"draft": draft, "target_weights": target, "speculative_algorithm": kind, **where, **settings}
-    return Pair(load_toy(target), DraftSettings.load(given), kind != "EAGLE")
+    given = {"draft": draft, "target_weights": target, "speculative_algorithm": kind.split()[0]}
+    return Pair(kind, load_toy(target), DraftSettings.load({**given, **where, **settings}), kind != "EAGLE")

@@ -1,7 +1,7 @@
 """Common code of the corpus topics: the split rule, choice helpers and text helpers.
 
-Each topic has a function ``make(rng, split) -> Exchange``. An exchange is a question with its answer. A
-*template* is a phrasing of a question, and an *entity* is the thing that a question is about. A held-out
+Each topic has a function ``make(rng, split) -> Exchange``. An exchange is one or more questions with their
+answers. A *template* is a phrasing of a question, and an *entity* is the subject of a question. A held-out
 exchange has no template and no entity in common with any training exchange. The name of its entity may still
 occur elsewhere in the training text. In topics whose entities are numbers (units, sums), a held-out exchange
 has new numbers, but the same units and operations.

@@ -1,4 +1,4 @@
-"""Turns from GSM8K (Cobbe et al., 2021; MIT licence).
+"""Conversations from GSM8K (Cobbe et al., 2021; MIT licence).
 
 The user provides the file, which is not part of this repository.
 """

@@ -9,8 +9,8 @@ represents every e4m3 number exactly. Groups of four products are added in f16, 
 
 Range: x is scaled by a power of two so that its largest number is below 16. A sum of four products is then
 below 4 * 448 * 16. This is less than 65504, the largest f16 number. Numbers of x below about 2^-28 of the
-largest one may underflow. All these effects together change a sum by a fifth of the error of rounding the sum
-to bf16.
+largest one may underflow. Together, these effects change a sum by a fifth of the error that rounding to bf16
+causes.
 """
 
 from __future__ import annotations

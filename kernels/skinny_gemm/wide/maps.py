@@ -43,8 +43,8 @@ def readable_rows(tensor: torch.Tensor, block_rows: int) -> int:
     """Return the number of rows of a matrix ``[rows, columns]`` that whole tiles may read.
 
     The number can exceed the matrix's rows if the storage continues after the last row. Tiles that include
-    the additional rows are faster, because the tensor memory accelerator takes longer for a tile that reaches
-    outside its map. The additional rows only affect rows of the product that are never stored.
+    the additional rows are faster: the tensor memory accelerator takes longer for a tile that reaches outside
+    its tensor map. The additional rows only affect rows of the product that are never stored.
     """
     rows, columns = tensor.shape
     behind = tensor.untyped_storage().nbytes() // tensor.element_size() - tensor.storage_offset()

@@ -4,10 +4,10 @@
 
 The rows of x fill the tensor core's 64 rows, and the weight is the wide operand. The tensor memory
 accelerator loads the tiles of both operands, without registers and masks. Rows and columns outside a matrix
-read as zeros. Programs that use the same part of the weight are neighbours in launch order, so this part is
-read from memory only once.
+are read as zeros. Programs that use the same part of the weight are adjacent in launch order. This part is
+therefore read from memory only once.
 
-SPLITS works as in the kernels for few rows: programs store fp32 parts, which the next kernel adds in order.
+SPLITS works as in the kernels for few rows: programs store fp32 partial sums, which the next kernel adds.
 """
 
 from __future__ import annotations
@@ -124,8 +124,8 @@ def _wide_tiles(
 def fits(x: torch.Tensor, weight: torch.Tensor, half: int = 1) -> bool:
     """Return whether the kernels for about 65 to 512 rows can compute a matrix product.
 
-    The kernels need a suitable GPU, operands that a tensor map can express, and a head size that is a power
-    of two.
+    They need a GPU with tensor maps and enough shared memory. The operands must fit tensor maps, and the head
+    size must be a power of two.
     """
     return _has_room(x.device) and can_map(x, weight) and half & (half - 1) == 0
 

@@ -5,9 +5,8 @@ operand at a time. The kernel has two forms:
 
 - Normally, the rows of the left operand are the pairs.
 - With TRANSPOSED, which is for few pairs, the rows of the left operand are token indices or head dimensions.
-  The pairs are the narrow side of the right operand. This form has three advantages: pairs are not padded to
-  64, K and V move from shared memory to the tensor cores unchanged, and scores and results take few
-  registers.
+  The pairs are the narrow side of the right operand. Pairs are then not padded to 64, and scores and results
+  take few registers. K and V move from shared memory to the tensor cores unchanged.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 In a ragged batch, sequences have different numbers of rows and tokens, and these numbers are stored on the
 device only. A work list therefore assigns each program its block of rows and its token indices. The size of
-the grid depends on the number of rows alone, and the run time depends on the actual number of tokens. A
-uniform batch needs no work list, because its shares follow from numbers that the host knows.
+the grid depends only on the number of rows. The run time depends on the actual number of tokens. A uniform
+batch needs no work list, because its shares follow from numbers that the host knows.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def plan_attention(
     size: a sequence of 32,000 tokens among short ones is cut into many shares, and the short ones stay whole.
 
     The function never waits for the device and may be captured into a CUDA graph. Kernels that are launched
-    later may read the work list before they wait for the kernel that precedes them.
+    later may read the work list before they wait for their previous kernel (``gdc_wait``).
 
     Args:
         kv_lens: ``[bs] int32``, number of cached tokens of each sequence, including those of this step. A

@@ -3,11 +3,11 @@
 The even size is the number of steps per program if `capacity` programs shared all steps equally. A share is
 the part of a sequence's steps that one program does. The size of the shares is chosen in one of two ways:
 
-1. If all shares fit on the device together, with a size of at most twice the even size, the smallest such
-   size is used. Then all programs start together.
+1. If possible, all programs start together: the size is the smallest one with which all shares fit on the
+   device, up to twice the even size.
 2. Otherwise, some programs start only when others end. Each sequence is cut into shares of about the even
-   size, so that no program ends much later than the others. A sequence of up to one and a half times the even
-   size stays whole, because a merge costs more than the difference in length.
+   size, so that no program ends much later than the others. A sequence of up to 1.5 times the even size stays
+   whole, because a merge would cost more than it saves.
 
 In both cases, there are at most `capacity` items for second and later splits. Let W be the even size. A
 sequence of p blocks and n steps has at most p * n / W such items, and the sum of p * n / W is at most

@@ -31,7 +31,7 @@ class WorkSizes:
         kv_heads: Number of K/V heads.
         blocks: Sizes of a program, as chosen for the most similar uniform batch. `blocks.splits` is not used.
         capacity: Number of shares (one per program) per K/V head that fill the device.
-        least: Number of splits that every sequence may have, however short the splits become.
+        least: Number of splits that every sequence may have, even if its splits become very short.
         items: Upper bound of the number of items of the list.
         partial_rows: Upper bound of the number of rows of partial results.
         gathers: True if the last program of a block merges the block's splits. False if a second launch
@@ -71,9 +71,9 @@ class WorkList:
 
     Attributes:
         items: ``[sizes.items, ITEM] int32``. Unneeded items come last and have no rows.
-        merges: ``[rows, ROW] int32``, read by the second launch; empty if `sizes.gathers`. For each row:
-            index of the first split's row of partial results, distance to the next split's row, and number
-            of splits. If the number of splits is below 2, there is nothing to merge.
+        merges: ``[rows, ROW] int32``, read by the launch that merges splits; empty if `sizes.gathers`. For
+            each row: index of the first split's row of partial results, distance to the next split's row,
+            and number of splits. If the number of splits is below 2, there is nothing to merge.
         arrivals: ``[items * kv_heads] int32``, counters of ended programs, which are zero between launches.
             Without `sizes.gathers`, the tensor has a single element, which is not used.
         sizes: Sizes of the launches.
@@ -91,9 +91,9 @@ def choose_work(
 ) -> WorkSizes:  # fmt: skip
     """Return the sizes of a work list for attention over a ragged batch.
 
-    The sizes of a block are chosen for the most similar uniform batch: every sequence has `max_query_len`
-    rows, and the number of rows in all is at most `rows`. The number of shares is chosen so that they fill
-    the device in the same way as the programs of that batch.
+    The block sizes are those for the most similar uniform batch. In that batch, every sequence has
+    `max_query_len` rows, and all sequences together have at most `rows` rows. The number of shares is chosen
+    so that the shares fill the device like the programs of that batch.
 
     Args:
         bs: Number of sequences, including idle ones.

@@ -1,12 +1,11 @@
-"""Extends sessions and grows their trees in one CUDA graph launch, for rounds that the draft's host starts.
+"""Runs a whole drafting round in one CUDA graph launch, for rounds that the draft's host starts.
 
-To extend a session means to compute the draft's K/V for its new tokens. Rounds that the host starts serve
-remote targets, which send their requests in frames. All inputs from the host are packed and copied to the
-device together. Only the page tables are copied separately. On a GPU, launching the roughly one hundred
-kernels of a round takes longer than running them. Rounds of a recurring size are therefore recorded as CUDA
-graphs. The first few rounds of each size run eagerly, with the same code.
+Such a round serves remote targets, which send their requests in frames. The round first extends the sessions:
+it computes the draft's K/V for their new tokens. It then grows their trees.
 
-`DraftGraphs`, also in this module, limits the batch sizes for which the draft records graphs.
+On a GPU, launching the roughly one hundred kernels of a round takes longer than running them. Rounds of a
+recurring size are therefore recorded as CUDA graphs. The first few rounds of each size run eagerly, with the
+same code. `DraftGraphs` limits the batch sizes for which the draft records graphs.
 """
 
 from __future__ import annotations
@@ -249,12 +248,12 @@ class DraftGraphs:
 
 @dataclass(frozen=True, slots=True)
 class DeviceGrowth:
-    """The work of one draft model that can run in a single launch: device rounds, host rounds, short prompts.
+    """The parts of drafting that run in a single launch: device rounds, host rounds and short prompts.
 
     Attributes:
-        memory: The resources that all rounds of the model share.
-        host: Runs the rounds that the host starts. None on a CPU, where sessions are extended and trees are
-            grown in separate steps.
+        memory: The resources that all rounds of the draft model share.
+        host: Runs the rounds that the host starts. None on a CPU, where two separate steps extend the
+            sessions and grow the trees.
         extension: Extends sessions by short prompts. None on a CPU, or if the model has several stages.
         graphs: The graph cache that the rounds and the short prompts share.
     """

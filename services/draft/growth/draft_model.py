@@ -1,6 +1,6 @@
 """`DraftModel`: the interface of draft models with K/V of their own (recurrent heads and decoders).
 
-The number of rows in each pass of a model is fixed in advance, so that a whole round can be one CUDA graph.
+The number of rows in each pass of a model is fixed in advance. A whole round can therefore be one CUDA graph.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class DraftModel(Protocol):
         vocabulary: The tokens that the logits range over.
         device, dtype: Device and dtype of the model.
         hidden_size: Width of the model's states.
-        lead: The number of rows that the model computes for a sequence's committed tokens, minus the number
-            of these tokens without the root.
+        lead: 1 if the model computes one row per committed token, as a decoder does. 0 if it computes one row
+            fewer.
         stages: Number of stages, each with K/V of its own.
     """
 

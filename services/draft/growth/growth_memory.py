@@ -53,7 +53,7 @@ class GrowthMemory:
         Args:
             lease: The lease.
             num_tokens: Number of tokens that the lease must cover.
-            grows: False to leave a lease that already has enough pages unchanged.
+            grows: If False, a lease that already has enough pages is not changed.
 
         Returns:
             False if the KV pool is full.

@@ -36,7 +36,7 @@ class PageTable:
         self._staged: torch.Tensor | None = None
 
     def update(self, leases: Sequence[PageLease | None], *, later: bool = False) -> None:
-        """Write the pages of lease i to row i of the table, for every lease that is new or has changed.
+        """Write the pages of every new or changed lease to the table: lease i to row i.
 
         A row without a lease keeps its old contents, which no kernel reads.
 

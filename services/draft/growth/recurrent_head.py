@@ -18,7 +18,7 @@ from outrider.shared.spec.drafter import FeatureSpec
 
 @dataclass(frozen=True, slots=True)
 class Ends:
-    """The rows of a pass whose states the caller wants: the last row of each sequence, or no rows.
+    """Selects the rows for which a pass of a head returns states: the last row of each sequence, or no rows.
 
     For all other rows, the last layer computes only K and V.
 

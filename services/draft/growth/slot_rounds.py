@@ -1,8 +1,9 @@
-"""Drafts for sessions whose newest tokens and features are on the device and reach the host one round late.
+"""Runs drafting rounds whose input tokens and features are on the device and reach the host one round late.
 
 The input of a round is the tokens and features of the previous round. A target in the same process keeps them
-in its slots. A target in another process sends them as a round state. The draft's host receives them one
-round later. The fields of a `Session` therefore describe an older state than the device has:
+in its slots. A target in another process sends them as a round state. In both cases, the draft's host
+receives the tokens and features one round later. The fields of a `Session` therefore describe an older state
+than the device has:
 
     tokens       committed tokens, up to the last round that the host has read
     cached_rows  number of rows of the draft's KV, up to the last round that the host has read
@@ -57,8 +58,8 @@ class SlotRounds:
     ) -> SessionGroup:
         """Prepare sessions for one round; see `DeviceDrafter.seat`.
 
-        A round may have several groups. If all groups are prepared before the first group's inputs are copied
-        to the device, each group needs its own value of `place`.
+        A round may have several groups. Give each group its own value of `place` if all groups are prepared
+        before the inputs of the first group are copied to the device.
         """
         memory, bounded, longest = self._memory, shape.bounded(), 1
         leases: list[PageLease | None] = []

@@ -2,7 +2,7 @@
 
 Stage s runs level s of a tree, and the last stage runs all further levels. The row of stage s at position t
 has two inputs: the token at position t + 1 + s, and the state of stage s - 1 at position t. Rows that are
-computed from committed tokens are *stable*. Stage s has s stable rows fewer than stage 0. In the KV of each
+computed from committed tokens are *stable*. Stage s has s fewer stable rows than stage 0. In the KV of each
 stage, the rows of a growing tree follow the stable rows:
 
     position         S - 2     S - 1     S         S + 1          (S stable rows of stage 0, topk = 1)
@@ -14,7 +14,7 @@ A row of the tree attends to the stable rows of its stage, and to its ancestors 
 therefore needs its own K/V of the earlier levels. It first runs these levels (`passes_of`), with the states
 of the previous stage as input.
 
-After a round, the last state of stage s - 1 has no partner yet, because the next token is not known.
+At the end of a round, stage s cannot use the last state of stage s - 1 yet: the next token is not known.
 `StageStates` therefore keeps the last state of every stage but the final one until the next round.
 """
 
@@ -30,7 +30,10 @@ from outrider.shared.spec.tree import MASK_WORD_BITS, mask_words
 
 
 class PassKey(NamedTuple):
-    """One pass of a stage over the rows of a level. Level 0 is the extension by committed tokens."""
+    """One pass of a stage over the rows of a level.
+
+    Level 0 contains the newly committed tokens of each sequence. The other levels belong to the draft tree.
+    """
 
     level: int
     stage: int
@@ -53,9 +56,8 @@ def passes_of(model: DraftModel, levels: int) -> list[list[PassKey]]:
 class StageStates:
     """The state of the last stable row, for each sequence and for each stage but the final one.
 
-    The states of a sequence are stored at an index, its *place*: the number of the sequence's first page. No
-    two sequences share a page. The page table is on the device, so CUDA graphs find the states without the
-    host.
+    The index of a sequence's states is its *place*: the number of the sequence's first page. No two sequences
+    share a page. The page table is on the device, so CUDA graphs find the states without the host.
 
     Args:
         model: The draft model, with at least two stages.
@@ -88,8 +90,8 @@ class StageStates:
     def fresh_rows(self, places: torch.Tensor, stop: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         """Return the number of new rows of each sequence in an extension, ``[n] int32``.
 
-        The other rows of the extension were already computed by an earlier one. For example, the host may
-        have extended a sequence by tokens that the target's slot contains too.
+        An earlier extension may already have computed the other rows. For example, the host may have extended
+        a sequence by tokens that the target's slot contains too.
 
         Args:
             places: ``[n] int64``, the places of the sequences' states.
@@ -101,7 +103,7 @@ class StageStates:
     def keep(
         self, places: torch.Tensor, states: torch.Tensor, stop: torch.Tensor, fresh: torch.Tensor
     ) -> None:
-        """Replace the stored states of the sequences, except those of sequences without new rows.
+        """Replace the stored states of the sequences. Sequences without new rows keep their old states.
 
         Args:
             places: ``[n] int64``, the places of the sequences' states.

@@ -5,17 +5,17 @@ without a graph. To extend a sequence means to compute the draft's K/V for its n
 extended by R rows, of which only the last `counts` rows are real. Rows of idle sequences read and write no
 KV.
 
-KV slots of the draft for one sequence while its tree grows (S = number of *stable* rows, which are computed
-from committed tokens):
+Rows that are computed from committed tokens are *stable*. A sequence with S stable rows has these KV slots at
+the draft while its tree grows:
 
     [0, S)                       prefix: the stable rows, which every row of the tree sees
     [S, S + topk)                level 1: the beam below the root
     [S + topk, S + 2 * topk)     level 2, and so on: scratch rows, overwritten by the next round
 
 The root is the last committed token. All rows of level i have rope position S - 1 + i. A row sees the prefix,
-its own ancestors and itself. The *beam* is the rows that are kept at a level. It may contain several children
-of one row and none of another, so the ancestor masks are re-indexed at every level. `stages` explains the
-differences for models with several stages.
+its own ancestors and itself. The *beam* consists of the rows that are kept at a level. One row may have
+several children in the beam, and another row none. The ancestor masks are therefore re-indexed at every
+level. `stages` explains the differences for models with several stages.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ target's last hidden state after its final norm.
     logits = lm_head(h)                              the target's lm_head, without a norm before it
     next feature = h
 
-A head in Mistral's own format differs in two ways: layer 0 has its input norm, and a final norm is applied
-to h (`mistral_format`).
+A head in Mistral's own format differs in two ways: layer 0 has an input norm, and a final norm is applied to
+h (`mistral_format`).
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class EagleHead(LoadedHead, HasProducts):
     def load(
         cls, path: Path, device: torch.device, dtype: torch.dtype, token_map: torch.Tensor | None = None
     ) -> tuple[EagleHead, HeadKeys]:
-        """Read an EAGLE-1/2 head from its folder. Every tensor must be used or be in `HeadKeys.ignored`.
+        """Read an EAGLE-1/2 head from its folder. A tensor in the folder must be used or explicitly ignored.
 
         Args:
             path: Folder of the head.

@@ -95,7 +95,7 @@ class Eagle3Head(LoadedHead, HasProducts):
     def load(
         cls, path: Path, device: torch.device, dtype: torch.dtype, token_map: torch.Tensor | None = None
     ) -> tuple[Eagle3Head, HeadKeys]:
-        """Read an EAGLE-3 head from its folder. Every tensor must be used or be in `HeadKeys.ignored`.
+        """Read an EAGLE-3 head from its folder. A tensor in the folder must be used or explicitly ignored.
 
         Args:
             path: Folder of the head.

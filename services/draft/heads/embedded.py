@@ -6,8 +6,8 @@ of the embedding depends only on the token, so this share is looked up in a tabl
     table[token] = Wqkv[:, :hidden] @ norm(embedding[token])
 
 With the table, the product reads only half of its weight matrix. A pass over few rows spends most of its time
-on reading weights. For a head of Llama-3.1-8B's shape, with an lm_head over the draft vocabulary, the table
-saves 7 % of the bytes that a pass reads.
+on reading weights. For a head of Llama-3.1-8B's shape with a draft vocabulary, the table saves 7 % of the
+bytes that a pass reads.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from outrider.shared.nn.layers.token_products import token_products
 
 @dataclass(frozen=True, slots=True)
 class EmbeddedTokens:
-    """The first attention layer of an EAGLE-3 head. A table replaces its product with the token's embedding.
+    """The first attention layer of an EAGLE-3 head. A table replaces half of the layer's q-k-v product.
 
     Attributes:
         attention: The attention layer. Its q-k-v product reads only the feature.

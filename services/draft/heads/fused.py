@@ -87,10 +87,10 @@ class FusedHead:
         return stream
 
     def stream_of(self, states: torch.Tensor) -> Stream | None:
-        """Return the stream of the last pass if `states` is the stream's residual tensor; otherwise None.
+        """Return the residual stream of the last pass if `states` is its residual tensor; otherwise None.
 
-        The result is also None if the stream has no sums of squares. With these sums, the next product can
-        apply the norm without a separate kernel.
+        The result is also None if the sums of squares of the stream's rows were not computed. With these
+        sums, the next product can apply the norm without a separate kernel.
         """
         stream = self._last
         return (

@@ -1,4 +1,7 @@
-"""Base class of the heads read from a folder: sizes, rotary table, borrowed tensors, token tables."""
+"""Base class of heads that are loaded from a folder. It has their sizes, rotary table and token tables.
+
+A head may lack tensors that it borrows from its target.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The interface through which the draft receives states from remote targets and sends trees to them.
 
-A state contains the tokens and features that the target's last pass chose. `stream_exchange` implements the
-interface with messages. For targets on the same host, `serving.ipc` implements it with a mailbox in shared
-memory.
+A state contains the tokens that the target's last pass chose, and their features. `stream_exchange`
+implements the interface with messages. For targets on the same host, `serving.ipc` implements it with a
+mailbox in shared memory.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class Exchange(Protocol):
 
         Args:
             message: The message RoundsNext, which announces the round.
-            tried: True if a round that uses the same recorded graphs has run before. Enqueuing this round can
-                then not block the host.
+            tried: True if a round that uses the same recorded graphs has run before. In this case, enqueuing
+                the round cannot block the host.
         """
         ...
 

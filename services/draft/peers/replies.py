@@ -1,4 +1,4 @@
-"""The draft's replies on a session stream, before their conversion to protobuf, and frames of trees.
+"""Defines the draft's replies on a session stream, before their conversion to protobuf.
 
 `frames_of` copies finished trees to the host. It groups them into one frame per target and round.
 """

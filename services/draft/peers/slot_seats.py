@@ -17,7 +17,7 @@ RAN_KEPT = 16
 class SlotSeats:
     """Assigns sessions to the slots that one target has opened at the draft. Engine thread only.
 
-    The assignment lasts for one series of rounds.
+    The assignment lasts for one *series* of rounds, which ends when a round fails.
 
     Args:
         num_slots: Number of slots.

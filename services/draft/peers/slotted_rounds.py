@@ -1,4 +1,4 @@
-"""Runs rounds on this device for targets in other processes: assigns slots, records and enqueues rounds.
+"""Runs the rounds of remote targets on the draft's device: assigns slots, records and enqueues rounds.
 
 A target opens slots once, with the message SlotsOpen. The message RoundsNext announces a round. It lists the
 sessions that join slots, and the slots that draft, in one group per tree shape. The round's state (the last

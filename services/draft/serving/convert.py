@@ -74,7 +74,7 @@ def hello_ack(
     limits: SessionLimits,
     version: int = MAX_VERSION,
 ) -> draft_pb2.HelloAck:
-    """Describe the draft to a target, in the form of a HelloAck message.
+    """Return a HelloAck message, which describes the draft to a target.
 
     Before the target has sent its Hello, `spec` is None. The reply then contains neither the layers that the
     target captures nor the projector. Its `version` is the highest version that the draft supports.

@@ -1,8 +1,8 @@
 """The unix-socket server of the draft for targets on the same host, as an alternative to gRPC.
 
 The sockets carry the same messages as gRPC, in frames. Tensors are transferred through mailboxes in shared
-memory. The draft's engine thread reads messages from the sockets and writes the replies itself, so no message
-waits for a thread switch.
+memory. The draft's engine thread itself reads the messages and writes the replies. No message therefore waits
+for a thread switch.
 """
 
 from __future__ import annotations
@@ -192,7 +192,7 @@ class IpcSession(Source, Outlet):
         left: Function that is called with this session when the session has ended.
 
     Attributes:
-        connection: Number of the connection, which the bulk stream of the same connection repeats.
+        connection: Number of the connection. The bulk stream of this connection carries the same number.
         bulk: The bulk stream; None until it has arrived.
     """
 

@@ -106,7 +106,7 @@ class DraftLoop(Steppable):
     def advance(self) -> None:
         """Extend sessions by their waiting tokens immediately, instead of at the engine's next step.
 
-        If a session has requested a tree, this method only wakes the engine thread, so that the caller does
+        If a session has requested a tree, this method only wakes the engine thread. The caller therefore does
         not wait for the tree. Call this method only within a command.
         """
         if self.engine.sessions.ready():

@@ -1,7 +1,7 @@
 """The draft's side of the protocol between target and draft: handles each message of a target, and replies.
 
-The module also compares tokenizers when a target sends Hello, chooses the target that lends tensors, and
-chooses the thread that runs each command. Transports (gRPC, unix sockets) only deliver messages.
+The module also compares tokenizers when a target sends Hello. It chooses the target that lends tensors, and
+the thread that runs each command. Transports (gRPC, unix sockets) only deliver messages.
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ class DraftProtocol:
         device: Device of the engine.
         tokenizer: `tokenizer_fingerprint` of the draft, which every target must match; empty if unknown.
         only_enqueues: True if the host only enqueues the work for a prompt or a round, as on a GPU. The
-            thread that receives the message may then run this work itself, so that it does not contend with
-            the engine thread for the GIL. With None, the value is True on CUDA and False elsewhere.
-        tiles: The argument `tiles` of `warm_up`.
+            thread that receives the message may then run this work itself. It then does not contend with the
+            engine thread for the GIL. With None, the value is True on CUDA and False elsewhere.
+        tiles: Whether the warm-up tunes kernel tiles; the argument `tiles` of `warm_up`.
     """
 
     def __init__(

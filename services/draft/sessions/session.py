@@ -71,9 +71,9 @@ class Answer:
     Attributes:
         verdict: The outcome of the message.
         reason: The reason why the message was not accepted.
-        have_len: After an accepted open or accepted features: the number of feature rows that the draft has
-            stored.
-        retry_after_ms: For the verdict REJECTED: the time to wait before the next attempt.
+        have_len: Number of feature rows that the draft has stored. Set only after an accepted message that
+            opens the session or adds features.
+        retry_after_ms: Time to wait before the next attempt, in milliseconds. Only for the verdict REJECTED.
     """
 
     verdict: Verdict
@@ -181,7 +181,7 @@ def inherit(session: Session, known: Session | None, kept: int, stored_len: int)
 def common_rows(session: Session, known: Session, rewind: int) -> int:
     """Return the number of cached KV rows that a session can keep from the session that it replaces.
 
-    These are the rows of the common prefix, except the last row and the `rewind` rows before it. The excepted
+    These are the rows of the prefix that both sessions share, except the last `rewind` + 1 rows. The excepted
     rows are computed again, because growing a tree needs their states.
     """
     shared = 0

@@ -1,18 +1,18 @@
-"""The table of followed sequences: opens, commits, closes, evicts and expires sessions, without any model.
+"""The draft's session table: opens, commits, closes, evicts and expires sessions, without any model.
 
 Every message carries a `Fence`: session, epoch, committed length, and hash of the committed tokens. Repeated
-or late messages are dropped and counted. If a message does not fit its session, the draft forgets this
-sequence and replies RESYNC. The target then opens the sequence again with a higher epoch.
+or late messages are dropped and counted. If a message does not fit its session, the draft forgets the session
+and replies RESYNC. The target then opens the session again with a higher epoch.
 
 Ledger of one session (which event ends each resource):
 
     resource                    created by      ended by
     Session in the table        `open`          `close`, `drop_peer`, `expire`, eviction by `open`, any RESYNC
-    KV pages (session.lease)    the strategy    `SessionTable._forget` → `release`, in each of these cases
+    KV pages (session.lease)    the strategy    `release`, when the session ends
 
-Invariant: ``0 <= cached_rows <= num_rows``. If KV rows are computed from features (`RowSource`), the row at
-position t needs the feature of t and the token at t + 1. In this case, ``cached_rows <= features.contiguous``
-and ``num_rows = committed_len - 1`` also hold.
+Invariant: ``0 <= cached_rows <= num_rows``. KV rows may be computed from features (`RowSource`). The row at
+position t then needs the feature of t and the token at t + 1. In this case, ``cached_rows <=
+features.contiguous`` and ``num_rows = committed_len - 1`` also hold.
 """
 
 from __future__ import annotations
@@ -58,11 +58,11 @@ class SessionLimits:
         feature_size: Width of a feature row; 0 if the strategy needs no features.
         max_shape: Largest tree that can be requested.
         lease_s: A target that is silent for this many seconds loses its sessions.
-        evict_idle_s: If the table is full, the least recently used session may be evicted if it has been idle
-            for this many seconds.
+        evict_idle_s: Idle time in seconds after which the least recently used session of a full table may be
+            evicted.
         row_source: The input from which the strategy's KV rows are computed.
-        rewind: A session that is opened again keeps the KV rows of the common prefix except the last
-            `rewind` + 1 rows. The excepted rows are computed again.
+        rewind: Controls the rows that are computed again when a session is opened again. The session keeps
+            the KV rows of the prefix that its old and new tokens share, except the last `rewind` + 1 rows.
         usual_shape: The shape of most trees, which the warm-up prepares.
     """
 
@@ -115,8 +115,8 @@ class SessionTable:
     def open(self, peer: PeerId, opening: SequenceOpen, now: float) -> Answer:
         """Start following a sequence of a target, or restart it at a higher epoch.
 
-        A restarted sequence keeps the cached KV rows of the prefix that its old and its new tokens have in
-        common. A new sequence begins with stored KV rows of earlier sequences if the strategy has any.
+        A restarted sequence keeps the cached KV rows of the prefix that its old and new tokens share. A new
+        sequence begins with stored KV rows of earlier sequences if the strategy has any.
         """
         # 1. Check the opening itself, then compare it with the session that it would replace.
         fence, tokens = opening.fence, opening.token_ids
@@ -196,8 +196,8 @@ class SessionTable:
     def commit(self, peer: PeerId, commit: Commit, ask: Ask | None, now: float) -> Answer:
         """Append the tokens that a round chose, and store the request for the next tree.
 
-        With `ask` None, there is no such request. A commit that repeats the session's current state only
-        renews the request. A commit that belongs to an earlier state is dropped.
+        With `ask` None, no request is stored. A commit that repeats the session's current state only renews
+        the request. A commit that belongs to an earlier state is dropped.
         """
         fence = commit.fence
         session = self.get(peer, fence.session_id)
@@ -287,8 +287,11 @@ class SessionTable:
     def evict_idle(self, now: float, keep: Collection[int] = ()) -> bool:
         """Forget the least recently used session that was idle for at least `evict_idle_s` seconds.
 
-        Three kinds of sessions are never evicted: sessions with a request for a tree, sessions whose rounds
-        stay on the device, and sessions in `keep` (ids of `Session` objects).
+        Three kinds of sessions are never evicted:
+
+        - sessions with a request for a tree
+        - sessions whose rounds stay on the device
+        - sessions in `keep` (ids of `Session` objects)
 
         Returns:
             True if a session was evicted.

@@ -1,9 +1,11 @@
 """The draft's prefix cache: KV rows of ended and running sessions, with which other sessions can begin.
 
 The cache is a tree of full pages (`shared.kv.prefix_cache`). A page is found by two keys: the tokens that its
-KV rows were computed from, and the session's salt. The salt includes the target. A target removes its own
-stored rows if they turn out to be wrong. A session therefore uses the draft's stored rows only for tokens
-that its target has stored too. The draft removes stored rows beyond these tokens.
+KV rows were computed from, and the session's salt. The salt includes the target.
+
+If a target's own stored rows turn out to be wrong, the target removes them. The draft's rows for the same
+tokens must then not be used either. A session therefore uses the draft's stored rows only for tokens that its
+target has stored too. The draft removes stored rows beyond these tokens.
 
 A session leases all pages that it reads. If pages are needed, the least recently used pages without a lease
 are evicted.
@@ -40,7 +42,7 @@ class StoredRows:
         """Lease the stored KV rows with which a session can begin, and return their number.
 
         Args:
-            session: A new session that shares rows and has no lease.
+            session: A new session without a lease, which may use stored rows.
             stored_len: Number of leading rows that may be used. Stored rows of the session's tokens beyond
                 this number are removed.
         """

@@ -35,8 +35,8 @@ class StrategyInfo:
         max_len: Largest number of tokens of a session.
         row_source: The input from which the strategy's KV rows are computed.
         hidden_size: Hidden size of the strategy's model; 0 if the strategy has no model.
-        rewind: A session that is opened again keeps the KV rows of the common prefix except the last
-            `rewind` + 1 rows. The excepted rows are computed again.
+        rewind: Controls the rows that are computed again when a session is opened again. The session keeps
+            the KV rows of the prefix that its old and new tokens share, except the last `rewind` + 1 rows.
         extend_rows: Largest number of rows in one pass over prompts.
     """
 

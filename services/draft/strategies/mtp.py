@@ -1,9 +1,9 @@
 """Drafting with the multi-token prediction (MTP) layers of the target's own checkpoint.
 
-At position t, layer m (counted from 0) reads the token at t + 1 + m and the state of layer m - 1 at t. It
-predicts the token at t + 2 + m. In place of a previous layer's state, layer 0 uses the target's last hidden
-state after the final norm. Each layer has its own K/V, in a plane of the KV pool. With C committed tokens,
-layer m has C - 1 - m rows.
+Layers are counted from 0. At position t, layer m reads the token at t + 1 + m and the state of layer m - 1 at
+t. It predicts the token at t + 2 + m. In place of a previous layer's state, layer 0 uses the target's last
+hidden state after the final norm. Each layer has its own K/V, in a plane of the KV pool. With C committed
+tokens, layer m has C - 1 - m rows.
 
 Layer i runs level i of a tree, so each layer is one stage of the tree's growth (`growth.stages`). The last
 layer runs all further levels on its own previous state, as is usual for models with one MTP layer.
@@ -71,9 +71,9 @@ class MtpStrategy(PagedStrategy):
             # state, so layer 0 computes m earlier rows again to supply it.
             rewind=model.stages - 1,
         )
-        # The states of waiting rows are stored under the number of a session's first page (`StageStates`), so
-        # no two sessions may share that page.
-        super().__init__(info, model, pool, attention, shares=False)
+        # With several layers, the states of waiting rows are stored under the number of a session's first
+        # page (`StageStates`). No two sessions may then share that page.
+        super().__init__(info, model, pool, attention, shares=model.stages == 1)
         self._model = model
 
     def feature_spec(self, target: TargetInfo | None) -> FeatureSpec:
@@ -213,8 +213,8 @@ class _WaitingRows:
     def join(self, index: int, layer: int, outputs: torch.Tensor) -> torch.Tensor:
         """Return the input states of an MTP layer for one prompt chunk.
 
-        These are the states of the previous layer for this chunk, except the newest state, whose token is not
-        known yet. If the previous chunk has left such a state behind, it comes first.
+        These are the states of the previous layer for this chunk, without the newest state. The token for the
+        newest state is not known yet. If the previous chunk left such a state, that state comes first.
 
         Args:
             index: Index of the chunk.

@@ -1,4 +1,4 @@
-"""Compares the embedding and lm_head in the folder of MTP layers with those of the target.
+"""Compares the embedding and lm_head in the folder of MTP layers with the target's embedding and lm_head.
 
 Drafting uses the target's tensors. The folder of the MTP layers contains copies of the tensors with which the
 layers were trained. If these copies differ from the target's tensors, the layers were trained for another

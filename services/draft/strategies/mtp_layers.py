@@ -3,10 +3,10 @@
     x = projection([hidden_norm(state) ; token_norm(embed(token))])      (or the embedding first)
     state' = final_norm(decoder_layer(x));   logits = the target's lm_head(state')
 
-Sources: the DeepSeek-V3 report (arXiv 2412.19437, section 2.2), and the published code of DeepSeek-V3 and
-MiMo in the form in which SGLang runs it. As in SGLang, the first layer reads the target's last hidden state
-*after* the target's final norm. Each layer applies its own final norm to its output state. This state is the
-input of the next layer, or of the layer's own next step.
+Sources: the DeepSeek-V3 report (arXiv 2412.19437, section 2.2), and SGLang's version of the published code of
+DeepSeek-V3 and MiMo. As in SGLang, the first layer reads the target's last hidden state *after* the target's
+final norm. Each layer applies its own final norm to its output state. This state is the input of the next
+layer, or of the layer's own next step.
 """
 
 from __future__ import annotations

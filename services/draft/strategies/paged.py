@@ -5,7 +5,7 @@ them:
 
     KV slots                         content                         freed by
     [0, cached_rows)                 rows of committed tokens        release, or eviction of stored pages
-    [cached_rows, + scratch_rows)    rows of the tree being grown    release; overwritten by the next extend
+    the next scratch_rows slots      rows of the tree being grown    release; overwritten by the next extend
 """
 
 from __future__ import annotations

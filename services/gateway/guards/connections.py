@@ -61,8 +61,8 @@ def connection_cap(asked: int, open_files: int) -> int:
 class ConnectionGuard:
     """Counts the connections of the REST port, and closes those that wait too long for a request head.
 
-    At the connection limit, the guard closes the connection that has waited longest for its head, and accepts
-    the new connection. If every open connection has a running request, the guard closes the new connection.
+    At the connection limit, a new connection replaces the connection that has waited longest for its head. If
+    every open connection has a running request, the guard closes the new connection instead.
 
     Attributes:
         limit: Largest number of connections.

@@ -30,8 +30,8 @@ MAX_SLOW_COMMAS = 300_000
 def parse_body(body: bytes) -> Any:
     """Parse the JSON body of a request.
 
-    Parsing 1 MiB of token ids or of text takes about 5 ms. It holds the GIL, so a worker thread would not
-    help other requests.
+    Parsing 1 MiB of token ids or of text takes about 5 ms, and holds the GIL. A worker thread would therefore
+    not help other requests.
 
     Raises:
         InvalidRequestError: If the body is not valid JSON, or contains too many values.

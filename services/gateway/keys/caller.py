@@ -1,4 +1,4 @@
-"""The caller of a request: the limits of the caller's API key, its recent use, and the checks of requests.
+"""The caller of a request: the limits and the recent use of the caller's API key, and checks of requests.
 
 Use callers on the event loop only.
 """
@@ -146,7 +146,7 @@ class Caller:
         self._metrics.tokens.labels(self.name, kind).inc(tokens)
 
     def priority(self, asked: int) -> int:
-        """Return the priority of a request, or refuse it. For 0, return the key's priority nearest to 0.
+        """Return the priority of a request. For priority 0, return the key's allowed priority nearest to 0.
 
         Raises:
             OutriderError: PERMISSION_DENIED, if the API key may not set this priority.

@@ -9,7 +9,7 @@ class KeyMetrics:
     """Prometheus counters and gauges with one series per API key.
 
     Attributes:
-        requests: Number of requests that the limit of requests per minute has admitted.
+        requests: Number of requests that were admitted under the limit of requests per minute.
         refusals: Number of requests that were refused by a limit or because the key lacks a permission.
         tokens: Number of prompt tokens and of generated tokens.
         active: Number of sequences that wait or run.

@@ -43,8 +43,8 @@ class MinuteBucket:
     def wait_s(self, amount: float) -> float:
         """Return the seconds until `amount` is available; 0 if it is available now.
 
-        If `amount` exceeds the limit, the wait ends when the bucket is full. Otherwise a long prompt could
-        never run.
+        If `amount` exceeds the limit, the wait ends when the bucket is full. Without this rule, a long prompt
+        could never run.
         """
         missing = min(amount, float(self.limit)) - self.level
         # A rounding error must not refuse a request that arrives exactly when the amount is available.

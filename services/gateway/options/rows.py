@@ -37,7 +37,7 @@ class Group(Enum):
         "speculation",
         "SpeculationOptions",
         "The `speculation` object of a request. The number `max_nodes` includes the root of the draft tree."
-        "\n\nA request without this object is treated like a request with an empty object. Its mode is "
+        "\n\nA request without this object is treated like a request with an empty object: the mode is "
         "``auto``.",
     )
     FORMS = ("sampling", "FormFields", "SGLang's fields that restrict the form of the answer.")

@@ -67,7 +67,7 @@ def calls_constraint(tools: Sequence[Tool], form: CallFormat, answer: Constraint
     """Return the constraint of an answer that may, or must, consist of tool calls.
 
     Args:
-        tools: The tools that the answer may call, in the form that chat templates expect.
+        tools: The tools that the answer may call, in the format that chat templates expect.
         form: How the model writes tool calls.
         answer: A JSON schema for an answer without tool calls. With None, the answer must call a tool.
     """

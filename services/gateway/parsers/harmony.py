@@ -17,7 +17,7 @@ MAX_HEADER_CHARS = 1024
 
 
 class HarmonyParser:
-    """Parses one answer in the harmony format of gpt-oss models, which consists of messages.
+    """Parses one answer of a gpt-oss model in the harmony format. Such an answer consists of messages.
 
     The prompt ends with the role of the first message, so the answer begins with the rest of this message's
     header. Messages in the channel ``analysis`` are reasoning. A message to ``functions.NAME`` is a tool

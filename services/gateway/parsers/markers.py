@@ -13,7 +13,8 @@ class Split:
     Attributes:
         before: Text that is certainly not a part of a marker.
         marker: The marker that follows `before`. None if the searched text contains no complete marker.
-        rest: The text after the marker. Without a marker, the text after `before`, which may become a marker.
+        rest: The text after the marker. If there is no marker, the text after `before`, because this text may
+            be the start of a marker.
     """
 
     before: str

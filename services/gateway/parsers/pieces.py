@@ -78,13 +78,13 @@ class OutputParser(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ToolOptions:
-    """The tools that the answer to a request may call, and the form in which the reply contains the calls.
+    """The tools that the answer to a request may call, and the format of the calls in the reply.
 
     Attributes:
         names: Names of the request's tools.
         parallel: Whether an answer may contain several calls. If not, all calls after the first are dropped.
         id_chars: Length of a call's id, for models that require ids of a fixed length without a prefix. With
-            None, ids have OpenAI's form.
+            None, ids have OpenAI's format.
     """
 
     names: frozenset[str] = frozenset()

@@ -62,8 +62,8 @@ def ignored_header(body: OpenModel) -> dict[str, str]:
         The header, as a mapping from its name to its value. Empty if every field has an effect.
 
     Raises:
-        InvalidRequestError: If a field cannot be ignored, because the generated text would be different or
-            the reply would lack data that the client requested.
+        InvalidRequestError: If ignoring a field would change the generated text, or would leave requested
+            data out of the reply.
     """
     names = body.ignored_fields()
     if not names:
@@ -89,9 +89,8 @@ class ReplyHead:
     ) -> ReplyHead:
         """Create the fields that all chunks of a reply share, for a reply that begins now.
 
-        If the client sent an id, `rid` is this id, and the reply uses it. With `rid` None, the reply gets a
-        new id. With `info`, the reply contains OpenAI's `system_fingerprint`. Its value is the version of the
-        weights.
+        The reply uses `rid`, the id that the client sent. With `rid` None, the reply gets a new id. With
+        `info`, the reply contains OpenAI's `system_fingerprint`: the version of the weights.
         """
         fingerprint = None if info is None else info.weight_version
         return cls(rid or f"{prefix}-{uuid.uuid4().hex}", kind, int(time.time()), model, fingerprint)

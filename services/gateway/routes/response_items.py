@@ -14,7 +14,7 @@ from outrider.shared.base.logit_rules import TokenLogprob
 Event = dict[str, Any]
 Logprobs = list[dict[str, Any]]
 LogprobsOf = Callable[[Sequence[tuple[int, TokenLogprob]]], Logprobs]
-"""Returns the `logprobs` of a text's tokens, in the form of a chat."""
+"""Returns the `logprobs` of a text's tokens, in the format of a chat reply."""
 
 
 @dataclass(slots=True)
@@ -121,7 +121,7 @@ class ItemWriter:
 
 
 def _of_event(logprobs: Logprobs) -> Logprobs:
-    """Return logprobs in the form that OpenAI's events have, which is that of the items without bytes."""
+    """Return logprobs in the format of OpenAI's events: the format of the items, without bytes."""
     return [
         {
             "token": one["token"],

@@ -51,7 +51,7 @@ class AnthropicMessage(OpenModel):
     content: str | list[Block]
 
     def messages(self, field: str) -> list[Message]:
-        """Return the message in the form of chat messages: first the tool results, then the text.
+        """Return the message as chat messages: first the tool results, then the text.
 
         Raises:
             InvalidRequestError: If a content block of the message is not supported, or lacks a field.
@@ -146,7 +146,7 @@ class CountTokensRequest(NeutralOnly):
     cache_control: Any = None
 
     def template_messages(self, max_messages: int) -> list[dict[str, Any]]:
-        """Check the messages and return them in the form that chat templates expect.
+        """Check the messages and return them in the format that chat templates expect.
 
         Raises:
             InvalidRequestError: If there are too many messages, or a content block is not supported.
@@ -165,7 +165,7 @@ class CountTokensRequest(NeutralOnly):
         return shown
 
     def template_tools(self) -> list[dict[str, Any]]:
-        """Return the tools that the answer may call, in the form that chat templates expect.
+        """Return the tools that the answer may call, in the format that chat templates expect.
 
         Raises:
             InvalidRequestError: If a tool is one that Anthropic's servers would execute.

@@ -47,8 +47,8 @@ class OpenModel(StrictModel):
             Names in printable ASCII characters, shortened to `MAX_NAME_CHARS` characters.
 
         Raises:
-            InvalidRequestError: If a field cannot be ignored, because the generated text would change or the
-                reply would lack data that the client requested.
+            InvalidRequestError: If ignoring a field would change the generated text, or would leave requested
+                data out of the reply.
         """
         names: list[str] = []
         for name, value in (self.model_extra or {}).items():

@@ -32,7 +32,7 @@ class BoundedModel(BaseModel):
     """A pydantic model against which any request body can be validated at low cost.
 
     By default, pydantic reports one error for each invalid item. A body of 1 MiB could cause hundreds of
-    thousands of errors, which would take seconds of the event loop's time and gigabytes of memory.
+    thousands of errors. These would block the event loop for seconds and take gigabytes of memory.
     """
 
     @classmethod

@@ -53,7 +53,7 @@ class ChatRequest(ChatFields, StateFields, OpenAIRequest):
         return RequestedLogprobs(wanted, bool(self.return_tokens_as_token_ids), prompt_list=listed)
 
     def template_tools(self) -> list[dict[str, Any]]:
-        """Return the tools that the answer may call, in the form that chat templates expect.
+        """Return the tools that the answer may call, in the format that chat templates expect.
 
         Raises:
             InvalidRequestError: If a tool is invalid.
@@ -83,7 +83,7 @@ class ChatRequest(ChatFields, StateFields, OpenAIRequest):
         )
 
     def template_messages(self, max_messages: int) -> list[dict[str, Any]]:
-        """Check the messages and return them in the form that chat templates expect.
+        """Check the messages and return them in the format that chat templates expect.
 
         Raises:
             InvalidRequestError: If there are too many messages, or a part of a message is not supported.

@@ -16,7 +16,7 @@ PART_SEPARATOR = "\n"
 
 
 class Arguments(dict[str, Any]):
-    """The arguments of a tool call, in a form that all chat templates can use.
+    """The arguments of a tool call, in a format that all chat templates can use.
 
     Some templates print the arguments as JSON, and other templates append them to text. This dictionary
     supports both uses.
@@ -58,7 +58,7 @@ class ToolCall(OpenModel):
     function: CalledFunction
 
     def for_template(self, field: str) -> dict[str, Any]:
-        """Return the call in the form that chat templates expect.
+        """Return the call in the format that chat templates expect.
 
         Raises:
             InvalidRequestError: If the arguments are not a JSON object.
@@ -101,7 +101,7 @@ class Message(NeutralOnly):
     audio: Neutral = None
 
     def for_template(self, field: str) -> dict[str, Any]:
-        """Return the message in the form that chat templates expect.
+        """Return the message in the format that chat templates expect.
 
         Raises:
             InvalidRequestError: If a part of the message is not supported. The error names the part.

@@ -154,7 +154,7 @@ class ResponsesRequest(ResponseFields, OpenAIRequest):
         return self.max_tokens if self.max_output_tokens is None else self.max_output_tokens
 
     def template_messages(self, max_messages: int) -> list[dict[str, Any]]:
-        """Check the input items and return them as messages in the form that chat templates expect.
+        """Check the input items and return them as messages in the format that chat templates expect.
 
         Consecutive items of one answer (reasoning, text, tool calls) become one message.
 
@@ -180,7 +180,7 @@ class ResponsesRequest(ResponseFields, OpenAIRequest):
         return messages
 
     def template_tools(self) -> list[dict[str, Any]]:
-        """Return the tools that the answer may call, in the form that chat templates expect.
+        """Return the tools that the answer may call, in the format that chat templates expect.
 
         Raises:
             InvalidRequestError: If a tool is not a function or is invalid.

@@ -54,7 +54,7 @@ ToolChoice = Literal["none", "auto", "required"] | NamedTool
 
 
 def template_tools(tools: Sequence[Tool], field: str = "tools") -> list[dict[str, Any]]:
-    """Return the tools in the form that chat templates expect.
+    """Return the tools in the format that chat templates expect.
 
     Raises:
         InvalidRequestError: If there are too many tools, or if a tool is nested too deeply or is not valid
@@ -87,7 +87,7 @@ def may_call(choice: ToolChoice | None) -> bool:
 def forced_tools(
     choice: ToolChoice | None, tools: Sequence[dict[str, Any]], field: str = "tool_choice"
 ) -> list[dict[str, Any]]:
-    """Return the tools from which the answer must call one. Empty if the answer need not call a tool.
+    """Return the tools of which the answer must call one. Empty if the answer need not call a tool.
 
     Args:
         choice: The client's `tool_choice`.

@@ -13,7 +13,8 @@ class Member:
 
     Attributes:
         client: The connection to the target.
-        listed: Whether the target's address is still in the settings. Other targets get no new sequences.
+        listed: Whether the target's address is still in the settings. If not, the target gets no new
+            sequences.
         load: Work that the gateway's sequences still need on this target, in tokens.
         placed: Number of sequences that the gateway has placed on this target so far.
         running: Number of the gateway's sequences that run on this target.

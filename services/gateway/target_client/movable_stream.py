@@ -38,8 +38,8 @@ class Placement(Protocol):
 
         Args:
             request: The request, including the tokens that have been emitted for it so far.
-            model_key: Key of the model that the target must serve (`Member.model_key`). None allows the model
-                that `choose` prefers.
+            model_key: Key of the model that the target must serve (`Member.model_key`). None allows every
+                model.
             left: Targets that the request has left, with their number of connections at that time. Such a
                 target is chosen again only after it has reconnected.
         """

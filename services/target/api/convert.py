@@ -54,11 +54,11 @@ def request_from_proto(
 ) -> GenerationRequest:
     """Check a generation request that was received as protobuf, and convert it to a `GenerationRequest`.
 
-    Absent fields get defaults. Absent sampling fields leave the model's distribution unchanged. An absent
-    seed is drawn at random. An absent `speculation.mode` means `auto`.
+    Absent fields get defaults. Absent sampling fields leave the model's distribution unchanged. If the seed
+    is absent, a random seed is drawn. An absent `speculation.mode` means `auto`.
 
     Args:
-        message: The request as received.
+        message: The request as protobuf.
         limits: The server's default draft shape and its caps on requested shapes.
         vocab_size: Size of the model's vocabulary.
 

@@ -16,7 +16,7 @@ TIMEOUT_S = 1.0
 
 
 class DraftMetrics:
-    """Keeps the metrics that the draft service last reported to this target. Use it on one event loop only.
+    """Stores the metrics that the draft service last reported to this target. Use it on one event loop only.
 
     Args:
         address: Address of the draft service, as in the target's settings. None if there is no draft process.
@@ -35,8 +35,8 @@ class DraftMetrics:
         This method never waits for the draft service.
 
         Returns:
-            Prometheus text. It is empty until the draft service has answered for the first time. It is also
-            empty if the draft service did not answer the latest request.
+            Prometheus text. It is empty before the first answer of the draft service, and if the latest
+            request has failed.
         """
         now = time.monotonic()
         idle = self._task is None or self._task.done()

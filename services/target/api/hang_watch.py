@@ -26,10 +26,9 @@ async def follow_progress(
     Args:
         clock: Returns the seconds since the start of the engine's current step.
         set_serving: Sets the health status.
-        deadline_s: Longest duration of a step in seconds. The engine counts as hung while a step takes
-            longer.
-        end: Ends the process, so that a supervisor restarts it. Called once a step has taken `END_FACTOR`
-            times `deadline_s`.
+        deadline_s: Seconds that a step may take. The engine counts as hung while a step takes longer.
+        end: Function that ends the process, so that a supervisor restarts it. Called once a step has taken
+            `END_FACTOR` times `deadline_s`.
     """
     hung = False
     while True:

@@ -1,7 +1,7 @@
 """Traces requests: begins a span when a request arrives, and ends the span with the request's last event.
 
-The engine thread records no spans. The last event of a request contains the seconds that the request spent in
-the queue, in prefill and in decoding.
+The engine thread records no spans. Instead, the last event of a request contains the seconds that the request
+spent in the queue, in prefill and in decoding.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class RequestSpans:
             traceparent: W3C trace context of the caller's span. Empty if the caller sent none.
 
         Returns:
-            The request with the ``traceparent`` that the target sends to the draft. It names the new span.
-            Without tracing, it is the caller's ``traceparent``.
+            The request with a new ``traceparent``, which names the new span. The target sends this value to
+            the draft. Without tracing, the ``traceparent`` is unchanged.
         """
         given = checked_traceparent(traceparent)
         if self._tracer.active:

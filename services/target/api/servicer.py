@@ -1,7 +1,7 @@
 """The target's gRPC service: accepts requests on asyncio, and streams the events of the engine thread.
 
-A client may also call `Generate` without a gateway. The engine then pauses the request while more than 64 KiB
-of its tokens are unread.
+Clients other than the gateway may call `Generate`. The engine pauses such a request while more than 64 KiB of
+its tokens are unread.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Serving:
 
     Attributes:
         engine: Generates tokens. The engine's thread must be running.
-        decoder: The target model. The servicer reads its configuration and the weights that a draft borrows.
+        decoder: The target model. Provides the model's configuration and the weights that a draft borrows.
         limits: The default draft shape of requests, and the caps on requested shapes.
         model_id: Name of the model as reported to clients.
         max_running_requests: Maximum number of sequences processed at the same time.
@@ -85,8 +85,8 @@ class TargetServicer(target_pb2_grpc.TargetServicer):
 
     Args:
         tracer: Records the tracing spans of requests.
-        draft_address: Address of a draft service in another process, whose metrics are added to the
-            statistics. None if there is no such process.
+        draft_address: Address of the draft service. Its metrics are added to the target's statistics. None if
+            there is no draft process.
     """
 
     def __init__(self, tracer: Tracer | None = None, draft_address: str | None = None) -> None:

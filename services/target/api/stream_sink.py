@@ -53,9 +53,9 @@ class StreamSink(EventSink):
         self._queue.put_nowait(())
 
     async def batches(self) -> AsyncIterator[Seq[Event]]:
-        """Yield the call's events, in order. Each list has the events that arrived after the previous list.
+        """Yield the call's events in order, as lists. Each list starts where the previous list ended.
 
-        A list has at most `MAX_BATCH_BYTES` bytes. A larger event is yielded as a list of its own.
+        A list has at most `MAX_BATCH_BYTES` bytes. An event that is larger is yielded alone.
         """
         while not self._closed or not self._queue.empty():
             merged: list[Event] = list(await self._queue.get())

@@ -1,8 +1,8 @@
 """Measures how long the draft service takes to answer, and derives how long rounds wait for its trees.
 
-A single late answer is not recorded, so that a draft that sometimes stops does not get longer and longer
-waits. Several late answers in a row mean that the draft has become slower. Late answers are therefore
-recorded from the `LATES_TO_COUNT`-th in a row on.
+A single late answer is not recorded. Otherwise, the waits would grow for a draft that sometimes stops.
+Several late answers in a row show that the draft has become slower. They are recorded from the
+`LATES_TO_COUNT`-th on.
 """
 
 from __future__ import annotations

@@ -2,14 +2,14 @@
 
 The rules depend on the speculation mode (`on` or `auto`) of each sequence of the round:
 
-- A sequence whose tree is late decodes without drafts in this round. The fallback reason is "warming" if the
-  draft has not yet answered for the sequence's session, and "late" otherwise.
-- In mode `on`, a sequence may wait longer than the round. The round then runs without the sequence, and the
-  sequence keeps waiting during the next rounds. The fallback reason is `AWAITED`.
+- In mode `on`, a sequence may wait longer than the round. The round then runs without the sequence. The
+  sequence keeps waiting during the next rounds. Its fallback reason is `AWAITED`.
+- Any other sequence whose tree is late decodes without drafts in this round. Its fallback reason is "warming"
+  if the draft has not answered for the sequence's session yet. Otherwise, the reason is "late".
 - The draft is faulty if a sequence in mode `on` has waited to its limit. The draft is also faulty if it has
   sent no message for too long.
-- Any other late answer is a miss for the circuit breaker (`breaker`). The first answer for a session is never
-  a miss.
+- Any other late answer is a miss for the circuit breaker (`breaker`). A late first answer for a session is
+  not a miss.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class AnswerWait:
             none.
         take_reply: Function that waits for a message of the draft and processes it. Its argument is the
             longest wait in seconds.
-        on_fault: Called when the draft is faulty. Its argument is the longest time, in seconds, that a
-            sequence without a deadline has waited.
+        on_fault: Called when the draft is faulty. Its argument is the longest wait so far of a sequence
+            without a deadline (speculation mode `on`), in seconds.
     """
 
     def __init__(

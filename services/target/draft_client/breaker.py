@@ -65,7 +65,7 @@ class Breaker:
     - The third budget is for the first trees of new sessions. It never opens the breaker, because a first
       tree may take long.
 
-    Any thread may call `sign_of_life`, which only changes OPEN to HALF_OPEN.
+    Any thread may call `sign_of_life`. This method only changes OPEN to HALF_OPEN.
 
     Args:
         fault_deadline_s: Seconds after which an outstanding answer is a fault. The caller then calls `trip`.
@@ -75,10 +75,9 @@ class Breaker:
         faulty: True from a fault until the draft's next answer or the next connection.
         faults: Number of faults since the last answer, over all connections.
         fault_deadline_s: The constructor's argument.
-        budget: Seconds that sequences with a deadline and sequences without drafts may still lose to open
-            sessions.
-        opening_budget: Seconds that the same sequences may still lose to sessions that the draft has not
-            opened yet.
+        budget: The first budget, in seconds. Only waits for sessions that the draft has opened use it.
+        opening_budget: The third budget, in seconds. Waits for sessions that the draft has not opened yet use
+            it.
     """
 
     def __init__(self, fault_deadline_s: float) -> None:

@@ -22,8 +22,8 @@ class AnswerDeadlines:
     """Deadlines for the answers of one draft service. Engine thread only. Times are from `time.monotonic()`.
 
     A sequence in mode `auto` waits for its tree until the deadline of the `ProposalRequest`. A sequence in
-    mode `on` waits for at most `AnswerTimes.limit_s`. If the round has other sequences, the round starts
-    earlier, without the sequence in mode `on`.
+    mode `on` waits for at most `AnswerTimes.limit_s`. If the round has other sequences, the round may start
+    without the sequence in mode `on`.
 
     Only one round waits for the first answer of a new session, because the draft may still be computing the
     prompt. A slow prompt at the draft therefore delays only one round.
@@ -31,8 +31,8 @@ class AnswerDeadlines:
     Attributes:
         fault_deadline_s: Seconds after which an outstanding answer makes the draft faulty.
         heard_s: Arrival time of the draft's last message that was not a pong.
-        owed_s: Time of the first request after `heard_s` among sessions that have had no answer. The session
-            of this request may have ended since then. None if there is no such request.
+        owed_s: Time of the first request after `heard_s` in a session that the draft has never answered. The
+            session may have ended since then. None if there is no such request.
         times: Measured times of answers and of rounds on the device. First answers of sessions are left out.
     """
 
@@ -71,9 +71,9 @@ class AnswerDeadlines:
         return started if session.in_vain else started + deadline_s
 
     def row_until(self, session: DraftSession, pong_s: float) -> float:
-        """Return the time at which a sequence without a deadline stops waiting for its tree.
+        """Return the time at which a sequence without a deadline (mode `on`) stops waiting for its tree.
 
-        This time may be in a later round.
+        The wait may last several rounds.
 
         Args:
             session: The draft's session of the sequence.

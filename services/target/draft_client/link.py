@@ -1,7 +1,7 @@
 """Keeps the target connected to a remote draft service: connects, performs the handshake, pings, reconnects.
 
-All this happens on a separate thread, so the engine thread never waits for a connection. Each step of the
-engine uses the `Connection` that is current at that time.
+All this happens on a separate thread, so the engine thread never waits for a connection. Each engine step
+uses the `Connection` that is current at that time.
 """
 
 from __future__ import annotations

@@ -38,9 +38,9 @@ class Reachability:
         self._listens = False
 
     def is_long(self) -> bool:
-        """Return True if nothing listens now and the first call was at least `ABSENT_S` seconds ago.
+        """Return True if nothing listens now, `ABSENT_S` seconds or more after this method's first call.
 
-        The method tries to connect to the draft service's address at most once per `LOOK_S` seconds.
+        This method tries to connect to the draft service's address at most once per `LOOK_S` seconds.
         """
         now = self._now()
         if self._since is None:

@@ -2,10 +2,10 @@
 
 This module is the engine's side of the draft protocol. Only the engine thread runs it.
 
-A session is *live* once its Open message was sent over the current connection. Commits of live sessions are
-collected and sent in the next frame. A frame is one message for several sessions. If a session falls too far
-behind, or if the draft has lost it, the engine opens the session again and sends its stored feature rows
-again.
+A session is *live* once its Open message was sent over the current connection. A frame is one message for
+several sessions. Commits of live sessions are collected and sent in the next frame. The engine opens a
+session again if the session falls too far behind, or if the draft has lost it. The engine then sends the
+stored feature rows of the session again.
 
 A fault of the draft raises no exception. The affected sequences decode without drafts and report a fallback
 reason.
@@ -69,8 +69,8 @@ class RemoteDrafter(Drafter):
             weights.
         device: The target's device.
         fault_deadline_s: Seconds after which an outstanding answer makes the draft faulty.
-        rounds: True to keep states and trees on the devices, if the transport supports this. False to pass
-            them through the host.
+        rounds: True to keep round states and trees on the devices, if the transport supports this. False to
+            pass them through the host.
     """
 
     def __init__(

@@ -44,7 +44,7 @@ class _Layout:
 
 
 class RoundBlobs:
-    """Owns the device memory for the round states and trees that target and draft exchange.
+    """Owns the device memory for the round states and trees that the target and the draft exchange.
 
     All rounds use the same memory one after the other, in stream order.
 
@@ -80,7 +80,7 @@ class RoundBlobs:
         least_s: float,
         refused: Collection[int],
     ) -> BoundedRound:
-        """Return a round whose states and trees use the memory of this object.
+        """Return a round whose states and trees are stored in this object's memory.
 
         Args:
             message: The message that announces the round to the draft.
@@ -88,7 +88,7 @@ class RoundBlobs:
             channel: Carries the states to the draft, and the trees to the target.
             feature_size, dtype: Number of elements and data type of a feature row.
             longest_s: Longest wait for the trees, in seconds.
-            least_s: `BoundedRound.exchange` may shorten the wait, but not below this number of seconds.
+            least_s: Lower limit, in seconds, for a wait that `BoundedRound.exchange` shortens.
             refused: Ids of the sessions that cannot draft in this round.
         """
         layout = self._layout(tuple(sizes), feature_size, dtype)
@@ -131,7 +131,7 @@ class RoundBlobs:
 
 
 class BoundedRound(ExchangedRound):
-    """One round of drafting in another process, whose wait for the trees is bounded.
+    """One round of drafting in another process, with a limit on the wait for the trees.
 
     `RoundBlobs.round` explains the arguments.
 

@@ -23,37 +23,38 @@ _log = logging.getLogger("outrider.target.draft")
 
 
 class DraftSession:
-    """The target's record of one session, i.e. of one sequence whose state the draft service keeps.
+    """The target's record of one session: a sequence whose state the draft service keeps.
 
     Attributes:
         fence: Identifies the latest committed state of the sequence.
         live: True if the Open message was sent over the current connection, and the draft has not lost the
             session since then.
-        acked: True if feature rows may be sent: the draft has opened the session, or feature rows cannot
-            overtake the Open message.
+        acked: True if feature rows may be sent. This requires that the draft has opened the session, or that
+            feature rows cannot overtake the Open message.
         held: Tensors of feature rows that wait until `acked` is True, each with the position of its first
             row.
-        ready: True if the draft has sent SlotReady for the session. It then has all feature rows with which
-            the session was opened.
-        joining: True if a sequence in mode `on` waits until `ready` is True.
+        ready: True if the draft has sent SlotReady for the session. The draft then has all feature rows with
+            which the session was opened.
+        joining: True if the session's sequence is in mode `on` and waits until `ready` is True.
         lost: True if the engine must open the session again.
         warm: True if the draft has answered a request since the session was last opened.
         have_len: Number of leading positions whose feature rows the draft does not need.
         misled: True if the session was lost after the draft had reported `have_len`. The reported number may
             then be wrong.
-        doubts: True if the session replaces one whose `misled` was True. The draft's `have_len` is then
-            ignored.
+        doubts: True if this session replaces a session whose `misled` was True. The `have_len` that the draft
+            reports is then ignored.
         opened_len: Number of committed tokens with which the session was opened.
         in_vain: True if a wait for the session's first answer has timed out.
-        base_len: Number of committed tokens before the first pending commit.
-        token_ids: Tokens of the pending commits, i.e. of the commits that were not sent yet.
+        base_len: Number of committed tokens before the first pending commit. A commit is pending until it is
+            sent.
+        token_ids: Tokens of the pending commits.
         features: Feature rows of the pending commits.
         wanted: The request whose fence and shape an answer must match. None if no answer is awaited.
         asked_s: Time of the last request for a tree, from `time.monotonic()`.
         owes: True if the target stopped waiting for the last requested tree before the tree arrived.
         tree: The tree that answers `wanted`. None before the tree arrives.
         reason: The reason why the draft's last proposal contained no drafts for this session.
-        rejected_until: Time before which the session is not opened again at a draft that has refused it.
+        rejected_until: Time until which the session is not opened again, after the draft has refused it.
     """
 
     __slots__ = (

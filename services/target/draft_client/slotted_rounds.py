@@ -1,15 +1,15 @@
-"""Rounds on the device with a remote draft: assigns slots at the draft to sessions, and sends the messages.
+"""Rounds on the device with a remote draft: assigns slots at the draft to sessions, and announces each round.
 
 The draft receives these messages, in order, on one stream:
 
 - SlotsOpen, when a connection begins.
 - RoundsNext, once per round, as soon as the target has enqueued the round. It lists the sessions that join a
-  slot, the slots that draft, the tokens that the target has read since its last message, and the free slots.
-- SlotsUpdate, if no round follows soon. It lists only the newly read tokens and the free slots.
+  slot, the slots that draft, the tokens that are new since the last message, and the newly free slots.
+- SlotsUpdate, if no round follows soon. It lists only the new tokens and the newly free slots.
 
 A *series* of rounds lasts until a round fails. All sessions in slots are then opened again, because the draft
-may lack some of their feature rows. This is cheap, because the draft keeps the feature rows of all reported
-tokens.
+may lack some of their feature rows. Most feature rows need not be sent again, because the draft keeps those
+of all reported tokens.
 """
 
 from __future__ import annotations
@@ -75,12 +75,12 @@ class SlottedRounds(ExchangedSlots):
         vocab_size: The target's vocabulary size.
         dtype: Data type of the feature rows.
         sessions: The drafter's sessions.
-        deadlines: Limits the waits for trees, based on measured times. This class adds the times of rounds.
+        deadlines: Limits the waits for trees, based on measured times. Receives the times of rounds.
         breaker: Circuit breaker that stops rounds while the draft is faulty or slow.
         take_reply: Function that waits for a message of the draft and processes it. Its argument is the
             longest wait in seconds.
-        on_late: Called when the trees of a round were late. Its arguments are the seconds of the wait, and
-            True if only sequences without a deadline have waited.
+        on_late: Called when the trees of a round were late. The first argument is the wait in seconds. The
+            second argument is True if only sequences without a deadline (mode `on`) have waited.
     """
 
     def __init__(

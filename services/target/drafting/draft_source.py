@@ -24,7 +24,7 @@ class PreparedDrafts:
 
     Attributes:
         entries: The entries of the round. An entry without a tree has the shape `NO_DRAFT`. Sequences that
-            still await their trees are left out, so there may be no entries.
+            still await their trees are left out, so the list may be empty.
         enqueue: Function that enqueues the drafting. None if no sequence drafts in this round.
         may_run_ahead: True if the next round can be enqueued before the host has read this round.
         catches_up: True if the drafter must first process many earlier tokens of some sequences.
@@ -57,8 +57,8 @@ class ProposalWait:
 class DraftSource(Protocol):
     """Interface of the code that supplies the draft trees of rounds. Engine thread only.
 
-    Draft sources inherit from this class. A method with a default implementation has no work to do in some
-    sources.
+    Draft sources inherit from this class. They override a method with a default implementation only if the
+    method has work to do.
     """
 
     @property
@@ -96,8 +96,8 @@ class DraftSource(Protocol):
     def receive_trees(self) -> None:
         """Do the host's part of drafting the round that was enqueued last. This may wait for a drafter.
 
-        The decode loop calls this method between reading the previous round and reading the last enqueued
-        round.
+        The decode loop calls this method before it reads that round, and after it has read all earlier
+        rounds.
         """
         return
 
@@ -122,7 +122,7 @@ class DraftSource(Protocol):
         ...
 
     def read(self, ended: Set[int]) -> None:
-        """Finish a round after all its entries were passed to `committed`. Its tokens are delivered later.
+        """Finish a round after all its entries were passed to `committed`, before its tokens are delivered.
 
         Args:
             ended: Ids of the drafter's sessions that end with this round and were not closed yet.

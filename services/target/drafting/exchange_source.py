@@ -2,8 +2,8 @@
 
 In each round, the target gathers the states of the slots that draft, in one group per tree shape. It sends
 all groups together, receives the trees, checks them and packs them. Sequences may join and leave between any
-two rounds. A sequence that does not draft costs the drafter nothing, because its tokens are sent later, in
-larger commits.
+two rounds. The drafter does no work for a sequence that does not draft. The tokens of such a sequence are
+sent later, in larger commits.
 
 A sequence joins the exchange once the drafter has the feature rows of its prompt. Until then, a sequence in
 mode `on` is left out of rounds, and a sequence in mode `auto` decodes without drafts. If a round cannot be

@@ -6,12 +6,12 @@ A round with such trees can start only after the host has read the previous roun
     host            wait for n · commit n, announce n + 1 · deliver n … wait for the trees · launch n + 1
     remote draft                           | extend by n, draft n + 1  |
 
-The host announces the next round as soon as it has read a round, because a draft in another process idles
-until then. If no sequence drafts in a round, the host enqueues the round ahead, as if there were no drafter.
-The drafter receives the tokens of such a round later, in larger commits.
+A draft in another process idles until the next round is announced. The host therefore announces this round as
+soon as it has read the previous round. If no sequence drafts in a round, the host enqueues the round before
+it has read the previous round. The drafter receives the tokens of such a round later, in larger commits.
 
-A sequence in mode `on` whose tree is late waits alone: the round runs without it. The next rounds run without
-it too, until the tree arrives or the wait ends. A stopped draft therefore delays only sequences in mode `on`.
+If the tree of a sequence in mode `on` is late, only this sequence waits. Rounds run without the sequence
+until the tree arrives or the wait ends. A stopped draft therefore delays only sequences in mode `on`.
 """
 
 from __future__ import annotations
@@ -204,7 +204,7 @@ class HostSource(DraftSource):
         self.learn(ended, announces=True)
 
     def learn(self, ended: Set[int], *, announces: bool) -> None:
-        """Process the tokens of a round that were passed to `committed`. Announce the next round if asked to.
+        """Process a round whose tokens were passed to `committed`. Announce the next round if asked to.
 
         Args:
             ended: Ids of the drafter's sessions that end with this round and were not closed yet.

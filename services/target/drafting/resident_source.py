@@ -4,8 +4,8 @@ For each tree shape of a round, the device gathers the state of the slots that d
 drafter extends its K/V by the tokens of the last round and grows the trees. The trees are written to the
 packed rows of their sequences. All this is enqueued before the host has read the previous round.
 
-A sequence that does not draft in a round costs the drafter nothing. Its feature rows stay in the target's
-feature plane, and this module keeps its tokens. Before the sequence drafts again, the drafter processes these
+The drafter does no work for a sequence that does not draft in a round. Its feature rows stay in the target's
+KV pool, and this module keeps its tokens. Before the sequence drafts again, the drafter processes these
 tokens and feature rows.
 """
 

@@ -5,12 +5,12 @@ On a GPU, a round is enqueued before the host has read the previous round (a loo
     device    | round n          | round n + 1      | round n + 2
     host      launch n + 1 · wait for n · deliver n · launch n + 2 · wait for n + 1 …
 
-On a CPU, or if the trees of a round come from the host, the loop reads a round before it launches the next
-one (a lookahead of 0).
+The lookahead is 0 on a CPU, and if the trees of a round come from the host. The loop then reads a round
+before it launches the next one.
 
 An output may have a form, i.e. a constraint such as a JSON schema. The host must then know all earlier tokens
-before the next tokens can be chosen. A round with such an output is *open* when it is launched: the device
-starts with its forward pass. The host completes the round as soon as it has read all earlier passes:
+before the next tokens can be chosen. A round with such an output is launched as an *open* round, without the
+choice of its tokens. The host completes the round as soon as it has read all earlier passes:
 
     device    | choose n | forward n + 1                                | choose n + 1 | …
     host      launch n + 1 · wait for n · complete n + 1 · deliver n · launch n + 2 …

@@ -1,8 +1,8 @@
 """The target's engine and its `step`: receive, adopt a changed draft, schedule, launch, finish, flush.
 
-A step of the engine enqueues prompt chunks and one round of all decoding sequences. Then it reads the passes
-that were enqueued earlier, and delivers their tokens. A sequence without draft nodes takes part in the round
-with one packed row.
+A step enqueues prompt chunks and one round of all decoding sequences. Then it reads the passes that were
+enqueued earlier, and delivers their tokens. A sequence without draft nodes takes part in the round with one
+packed row.
 
 All state belongs to the engine thread. Other threads only append commands to the engine's inbox.
 """
@@ -308,8 +308,8 @@ class TargetEngine(Steppable):
     def step_failed(self, error: Exception) -> None:
         """Fail the requests of the batch after an exception in a step. Requests in the queue stay there.
 
-        Requests fail with the code INTERNAL. An `UnavailableError`, which reports the loss of a rank, instead
-        keeps its code and reason, so that clients retry.
+        The requests fail with the code INTERNAL. After the loss of a rank (`UnavailableError`), they fail
+        with the code and reason of this error, so that clients retry.
         """
         code, reason = (
             (error.code, error.reason) if isinstance(error, UnavailableError) else (ErrorCode.INTERNAL, None)

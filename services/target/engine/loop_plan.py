@@ -22,7 +22,7 @@ class LoopPlan:
         max_packed_rows: Largest number of packed rows of a round, i.e. of nodes of all its trees together.
         prefill_budget_s: Seconds that the prompt chunks of one engine step may take while other sequences
             decode.
-        recorded_entries: Rounds with more sequences than this number are not recorded as CUDA graphs. None
+        recorded_entries: Largest number of sequences of a round that may be recorded as CUDA graphs. None
             sets no limit.
     """
 

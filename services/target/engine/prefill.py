@@ -77,8 +77,9 @@ class Prefill:
     def limit(self, scheduler: Scheduler) -> int | None:
         """Return the largest number of prompt tokens for the next engine step while sequences decode.
 
-        If a recorded CUDA graph fits into the time budget, the number is the size of the largest such graph,
-        because chunks of this size need no padding. Return None if no prompt is left to compute.
+        Chunks that have the size of a recorded CUDA graph need no padding. The number is therefore the
+        largest such size that fits into the time budget. Without such a size, the time budget alone sets the
+        number. Return None if no prompt is left to compute.
         """
         stored = (one.cached_len for one in scheduler.active if one.status is SequenceStatus.PREFILLING)
         context = next(stored, 0 if scheduler.waiting else None)

@@ -3,8 +3,8 @@
     start       | first graphs | ready | idle for `IDLE_S`: preparation, then one further graph per step …
     new draft   | idle: first graphs, immediately | idle for `IDLE_S`: one further graph per step …
 
-A preparation is other work that is not urgent. It is divided into parts, and one step of the engine does one
-part. A new request therefore waits for at most one recording or one part.
+A preparation is other work that is not urgent. It is divided into parts, and one engine step does one part.
+A new request therefore waits for at most one recording or one part.
 
 While requests are live, this module records nothing. A piece of a round that has no graph then runs kernel by
 kernel. `GraphCache` may record such a piece if it is used often and can be recorded quickly.
@@ -120,18 +120,18 @@ class Recorder:
         """Return an event that is set once the first CUDA graphs are recorded. May be called from any thread.
 
         Args:
-            for_all: True if the event must also wait for the further graphs and the preparations. The engine
-                then does this work without waiting for `idle_s`, if no request is live.
+            for_all: True to set the event only after the further graphs and the preparations, too. If no
+                request is live, the engine then does this work without waiting for `idle_s`.
         """
         asked = threading.Event()
         self._asked.append((asked, for_all))
         return asked
 
     def hear(self) -> None:
-        """Note the calls of `ask` since the last call of `hear`. Call this before each check for a new draft.
+        """Accept the calls of `ask` since the last call of `hear`.
 
-        The draft may have changed just before `ask` was called. The event that `ask` returned is therefore
-        not set before the next check has ended.
+        Call this method before each check for a new draft. The draft may have changed just before a call of
+        `ask`. The event of this call is therefore set only after the next check has ended.
         """
         while self._asked:
             self._heard.append(self._asked.popleft())

@@ -17,9 +17,9 @@ from outrider.shared.base.errors import ConfigurationError, InvalidRequestError
 class GrammarBackend(Enum):
     """The library that enforces constraints on outputs: xgrammar or llguidance.
 
-    AUTO uses xgrammar for the JSON schemas and choices that xgrammar enforces exactly. It uses llguidance for
-    all other constraints. Grammars that clients write always use llguidance, because llguidance limits the
-    time per token.
+    AUTO uses xgrammar for the JSON schemas and lists of choices that xgrammar enforces exactly. It uses
+    llguidance for all other constraints. Grammars that clients write always use llguidance, because
+    llguidance limits the time per token.
     """
 
     LLGUIDANCE = "llguidance"

@@ -1,8 +1,8 @@
 """The process that first compiles a constraint: ``python -m …compile_process BACKEND TOKENIZER SIZE END…``.
 
 The arguments are the grammar library, the path of ``tokenizer.json``, the number of logits, and the tokens
-that end an output. The process reads one request per line and writes one line in reply, both in JSON. A
-constraint that needs too much memory or time ends this process instead of the target.
+that end an output. The process reads requests and writes replies, each as one line of JSON. A constraint that
+needs too much memory or time ends this process instead of the target.
 """
 
 from __future__ import annotations

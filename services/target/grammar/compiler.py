@@ -164,7 +164,7 @@ class _CompileProcess:
         self._ready = False
 
     def ask(self, constraint: Constraint, limit_s: float) -> str:
-        """Return the error of a constraint, or an empty text if it has none.
+        """Let the process compile a constraint. Return the error message, or an empty text without an error.
 
         Raises:
             _NoAnswerError: The process has not replied in time, or has ended.

@@ -1,9 +1,9 @@
 """Converts constraints on outputs, such as JSON schemas, to EBNF grammars for xgrammar.
 
 xgrammar's own conversion of JSON schemas ignores some keywords (``not``, ``if``, ``uniqueItems``,
-``contains`` and others). It also allows texts that are not JSON, such as line breaks in strings with a
-maximum length. The functions of this module convert each constraint exactly. They refuse a constraint that
-contains anything they do not know.
+``contains`` and others). It also allows some invalid JSON, such as line breaks in strings that have a maximum
+length. The functions of this module convert each constraint exactly. They refuse a constraint that contains
+an unknown part.
 """
 
 from __future__ import annotations

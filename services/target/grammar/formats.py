@@ -1,7 +1,7 @@
 """Regular expressions for the string formats of JSON schemas, such as dates.
 
-The grammar libraries have their own checks of these formats. Those allow a few invalid texts, such as 29
-February in every year.
+The grammar libraries' own checks of these formats allow a few invalid texts, such as 29 February in every
+year.
 """
 
 from __future__ import annotations

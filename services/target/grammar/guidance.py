@@ -97,8 +97,8 @@ class GuidanceGrammar(VocabularyGrammar):
 class GuidanceMatcher(Matcher):
     """Follows one output with llguidance. After the token that ends the output, no token is allowed.
 
-    If a token exceeds llguidance's limits per token (`LIMITS`), no further token is allowed. The request then
-    fails, and other requests go on.
+    If the work for one token exceeds llguidance's limits (`LIMITS`), no further token is allowed. The request
+    then fails, and other requests go on.
     """
 
     def __init__(self, matcher: llguidance.LLMatcher, ends: tuple[int, ...]) -> None:

@@ -16,14 +16,15 @@ class GraphKey(NamedTuple):
         kind: "draft" for the drafting of one tree shape, "verify" for a verify pass, "prefill" for a pass
             over prompt chunks, "prompt" for a pass over one prompt from its first token on.
         rows: Number of sequences of a draft, of packed rows of a verify pass, or of tokens of a prompt pass.
-        width: Class of the widest tree of a verify pass, or number of columns of a draft's state.
+        width: For a verify pass, the class of the widest tree (`packed_batch.width_class`). For a draft, the
+            number of columns of its state.
         mode: The sampling mode. None if the graph serves every mode.
         shape: Shape of the trees of a draft.
         capture: True if feature rows are computed and stored.
-        masked: True if the verify pass is split into two parts. The host finds the allowed tokens between
-            them.
+        masked: True if the verify pass is split in two, so that the host can find the allowed tokens in
+            between.
         drafter: The part of the key that the drafter supplies.
-        draft_dependent: True if the graph reads the drafter's tensors, the plane of feature rows or the
+        draft_dependent: True if the graph reads the drafter's tensors, the stored feature rows or the
             projection of features. Such graphs become invalid when another draft connects. Graphs of plain
             decoding stay valid.
     """

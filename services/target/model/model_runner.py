@@ -52,8 +52,8 @@ class ChosenTokens:
         on_device: ``[n] int64``, the tokens on the device. Valid until the next recorded pass.
         logprobs: ``[n, WORDS] int32`` in host memory, the logprobs of the tokens, from `token_logprobs`. None
             if no client wants them. Valid after `wait`.
-        prompts: Logprobs of prompt tokens in host memory, in order, for the prompt chunks that have any.
-            Valid after `wait`.
+        prompts: Logprobs of prompt tokens in host memory, one item for each prompt chunk that has any, in
+            order. Valid after `wait`.
         states: States of prompt tokens, for the prompt chunks whose clients want them. Valid after `wait`.
         requested: One item for each chosen token: the logprobs of the tokens that its client has named, ``[1,
             k] fp32``, or None. Valid after `wait`.
@@ -194,13 +194,13 @@ class ModelRunner:
 
         Args:
             chunks: The prompt chunks, at most one per sequence.
-            rules: The penalties, biases and forbidden tokens of all slots. They must include those of all
-                sequences whose prompts end with these chunks. None if no sequence has such rules.
+            rules: The penalties, biases and forbidden tokens of all slots. The rules of all sequences whose
+                prompts end with these chunks must have been written. None if no sequence has such rules.
             allowed: The tokens that may be chosen after each prompt that ends, as in `SamplingTensors`.
 
         Returns:
-            The first token after the prompt of each sequence whose prompt is complete, in order. Its index in
-            the sequence is committed_len.
+            The first token after each prompt that ends with these chunks, in order. Its index in the sequence
+            is committed_len.
         """
         finished = [chunk.sequence for chunk in chunks if chunk.is_last]
         capture = self.captures and any(chunk.sequence.stores_features for chunk in chunks)
@@ -303,8 +303,8 @@ class ModelRunner:
 
         Args:
             size: Number of rows.
-            whole: True to record the pass over one whole prompt instead, with the attention of a library. If
-                there is no such library, nothing is recorded.
+            whole: True to record a pass over one whole prompt instead. This pass uses the attention of a
+                library. If there is no such library, nothing is recorded.
         """
         assert self._recorded is not None, "there are no slots yet"
         if whole:
@@ -320,9 +320,9 @@ class ModelRunner:
 
     @torch.inference_mode()
     def scrub(self, sequence: Sequence) -> None:
-        """Zero the pages of a sequence that has NaN or infinite values, so that no other sequence reads them.
+        """Zero the pages that only this sequence uses, because they may contain NaN or infinite values.
 
-        Pages that other sequences may read are left alone.
+        Otherwise, later sequences that get these pages could read the values.
         """
         if sequence.lease is not None:
             self.pool.scrub(self._int64(sequence.lease.own_pages))

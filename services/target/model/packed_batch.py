@@ -27,8 +27,8 @@ class SamplingMode(Enum):
         GREEDY: All sequences are greedy.
         NOISE: Some sequences are sampled, but none is filtered.
         FILTERED: Some of the sampled sequences use top-k, top-p or min-p.
-        FULL: Some sequences have rules for their logits (`kernels/logit_rules`) or want logprobs. Filters are
-            included.
+        FULL: Some sequences have rules for their logits (`kernels/logit_rules`) or want logprobs. This
+            mode also filters.
     """
 
     GREEDY = "greedy"
@@ -58,11 +58,11 @@ class Entry:
         sequence: The sequence, which has a slot.
         residence: The sequence's residence when the round was planned. If the residence has changed, the
             sequence has left its slot, and the result is void.
-        shape: The shape of the tree to draft, within all bounds. `NO_DRAFT` verifies only the root.
+        shape: The shape of the tree to draft, within all limits. With `NO_DRAFT`, only the root is verified.
         epoch: The sequence's epoch when the round was planned. If the epoch has changed, the drafter's
             session was reopened and has not drafted in this round.
-        most_columns: Largest number of tokens that a round may choose for the sequence. A constrained output
-            may force text that reaches deeper than the drafted tree.
+        most_columns: Largest number of tokens that a round may choose for the sequence. It may exceed the
+            number of levels of the drafted tree, because a constrained output may force additional text.
     """
 
     sequence: Sequence
@@ -101,7 +101,7 @@ class RowBuckets:
         """Return the numbers of packed rows, up to `most`, that rounds are padded to.
 
         These buckets are 1, 2, 4, the multiples of 8 up to 128, the multiples of 16 up to 256, and larger
-        steps above 256.
+        steps above 256. The last bucket is `most`.
         """
         sizes = [1, 2, 4, *range(8, 128, 8), *range(128, 256, 16), *range(256, 512, 64)]
         sizes += [*range(512, 1024, 128), *range(1024, 4097, 512)]

@@ -1,8 +1,8 @@
 """Runs prompt chunks as CUDA graphs, because their many small kernels take longer to launch than to run.
 
-Several chunks share a pass. Their rows are packed. The packed rows are padded at the end to one of a few
-sizes, and each size is recorded once. A graph serves any number of chunks and any contexts. Attention plans
-its work on the device, from the lengths and the slots' page tables.
+Several chunks share a pass. Their rows are packed and padded at the end to one of a few sizes. One graph is
+recorded for each size. It serves any number of chunks with contexts of any length. Attention plans its work
+on the device, from the lengths and the slots' page tables.
 
     rows      | chunk of slot 3 | chunk of slot 0 | padding, which belongs to no slot |
 

@@ -15,7 +15,7 @@ therefore be recorded between two rounds.
 
 
 class ResultRing:
-    """Ring of buffers in host memory. It receives the results of rounds with the same number of rows.
+    """Ring of buffers in host memory for the results of rounds. All results have the same number of rows.
 
     Args:
         rows: Number of rows of a result.

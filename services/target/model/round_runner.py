@@ -1,6 +1,6 @@
 """Enqueues rounds over packed rows, as CUDA graphs where possible, and reads their results.
 
-A round consists of pieces, each of which is a CUDA graph where possible:
+A round consists of pieces:
 
     draft, once per tree shape | verify: locate rows, forward, choose, accept, compact, features, post result
 
@@ -66,8 +66,7 @@ class RoundRunner:
         max_nodes: Largest number of nodes of a tree.
         max_rows: Largest number of packed rows of a round.
         pages: Number of columns of the page table.
-        recorded_entries: Rounds with more entries than this number are not recorded. With None, there is no
-            limit.
+        recorded_entries: Largest number of entries of a recorded round. None sets no limit.
 
     Attributes:
         table: The slots.
@@ -138,8 +137,8 @@ class RoundRunner:
         Args:
             entries: The sequences of the round. Their slots and pages must have been written to the slot
                 table.
-            draft: Function that enqueues the drafting, which writes the trees to `PackedBatch.trees`. None
-                without drafts.
+            draft: Function that enqueues the drafting, which writes the trees to `PackedBatch.trees`. None if
+                no entry drafts.
 
         Returns:
             The round. If the output of an entry is constrained, the round is an `OpenRound`. Pass an open

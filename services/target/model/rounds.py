@@ -53,12 +53,12 @@ class Round:
             `PassResult.packed`.
         nodes: ``[4, M] int32`` in host memory: tokens, parents, depths and log-probabilities of the trees.
             None if no client wants a trace.
-        marks: Times at which the round started, had drafted and ended.
+        marks: Times of the round's start, of the end of drafting, and of the round's end.
         provisional: True if a piece of the round ran without a CUDA graph. Later rounds of the same size then
             probably take less time.
         logprobs: ``[M, WORDS] int32`` in host memory, as in `PassResult`. None if no client wants logprobs.
-        tap: Receives the states of tokens, and the logprobs of the tokens that clients have named. None if no
-            client wants them.
+        tap: Receives states of tokens, such as hidden states, and logprobs of tokens that clients have named.
+            None if no client wants such data.
     """
 
     number: int
@@ -103,7 +103,7 @@ class OpenRound:
     Attributes:
         number, entries, starts, launched_at: As in `Round`.
         size: Size of the verify pass.
-        begun: Time of the start. None if the round starts with its verify pass.
+        begun: Time of the round's start. None if the round starts with its verify pass.
         provisional_runs: `GraphCache.provisional_runs` before the round.
         tap: As in `Round`.
         work: Enqueues the forward pass, and then the rest of the verify pass.
@@ -129,8 +129,8 @@ class FinishedRound:
     Attributes:
         round: The round.
         outcomes: One outcome per entry. None for an entry whose slot was idle.
-        seconds: Duration of the round in seconds. It starts at the end of the previous round, or at the
-            launch if the launch was later.
+        seconds: Duration of the round in seconds, counted from the end of the previous round. If the round
+            was launched later, the duration is counted from its launch.
         draft_s, verify_s: Seconds of drafting and of verifying.
     """
 

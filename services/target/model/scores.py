@@ -44,7 +44,7 @@ class ScoredPrompt:
 
 
 def score_prompts(decoder: Decoder, hidden: torch.Tensor, chunks: Seq[PrefillChunk]) -> list[ScoredPrompt]:
-    """Enqueue the computation of the logprobs of prompt tokens, as far as clients want them.
+    """Enqueue the computation of the logprobs of those prompt tokens whose logprobs clients want.
 
     Args:
         decoder: The target model.
@@ -95,7 +95,7 @@ def requested_logprobs(logits: torch.Tensor, token_ids: Seq[int]) -> torch.Tenso
 def unpack_logprobs(
     rows: torch.Tensor, top: int, requested: torch.Tensor | None = None
 ) -> list[TokenLogprob]:
-    """Return the logprobs of the tokens of some rows, unpacked from the words that the device has written.
+    """Return the logprobs of the tokens of some rows, unpacked from the format that the device writes.
 
     Args:
         rows: ``[n, WORDS] int32`` in host memory, from `token_logprobs`.

@@ -81,8 +81,8 @@ class SlotRules:
     def hold(self, sequence: Sequence) -> None:
         """Write the rules of a sequence that owns a slot, unless they are written already.
 
-        Call `flush` afterwards to upload the numeric rules. The host must have read all tokens of the
-        sequence.
+        Call `flush` afterwards to upload the numbers of the rules, such as penalties. The host must have read
+        all tokens of the sequence.
         """
         slot, owner = sequence.slot, (sequence.session_id, sequence.residence)
         if not sequence.ruled:

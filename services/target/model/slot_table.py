@@ -33,7 +33,7 @@ class SlotTable:
     Args:
         slots: Number of slots.
         columns: R, the largest number of tokens that a round may choose for a slot.
-        pool: The KV pool whose pages the page table names.
+        pool: The KV pool. The page table contains indices of its pages.
         pages: Number of columns of the page table.
         vocab_size: Size of the vocabulary.
 
@@ -141,8 +141,8 @@ class SlotTable:
     def seat(self, sequences: Seq[Sequence], tokens: torch.Tensor) -> None:
         """Write, in stream order, the slot state of sequences whose first token has just been chosen.
 
-        The feature row of each prompt's last token is copied from the KV pool's feature plane. It must be
-        stored there already.
+        The feature row of each prompt's last token is copied from the KV pool, where it must be stored
+        already.
 
         Args:
             sequences: Sequences with slots. Their tokens on the host do not include `tokens` yet.

@@ -106,7 +106,7 @@ class SyntheticAcceptance:
 
         Args:
             chosen: ``[M] int64``, the token that the model chose after each row.
-            trees: The packed trees. Trees of a single node keep their token.
+            trees: The packed trees. The chosen token of a tree with a single node is not changed.
             starts: ``[E + 1] int32``, the first row of each tree, as in `packed_round.Entries`.
             positions: ``[M] int64``, the index in its sequence of the token after each row
                 (`PlacedEntries.next_positions`).

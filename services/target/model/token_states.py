@@ -38,7 +38,7 @@ def stacked(decoder: Decoder, routes: Seq[torch.Tensor]) -> torch.Tensor | None:
 
 @dataclass(frozen=True, slots=True)
 class StateRows:
-    """States of some rows' tokens, in host memory once the pass has ended. None marks unwanted data.
+    """The states of the tokens of some rows, in host memory once the pass has ended. Unwanted data is None.
 
     Attributes:
         hidden: Hidden states, ``[n, hidden_size]``, in the data type of the model.
@@ -116,7 +116,7 @@ class PromptStates:
 def take_prompts(
     hidden: torch.Tensor, experts: torch.Tensor | None, chunks: Seq[PrefillChunk]
 ) -> list[PromptStates]:
-    """Enqueue copies of the token states of these prompt chunks to the host, as far as clients want them.
+    """Enqueue copies to the host of those token states of prompt chunks that clients want.
 
     Args:
         hidden: ``[rows, hidden_size]``, the output rows of all chunks, one chunk after the other.
@@ -135,7 +135,7 @@ def take_prompts(
 
 
 class RoundTap:
-    """Copies one round's token states and logprobs of named tokens to the host, along accepted paths.
+    """Copies data of a round's accepted paths to the host: token states, and logprobs of named tokens.
 
     Args:
         entries: The entries of the round.
@@ -162,7 +162,7 @@ class RoundTap:
         return any(entry.sequence.request.states.routed_experts for _, _, entry in self._entries)
 
     def take(self, decoder: Decoder, result: PassResult, routes: Seq[torch.Tensor]) -> None:
-        """Enqueue the copies to the host, behind the verify pass of the round.
+        """Enqueue the copies to the host, after the verify pass of the round.
 
         Args:
             decoder: The target model.

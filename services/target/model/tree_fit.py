@@ -18,14 +18,13 @@ MOST_CHOICES = 16
 def fitted(form: OutputForm, tree: HostTree, rows: int, depth: int) -> HostTree:
     """Return a drafted tree without the nodes that an output's form forbids, and with likely nodes added.
 
-    Two kinds of nodes are removed: nodes that the form forbids, and nodes whose tokens end the output,
-    because nothing can follow them. The rows that become free are filled with two kinds of nodes:
+    Nodes that the form forbids are removed. Nodes whose tokens end the output are removed, too, because
+    nothing can follow them. The rows that become free are filled with two kinds of nodes:
 
     - text that the form forces;
-    - tokens that the form allows in place of a forbidden node, if there are at most `MOST_CHOICES` such
-      tokens.
+    - tokens that the form allows in place of a forbidden node, if these are at most `MOST_CHOICES` tokens.
 
-    Places in the tree with a higher probability are filled first.
+    The most probable places in the tree are filled first.
 
     Args:
         form: The form, i.e. the constraint on the tokens of the output. It has followed the root.

@@ -118,7 +118,7 @@ class TreeForms:
     def fill(self, formed: Seq[FormedEntry]) -> None:
         """Find the allowed tokens after each tree node of the round, and enqueue their copy to the device.
 
-        Call this method once the forward pass has been enqueued, so that the device is busy meanwhile.
+        Call this method after the forward pass has been enqueued, so that the device is busy meanwhile.
         """
         masks = self.allocate()
         masks.clear()
@@ -228,8 +228,8 @@ def prompt_masks(sequences: Seq[Sequence], device: torch.device) -> torch.Tensor
 def fill_masks(form: OutputForm, tree: HostTree, masks: Mask) -> None:
     """Write the masks of the tokens that a constrained output allows after each node of a tree.
 
-    Nothing is written for nodes that the form forbids, for nodes whose tokens end the output, and for nodes
-    below these. Forbidden nodes are never accepted, and tokens after the end of the output are dropped.
+    No masks are written for nodes that the form forbids, nodes whose tokens end the output, and nodes below
+    these. Forbidden nodes are never accepted, and tokens after the end of the output are dropped.
 
     Args:
         form: The form of the output, i.e. the constraint on its tokens. It has followed the root.

@@ -1,8 +1,8 @@
-"""One verify pass over packed rows, from trees and slots to accepted tokens, entirely on the device.
+"""One verify pass over packed rows, from trees and slots to accepted tokens, computed on the device.
 
-The pass does not need the host, so it can be recorded into a CUDA graph. On a CPU, the same code runs
-directly. If some outputs are constrained, the pass is recorded as two graphs. While the first graph runs, the
-host finds the tokens that the constraints allow.
+If no output is constrained, the pass does not need the host. It can then be recorded as one CUDA graph. If
+some outputs are constrained, the pass is recorded as two graphs. While the first graph runs, the host finds
+the tokens that the constraints allow. On a CPU, the same code runs without graphs.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class StepModel:
 
 @dataclass(frozen=True, slots=True)
 class PassSize:
-    """The properties of a verify pass that the host chooses. Equal passes replay the same CUDA graph.
+    """The properties of a verify pass that the host chooses. Passes with equal properties share a CUDA graph.
 
     Attributes:
         rows: M, the number of packed rows, including padding.
@@ -59,12 +59,12 @@ class PassSize:
 class PassResult:
     """The result of a verify pass over M packed rows, for the host.
 
-    B is the number of entries, without those that are always padding. R is the largest number of tokens of an
-    entry.
+    B is the number of entries, without entries that are always padding. R is the largest number of tokens
+    that a round may choose for an entry.
 
     Attributes:
         packed: ``[B, 2 + 2 R] int32``: the number of accepted nodes (-1 for an idle slot), the number of
-            nodes, the path, and the emitted tokens.
+            nodes, the indices of the accepted nodes, and the emitted tokens.
         logprobs: ``[M, token_logprobs.WORDS] int32``. Row ``starts[e] + c`` belongs to the token at column c
             of entry e. None unless the sampling mode is `FULL`.
         hidden: ``[M, hidden_size]``, the model's output for the packed rows.

@@ -129,7 +129,7 @@ class RankGroup:
     def close(self) -> None:
         """End the other ranks, and wait for the rank processes that this process has started.
 
-        All ranks must leave NCCL together, because each rank waits there for the others. If a rank does not
+        All ranks must leave NCCL together, because leaving waits for the other ranks. If a rank does not
         leave within `STOP_TIMEOUT_S` seconds, this process exits without leaving NCCL.
         """
         self._lead.close()
@@ -148,9 +148,9 @@ class RankGroup:
 def end_soon(error: OutriderError) -> None:
     """End this process within `END_GRACE_S` seconds, even if its threads are blocked.
 
-    This function is called by default when a rank fails. A timer thread ends the process. No Python thread
-    runs while the interpreter shuts down, but a library may still wait for the device. An alarm signal then
-    ends the process.
+    By default, this function is called when a rank fails. Usually, a timer thread ends the process. While the
+    interpreter shuts down, Python threads do not run, and a library may still wait for the device. In this
+    case, an alarm signal ends the process.
     """
     signal.alarm(math.ceil(2 * END_GRACE_S))
     _in(END_GRACE_S, lambda: exit_now(1))

@@ -30,7 +30,7 @@ PRIOR_ACCEPTANCE = 0.6
 """Estimate of p_1 before any round has been measured."""
 OTHERS_STRENGTH = 12.0
 """Largest weight, as a number of rounds, of the prior that comes from other rounds: from rounds with other
-kinds of sampling, and from rounds with the other form (tree or chain)."""
+kinds of sampling, and from rounds with the other type (tree or chain)."""
 FADING = 0.99
 """Factor by which each decision reduces the weight of outdated trials.
 
@@ -134,11 +134,11 @@ class DrafterAcceptance:
     def rates(self, kind: SamplingKind, chain: bool) -> list[float]:
         """Return the `MAX_DEPTH` estimates p_1, p_2, …, i.e. the acceptance probability at each depth.
 
-        The prior of an estimate comes from the other kinds of sampling and the other form (tree or chain). If
-        none of their rounds reached this depth, the prior is the estimate of the previous depth.
+        The prior of an estimate comes from the other kinds of sampling and the other type (tree or chain). If
+        no such round reached this depth, the prior is the estimate of the previous depth.
 
-        Depths greater than 1 get a bonus of up to one standard deviation, which shrinks to zero with more
-        trials. Without the bonus, a few unlucky trials could end the use of deep drafts, and their acceptance
+        Depths greater than 1 get a bonus of up to one standard deviation. More trials reduce the bonus to
+        zero. Without the bonus, a few unlucky trials could end the use of deep drafts, and their acceptance
         would never be measured again. Depth 1 gets no bonus, because its acceptance mostly determines whether
         drafting is worthwhile.
         """

@@ -6,12 +6,11 @@ second of the whole batch. `partition` divides the requests of the batch among t
 executed rounds (`observe`).
 
 A decision is kept for several rounds, because a change of shape needs other CUDA graphs. Estimates become
-outdated, so a decision may include a *look* (see `looks`): for a few rounds, some requests draft with an
-unused shape, or all requests decode plainly. A new drafter is first used in looks. The time that looks may
-lose is limited for the whole server.
+outdated. A decision may therefore include a *look* (see `looks`), which lasts a few rounds. In a look, some
+requests draft with an unused shape, or all requests decode plainly. A new drafter is first used in looks. The
+time that looks may lose is limited for the whole server.
 
-The estimates are kept when requests end, and when a draft with the same identity reconnects. The controller
-runs no model, so tests can run it against simulated machines.
+The estimates are kept when requests end, and when a draft with the same identity reconnects.
 """
 
 from __future__ import annotations
@@ -239,7 +238,7 @@ class SpeculationController:
         """Learn costs, the speedup over plain rounds and each request's acceptance from an executed round.
 
         Returns:
-            The seconds that the round has saved: how much longer plain rounds would have taken for the same
+            The seconds that the round has saved, compared with plain rounds that yield the same number of
             tokens. 0 if plain rounds would have been faster, or if a request of the round has a fixed tree
             shape.
         """
@@ -316,7 +315,7 @@ class SpeculationController:
 
     @property
     def speedup_estimate(self) -> float | None:
-        """Speedup: tokens per second of recent rounds with drafts, divided by that of plain rounds.
+        """Speedup: tokens per second of recent rounds with drafts, divided by those of plain rounds.
 
         Rounds of the same batch size are compared. None until both a round with drafts and a plain round have
         been measured.

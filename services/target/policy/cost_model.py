@@ -5,7 +5,7 @@
 In this module, a row is one tree node of the verify pass. Rows are counted over all sequences and include the
 roots. Each part of a round is estimated from measured times (`Estimate`). There is one estimate for:
 
-- drafts of each combination of depth, form (tree or chain) and bucket of batch sizes;
+- drafts of each combination of depth, type (tree or chain) and bucket of batch sizes;
 - plain verify passes of each batch size;
 - other verify passes of each combination of batch bucket and rows;
 - the rest, i.e. the idle time of the device between two rounds, for each batch bucket, with or without
@@ -13,9 +13,10 @@ roots. Each part of a round is estimated from measured times (`Estimate`). There
 
 Batch buckets are powers of 2. The times of sizes that were never executed are interpolated or extrapolated.
 
-An unsure estimate is limited by the estimates of larger work. The estimate for a pass is at most the estimate
-for a pass over more rows. The estimate for a draft is at most the estimate for a deeper draft. Otherwise, one
-slow measurement could end the use of a shape. The shape would then never be measured again.
+An estimate is *unsure* if it has few or only old measurements. The estimates of larger work limit an unsure
+estimate. The estimate for a pass is at most the estimate for a pass over more rows. The estimate for a draft
+is at most the estimate for a deeper draft. Without these limits, one slow measurement could end the use of a
+shape. The shape would then never be measured again.
 """
 
 from __future__ import annotations
@@ -143,7 +144,8 @@ class RoundCosts:
         """Return the estimated duration, in seconds, of a verify pass without drafts at this batch size.
 
         If this size has not been measured, interpolate between the nearest measured sizes. Before the first
-        pass without drafts, return the duration of the shortest verify pass. Return None before any pass.
+        pass without drafts, return the duration of the shortest verify pass. Return None if no verify pass
+        has been measured.
         """
         exact = self._plain.get(batch_size)
         if exact is not None:

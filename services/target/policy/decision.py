@@ -21,10 +21,9 @@ class Decision:
         number: Identifies the decision.
         partition: The best division of the requests among tree shapes. It applies to all requests that take
             no part in the look.
-        look: The look during these rounds, i.e. rounds that only measure another tree shape. None without a
-            look.
+        look: A few rounds that only measure another tree shape. None without a look.
         path: Where the trees come from.
-        bucket: Bucket of the batch size.
+        bucket: The batch size, rounded up to a power of 2.
         rounds_left: Number of further rounds for which the decision is kept.
         looked_rounds: Number of executed rounds of the look.
         looked_s: Seconds that the look has lost in the rounds that were passed to `loss_of`.
@@ -49,8 +48,8 @@ class Decision:
         A look consists of rounds that only measure another tree shape.
 
         Args:
-            usual_s: Estimated seconds of a round of the look. It applies to all rounds of the look so far,
-                because the first rounds of a shape may be unusually slow.
+            usual_s: Estimated seconds of a round of the look. The estimate also replaces the times of the
+                look's earlier rounds, because the first rounds of a shape may be unusually slow.
             catch_up_s: Seconds in which the drafter processed earlier tokens in this round.
             tokens: Number of tokens of this round.
         """

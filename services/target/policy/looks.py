@@ -1,17 +1,17 @@
 """Plans looks, i.e. rounds that measure tree shapes that are not in use, and limits the time that looks lose.
 
-In a look, a few requests draft with an unused shape for a few rounds, or all requests decode plainly. A look
-updates the estimates of the acceptance and the cost of the shape. Its *loss* is the additional time compared
-with the best choice for the same number of tokens. The losses of all looks are limited to a fixed share of
-the time of all rounds, for all requests together.
+A look lasts a few rounds. In a look, a few requests draft with an unused shape, or all requests decode
+plainly. A look updates the estimates of the acceptance and the cost of the shape. Its *loss* is the
+additional time compared with the best choice for the same number of tokens. The losses of all looks are
+limited to a fixed share of the time of all rounds, for all requests together.
 
-The next look measures the shape with the smallest sum of two numbers: the losses of its past looks, and the
-estimated loss of its next look. Cheap shapes are therefore measured more often.
+For each shape, two numbers are added: the losses of its past looks, and the estimated loss of its next look.
+The next look measures the shape with the smallest sum. Cheap shapes are therefore measured more often.
 
-A possible look is *unsure* if its estimated loss may be too large. This is the case if the drafter is new, or
-if only a few rounds with the shape were measured. It could take too long until the budget allows a full look
-of this loss. An unsure look may therefore be brief: it has as many rounds as the budget can pay. A brief look
-ends early if it loses more than the budget.
+A possible look is *unsure* if the estimate of its loss may be too high. This is the case if the drafter is
+new, or if only a few rounds with the shape were measured. It could take too long until the budget allows a
+full look. An unsure look may therefore be brief: it has only as many rounds as the budget allows. A brief
+look ends early if it loses more than the budget.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ def nodes_of(bound: DraftShape, depth: int) -> int:
 
 @lru_cache(maxsize=256)
 def offered_shapes(forms: tuple[DraftShape, ...], batch_size: int) -> tuple[DraftShape, ...]:
-    """Return the tree shapes that mode `auto` may choose, ordered by depth within each form.
+    """Return the tree shapes that mode `auto` may choose: trees or chains or both, each ordered by depth.
 
     Args:
         forms: The limits of the request's shapes: the largest tree, the longest chain, or both; see

@@ -117,7 +117,7 @@ class Partitions:
         batch_size: Number of requests of the round.
         path: Where the trees come from.
         most_rows: Largest number of tree nodes of the round.
-        offered: The tree shapes that are compared, namely those that are allowed for the most requests.
+        offered: The tree shapes that are compared: those that are allowed for the most requests.
         plain: The partition in which all `auto` requests decode plainly.
     """
 
@@ -145,8 +145,8 @@ class Partitions:
 
         Args:
             kept: The tree shapes in use.
-            advantage: Other shapes replace `kept` only if their tokens per second are at least this multiple
-                of those of `kept`.
+            advantage: Other shapes replace `kept` only if they have at least this multiple of its tokens per
+                second.
         """
         offered, best = self.offered, self.plain
         for shape in offered:

@@ -8,14 +8,14 @@ from outrider.shared.base.generation import SpeculationReport
 class SpeculationStats:
     """Counters of one request's speculation.
 
-    ``histogram[k]`` is the number of rounds that accepted k draft tokens. Tests check these identities
-    against the engine:
+    ``histogram[k]`` is the number of rounds that accepted k draft tokens. Three identities always hold:
 
     - ``sum((k + 1) * histogram[k]) == completion tokens - tokens emitted by prefills + tokens cut``
     - ``sum(histogram) == rounds``
     - ``accepted_tokens == sum(k * histogram[k])``
-    - ``accept_length`` is the mean number of tokens per round, before tokens are cut at a stop token or the
-      length limit. Only rounds that verified at least one draft node count. Without such rounds, it is 1.0.
+
+    ``accept_length`` is the mean number of tokens per round, before tokens are cut at a stop token or the
+    length limit. Only rounds that verified at least one draft node count. Without such rounds, it is 1.0.
     """
 
     __slots__ = (

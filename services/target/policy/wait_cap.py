@@ -31,10 +31,10 @@ def wait_cap_s(rows: Sequence[RowBound], batch_size: int, costs: RoundCosts, *, 
     The limit is the smaller of two values:
 
     - `P99_MULTIPLE` times the 99th percentile of the measured times from a request for trees to their
-      arrival.
-    - `WAIT_SHARE` times the time that the trees can save. If the round is expected to yield n tokens, the
-      trees save the time of n plain rounds minus the time of the verify pass. The assumed saving is at least
-      the time of one plain round.
+    - `P99_MULTIPLE` times the 99th percentile of the measured times from a request for trees to the arrival
+      of the trees.
+    - `WAIT_SHARE` times the time that the trees can save. Trees that yield n tokens save the time of n plain
+      rounds minus the time of the verify pass. The assumed saving is at least the time of one plain round.
 
     Args:
         rows: The `auto` requests of the round.

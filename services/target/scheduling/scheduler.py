@@ -21,8 +21,8 @@ admitted after this prefix has been stored. It does not wait for a prefix that s
 (`LONG_PREFIX`).
 
 At least one sequence always advances, for two reasons. The oldest sequence of the highest priority that is
-not paused is never retracted. Each sequence fits into the KV pool if it is alone there, which is checked when
-a request is submitted.
+not paused is never retracted. Each sequence fits into the KV pool if it is alone there. This is checked for
+each new request.
 """
 
 from __future__ import annotations
@@ -186,8 +186,8 @@ class Scheduler:
         """Prefill an admitted sequence again, for example to capture missing feature rows.
 
         The results of the sequence's passes in flight become void. The caller must flush the prefix cache
-        first. The sequence gives up its pages and waits if it shares pages with other sequences, or if it
-        lacks room for its next round.
+        first. If the sequence shares pages with other sequences, or lacks room for its next round, it gives
+        up its pages and waits.
         """
         sequence.feature_len = 0
         if not sequence.cached_len:

@@ -59,8 +59,7 @@ class Sequence:
             these nodes.
         wants_drafts: True if the drafter should follow the sequence when possible. Feature rows are then
             captured if the drafter needs them.
-        feature_len: Number of leading tokens whose rows in the feature plane are valid for the drafter's
-            current projection of features.
+        feature_len: Number of leading tokens whose stored feature rows the current drafter can use.
         shares_features: True if feature rows of the prompt are captured even if the sequence wants no drafts.
             Later sequences with the same prefix can then use them.
         found_len: Number of leading tokens that were in the prefix cache at the last admission.

@@ -6,7 +6,7 @@ unit). A tenant that arrives starts with the lowest counter of the other tenants
 it no credit.
 
 Requests of one tenant could still occupy all slots until their answers end. A waiting sequence may therefore
-take a slot of another tenant, if its own tenant then has no more slots than the other tenant.
+take a slot from another tenant. Afterwards, its own tenant must not have more slots than the other tenant.
 
 With a single tenant, nothing is counted, and sequences are ordered by priority, then by arrival.
 """
@@ -155,8 +155,8 @@ class TokenShares:
     def victim(self, active: Iterable[Sequence]) -> Sequence:
         """Return the sequence to retract if a decoding sequence needs a page and none is free.
 
-        Paused sequences are chosen first, then sequences of the lowest priority. Among these, a sequence of
-        the tenant with the most slots is chosen, and the youngest one if there are several.
+        Paused sequences are chosen first, then sequences of the lowest priority. Among these, the youngest
+        sequence of the tenant with the most slots is chosen.
         """
         slots = slots_of(active) if self.contended else None
         return max(active, key=lambda one: (one.paused_at is not None, _latest(one, slots)))

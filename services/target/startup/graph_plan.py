@@ -161,9 +161,10 @@ def record_graphs(
     to_console: bool,
     stopped: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Record the first CUDA graphs of `list_graphs`. The engine records the further graphs while it is idle.
+    """Record the CUDA graphs that are needed before the server is ready.
 
-    If a draft that needs other features connects later, the engine records the graphs again.
+    The function `list_graphs` lists these graphs, and further graphs that the engine records while it is
+    idle. If a draft that needs other features connects later, the engine records the graphs again.
 
     Call this function before the engine's thread runs. Progress is shown on the console or in the log.
 
@@ -195,11 +196,15 @@ def record_graphs(
 
 
 def list_graphs(recordings: Recordings, plan: GraphPlan) -> RecordingList:
-    """List the CUDA graphs to record in advance: before the server is ready, and later while it is idle.
+    """List the CUDA graphs to record: before the server is ready, and later while the server is idle.
 
     Before the server is ready, only greedy rounds are recorded: plain rounds of a few sizes, and the default
-    tree of a single request. Later, these graphs follow: rounds in which all requests have the same tree
-    shape, prompts, rounds with several tree shapes, and rounds with constrained outputs.
+    tree of a single request. The later graphs are for:
+
+    - rounds in which all requests have the same tree shape;
+    - prompts;
+    - rounds with several tree shapes;
+    - rounds with constrained outputs.
 
     Larger graphs are recorded first, so that smaller graphs can reuse their memory.
     """
@@ -227,20 +232,19 @@ def compile_kernels(
 ) -> None:
     """Compile the kernels that the server's start needs, in several processes.
 
-    These kernels are used by the passes in `more`, by the first graphs of `list_graphs`, and by the same
+    These are the kernels of the passes in `more`, of the first graphs of `list_graphs`, and of the same
     rounds with sampled requests. They are compiled even if no CUDA graphs are recorded. Kernels of further
     graphs are compiled while the engine is idle.
 
-    Kernels are found by a rehearsal, i.e. by running passes without launching kernels. A rehearsal is
-    impossible with other ranks, or if attention needs values that a rehearsal does not compute. Kernels are
-    then compiled at their first launch, and this is logged.
+    A rehearsal finds the kernels: it runs passes without launching kernels. A rehearsal is impossible if the
+    model has several ranks, or if attention needs values that a rehearsal does not compute. Kernels are then
+    compiled at their first launch, and this is logged.
 
     Args:
         engine: Provides the recordings.
         graphs: The graph cache that the recordings use.
         plan: Sizes and shapes of the rounds to record.
-        more: Further passes to rehearse. Without them, the recordings of a draft are rehearsed first, because
-            a rehearsal stops early if its first passes need no new kernel.
+        more: Further passes, which are rehearsed before the rounds.
         to_console: True to show a progress bar if standard error is a terminal.
     """
     if graphs.device.type != "cuda":
@@ -260,6 +264,7 @@ def compile_kernels(
     with _progress("compiling kernels", to_console) as progress:
         listed = engine.recordings.rounds(plan.first_batches)
         recordings = [record for _, record in listed]
+        # A rehearsal stops early if its first passes need no new kernel, so recordings of drafts go first.
         works = [*more, *recordings] if more else recordings[::-1]
         compiled = compile_ahead(graphs.device, works, progress.tell)
     if compiled:

@@ -7,7 +7,7 @@ The sizes of weights, draft and reserve are determined first. The K/V cache rece
 memory. The reserve is for CUDA graphs, activations and logits. "Elsewhere" is the memory of other processes
 and of the CUDA context.
 
-Only `gpu_memory` reads the state of a GPU, so all other functions can be tested without a GPU.
+Only the function `gpu_memory` needs a GPU.
 """
 
 from __future__ import annotations

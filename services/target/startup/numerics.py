@@ -125,8 +125,8 @@ def prepare_rank(settings: TargetSettings, decoder: Decoder) -> AttentionBackend
 def prompt_library(settings: TargetSettings, decoder: Decoder, attention: AttentionBackend) -> Library | None:
     """Return the attention library that may compute the attention of long prompts.
 
-    Return None if the library supports none of the model's layers. Prepare the library on the thread that
-    runs the passes.
+    Return None if the library supports none of the model's layers. The caller must prepare the library on the
+    thread that runs the passes.
     """
     kept = decoder.cached
     if not isinstance(attention, KernelAttention) or decoder.device.type != "cuda":

@@ -4,8 +4,8 @@ The check decodes given tokens one at a time (plain decoding). Then it verifies 
 a tree. The other nodes of the tree are decoys, which must not change the results of the path.
 
 The check compares logits instead of chosen tokens, because rounding may decide between nearly equal logits.
-It also compares the residual stream after every layer, because rounding errors grow from layer to layer and
-may hide a fault in the logits.
+It also compares the residual stream after every layer. Rounding errors grow from layer to layer, so they may
+hide a fault in the logits.
 
 A *stage* is the residual stream after a layer, or the logits. For every node of the path, the check makes
 three comparisons:

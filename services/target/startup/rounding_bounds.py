@@ -8,7 +8,7 @@ An *error* compares a row of one pass with the same row of another pass. It is t
 difference, divided by the root mean square of the row. The check compares errors with a *bound* at each
 *stage*. The stages are the residual stream after each layer, and the logits.
 
-The function `bounds` computes the bound of a stage from three numbers:
+The function `bounds` computes the bound of a stage:
 
 - Usually, the bound is `Limits.slack` times the error of the causal chunk. This error depends on the model
   and its kernels, but not on trees.
@@ -39,13 +39,20 @@ FP8 cache                      0 to 0.1    0 to 1.7    0.5      ≥ 2      5    
 "As on a GPU" means that activations are rounded to 8 bits in the pass over the tree, but not in plain
 decoding.
 
-The planted faults are: one wrong bit in the attention mask (a node sees a node that is not its ancestor, or
-does not see an ancestor), a wrong position, doubled attention scores, two swapped layers, and a wrong page of
-the K/V cache. In FP8, two kinds of faults cause errors hardly above the bound: wrong mask bits for tokens
-that get little attention, and two swapped layers in a model of 32 layers.
+The planted faults are:
 
-A correct model may exceed the bound with one prompt, as the value 1.3 shows. The check therefore refuses a
-model (i.e. stops the start) only if the same row exceeds the bound at the same stage with several prompts.
+- one wrong bit in the attention mask: a node sees a node that is not its ancestor, or does not see an
+  ancestor;
+- a wrong position;
+- doubled attention scores;
+- two swapped layers;
+- a wrong page of the K/V cache.
+
+In FP8, the errors of two kinds of faults are hardly above the bound: wrong mask bits for tokens that get
+little attention, and two swapped layers in a model of 32 layers.
+
+A correct model may exceed the bound with one prompt, as the value 1.3 shows. The check therefore stops the
+start only if the same row exceeds the bound at the same stage with several prompts.
 
 The limits of fp16 were not measured. Its unit roundoff is an eighth of bf16's.
 """

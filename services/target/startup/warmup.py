@@ -60,7 +60,7 @@ class WarmUpRequest:
         speculation: Speculation mode and tree shape.
         temperature: Sampling temperature.
         tokens: Largest number of tokens of the answer.
-        optional: True if the request is skipped once the warm-up has taken long.
+        optional: True if the request is skipped when the warm-up takes long.
     """
 
     speculation: SpeculationParams
@@ -106,9 +106,9 @@ def warm_up_requests(limits: SpeculationLimits, *, measures_shapes: bool) -> lis
 
     Args:
         limits: The server's limits on tree shapes.
-        measures_shapes: True to add a request for each further tree shape that mode `auto` may choose. The
-            rounds of these requests measure the cost of the shape, so that real requests need not. This is
-            useless on a GPU, where these rounds become faster later, when their CUDA graphs are recorded.
+        measures_shapes: True to add a request for each further tree shape that mode `auto` may choose.
+            The rounds of these requests measure the cost of the shape. This is useless on a GPU, where these
+            rounds become faster once their CUDA graphs are recorded.
     """
     auto, default = limits.resolve(SpeculationMode.AUTO), limits.resolve(SpeculationMode.ON)
     further = [

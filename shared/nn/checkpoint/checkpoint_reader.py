@@ -50,7 +50,7 @@ class CheckpointReader(TensorSource):
             exactly one ``*.safetensors`` file.
         device: Device to copy tensors to. On ``meta``, headers are checked but no data is read.
         dtype: Type to which floating-point tensors are converted. With None, they keep their stored type.
-        progress: Called after each tensor with the number of bytes taken so far and the total number.
+        progress: Called after each tensor with the number of bytes copied so far and the total number.
 
     Attributes:
         files: The tensor files.
@@ -135,7 +135,7 @@ class CheckpointReader(TensorSource):
 
         Raises:
             CheckpointError: A tensor is missing or unexpected, or its shape or type is wrong. The message
-                lists all such tensors, and `field` is the first of them.
+                lists all such tensors. The error's `field` is the first of them.
         """
         problems: list[tuple[str, list[str]]] = [
             ("missing", [name for name in expected if name not in self.tensors]),
@@ -225,8 +225,8 @@ class CheckpointReader(TensorSource):
     def check_finite(self) -> None:
         """Wait for the copies of all tensors, and reject tensors that contain NaN or infinite numbers.
 
-        On a CPU, every `take` calls this method. On a GPU, this method is called only once, at the end of the
-        reader's ``with`` block, because each call waits for the device.
+        On a CPU, every `take` calls this method. On a GPU, each call waits for the device. The method is
+        therefore called only once, at the end of the reader's ``with`` block.
 
         Raises:
             CheckpointError: A tensor contains NaN or infinite numbers, in the file or after its conversion.

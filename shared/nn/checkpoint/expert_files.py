@@ -1,4 +1,4 @@
-"""Loads the experts of a layer from each layout that checkpoints use for experts, and de-quantizes MXFP4.
+"""Loads the experts of a layer from the layouts that checkpoints use, and de-quantizes MXFP4 weights.
 
 Every layout is converted to the stacked tensors of `ExpertWeights`.
 """
@@ -28,7 +28,7 @@ class SeparateExperts:
     Attributes:
         router: Name of the router's tensor, without the prefix of the layer.
         expert: Prefix of the tensors of one expert, with ``{}`` for the expert's index.
-        gate, up, down: Names of an expert's matrices, without both prefixes.
+        gate, up, down: Names of an expert's matrices, without the prefixes of layer and expert.
         grain: Granularity of the intermediate size; see `ExpertFiles.grain`.
     """
 
@@ -62,8 +62,8 @@ class SeparateExperts:
 class FusedExperts:
     """Layout of the experts of gpt-oss in bf16: a single tensor contains the matrices of all experts.
 
-    The input dimension of each matrix comes before the output dimension. In a gate_up matrix, columns of gate
-    and up alternate.
+    The input dimension of each matrix comes before the output dimension. In a gate_up matrix, the columns of
+    the gate and up projections alternate.
     """
 
     router: str = "mlp.router"

@@ -51,7 +51,7 @@ class ExpertWeights(NamedTuple):
     """Weights of all routed experts of one layer.
 
     Attributes:
-        gate_up: ``[experts, 2 * intermediate, hidden]``. The rows of gate come before those of up.
+        gate_up: ``[experts, 2 * intermediate, hidden]``. The gate rows come before the up rows.
         down: ``[experts, hidden, intermediate]``.
         gate_up_bias: ``[experts, 2 * intermediate]``, or None for experts without biases.
         down_bias: ``[experts, hidden]``, or None for experts without biases.

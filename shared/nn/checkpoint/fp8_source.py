@@ -53,8 +53,9 @@ def expect_scales(expected: ExpectedTensors, stored: Mapping[str, TensorInfo], b
 
 
 class Fp8Source(TensorSource):
-    """A `TensorSource` that converts another source's FP8 matrices to a wider type. Passes on other tensors.
+    """A `TensorSource` that converts another source's FP8 matrices to a wider type.
 
+    Other tensors are passed on unchanged.
     Args:
         source: Supplies the stored tensors.
         stored: Maps the names of all stored tensors to their shapes and types.

@@ -99,8 +99,8 @@ class ConfigReader:
 def faults_of(source: Path | str) -> Iterator[None]:
     """Context manager that turns exceptions of its block into an error about the file `source`.
 
-    With this context manager, an invalid value in a file never ends in a traceback. An `OutriderError` is not
-    changed, because it already names the fault.
+    An invalid value in the file therefore never ends in a traceback. An `OutriderError` is not changed,
+    because it already names the fault.
 
     Raises:
         CheckpointError: An exception was raised. The message names the file, and the cause is the original

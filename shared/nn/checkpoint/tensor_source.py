@@ -43,7 +43,7 @@ class TensorSource(Protocol):
     ) -> torch.Tensor:
         """Return several tensors as one tensor, concatenated along the first dimension.
 
-        For example, q, k and v are fused into one weight in this way, as are gate and up.
+        For example, q, k and v become one weight. Gate and up become one weight too.
 
         Args:
             parts: Name and shape of each tensor.

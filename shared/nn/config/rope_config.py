@@ -36,9 +36,9 @@ class RopeConfig:
             these two bounds, the scaling is interpolated.
         original_max_position: Context length before scaling. Only for llama3 and yarn.
         beta_fast, beta_slow, truncate: Only for yarn. Dimensions that rotate more than beta_fast times within
-            the original context keep their frequency. Dimensions that rotate less than beta_slow times are
-            fully scaled. If `truncate` is True, the lower of the two resulting dimension indices is rounded
-            down, and the higher index is rounded up.
+            the original context keep their frequency. Dimensions that rotate fewer than beta_slow times are
+            fully scaled. These two limits correspond to two dimension indices. If `truncate` is True, the
+            lower index is rounded down, and the higher index is rounded up.
         attention_factor: Factor by which cos and sin are multiplied. Only for yarn.
         softmax_factor: Factor by which the attention scale is multiplied. For DeepSeek, this factor is the
             square of YaRN's correction for the parameter mscale_all_dim.

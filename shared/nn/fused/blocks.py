@@ -73,8 +73,7 @@ def attention_block(
         pool: KV pool that stores K and V.
         following: The norm that reads the returned residual stream.
         reduce: Sums the output projection over the ranks. None without tensor parallelism.
-        lookup: Rows to add to the q-k-v product, from a table with one row per token id. None without
-            a table.
+        lookup: Table entries to add to the rows' q-k-v products, or None. The table has one entry per token.
     """
     qkv, norm = block.qkv, block.head_norm
     k_plane, v_plane = pool.k_planes[block.layer], pool.v_planes[block.layer]

@@ -27,7 +27,7 @@ def can_fuse(layers: Sequence[DecoderLayer], device: torch.device, dtype: torch.
 class FusedForward:
     """Forward pass of a decoder with fused kernels.
 
-    Matrix products of few rows use this project's kernels. Products of many rows use torch's own.
+    Matrix products of few rows use this project's kernels. Products of many rows use torch's kernels.
 
     Args:
         layers: Layers for which `can_fuse` is True.

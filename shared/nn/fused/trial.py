@@ -64,7 +64,7 @@ def try_products(
     *,
     clock: Clock = time.monotonic,
 ) -> list[Tried]:
-    """Load the tiles of earlier trials, and run a trial for all other products. Do nothing without a GPU.
+    """Load the tiles of earlier trials, and run a trial for the other products. Do nothing without a GPU.
 
     If a trial fails, the failure is logged and the products keep their default tiles. Two trials at the same
     time would disturb each other. While another process runs a trial, this process therefore only uses the

@@ -70,7 +70,7 @@ def paged_attention(
         attention_mask: Not used. The `AttentionBatch` that was planned determines which tokens each row sees.
         scaling: Factor by which the scores are multiplied. None means ``head_dim ** -0.5``.
         s_aux: Attention sinks, ``[heads]``, or None for a model without sinks.
-        softcap: Bound to which tanh limits the scores. With None, scores have no bound.
+        softcap: Limit of the scores, applied by tanh. With None, scores have no limit.
 
     Returns:
         The outputs ``[1, rows, heads, width of a value]``, and None. `transformers` expects attention weights

@@ -34,7 +34,7 @@ def find_class(reader: ConfigReader) -> tuple[Any, PreTrainedConfig]:
 
     Raises:
         CheckpointError: The model is of an unsupported kind, or needs code or quantized weights. The error's
-            `field` is the key that shows this.
+            `field` is the key at fault.
     """
     raw, model_type = reader.raw, reader.text("model_type", "")
     if raw.get("auto_map"):

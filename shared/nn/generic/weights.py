@@ -1,7 +1,7 @@
-"""Loads the weights of a `transformers` model. Rejects unused tensors and parameters without a tensor.
+"""Loads the weights of a `transformers` model. No code from the model folder is run.
 
-No code from the model folder is run. Tensors that have a wrong type, or that contain NaN or infinite numbers,
-are rejected.
+Checkpoints are rejected if a parameter has no tensor, or if a tensor is unused, has a wrong type, or contains
+NaN or infinite numbers.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Multi-head latent attention (DeepSeek-V2): caches one latent row per token instead of K and V.
 
 K and V of all heads are projections of the latent row, but K and V are never computed ("absorption").
-Instead, queries are projected into the latent space before attention. After attention, the attended latents
-are projected out of the latent space. Attention then has a single K/V head, as wide as the latent and the
-rotated part together. The keys of this head also serve as its values.
+Instead, queries are projected into the latent space before attention. The results of attention are projected
+out of the latent space. Attention then has a single K/V head, as wide as the latent and the rotated part
+together. The keys of this head also serve as its values.
 
 Source: DeepSeek-V2, arXiv 2405.04434, section 2.1.
 """

@@ -130,7 +130,7 @@ class GatedMLP:
     """Gated MLP, ``down(act(gate(x)) * up(x))``. One matrix contains the rows of both gate and up.
 
     Args:
-        gate_up: ``[2 * intermediate, hidden]``. The rows of gate come before those of up.
+        gate_up: ``[2 * intermediate, hidden]``. The gate rows come before the up rows.
         down: ``[hidden, intermediate]``.
         activation: Function that is applied to the gate.
     """

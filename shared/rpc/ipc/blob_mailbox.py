@@ -1,12 +1,11 @@
-"""Mailbox for the blobs of rounds between two processes: interface, memory layout, version without GPUs.
+"""Exchanges blobs between two processes: interface, memory layout, and the implementation without GPUs.
 
-In every round of drafting and verifying, the target sends the state of its batch, and the draft replies with
-trees. The whole state is one blob, and all trees together are another blob. A blob is a contiguous block of
-bytes (`shared.spec.resident`).
+A blob is a contiguous block of bytes (`shared.spec.resident`). In every round, the target sends one blob with
+the state of its batch. The draft replies with one blob of trees.
 
 Each direction has two slots, which are used in turn, and a word in shared memory that announces the latest
-blob (`doorbells`). Two slots are enough: if a side's wait ends without the peer's blob, this side sends at
-most one more round.
+blob (`doorbells`). A side whose wait ended without the peer's blob sends at most one more blob. Two slots are
+therefore enough.
 """
 
 from __future__ import annotations
@@ -33,13 +32,13 @@ POLL_S = 2e-5
 
 @dataclass(frozen=True, slots=True)
 class BlobLayout:
-    """Memory layout of a mailbox: sizes of the slots for the states and for the draft trees of rounds.
+    """Memory layout of a mailbox for the states and draft trees of rounds.
 
     Attributes:
         state_bytes: Size of a slot for states.
         trees_bytes: Size of a slot for trees.
-        inside: True if the slots are in the shared memory, after the words of `doorbells`. False if they are
-            on a device.
+        inside: True if the slots are in shared memory, after the words of `doorbells`. False if they are on a
+            device.
     """
 
     state_bytes: int = STATE_BYTES
@@ -81,14 +80,14 @@ class BlobLayout:
 
 
 class BlobMailbox(Protocol):
-    """One side of a mailbox for the blobs of rounds.
+    """One side of a mailbox for blobs. A blob contains the states or the trees of one round.
 
     Only one thread may call `send` and `receive`. Any thread may call `close`.
 
     Attributes:
         layout: Sizes of the slots. A blob must fit into its slot.
-        broken: True if a wait has ended without its blob since the last successful `mend`, because the peer
-            was late or gone.
+        broken: True if the peer was late or gone: a wait has ended without the peer's blob since the last
+            successful `mend`.
     """
 
     layout: BlobLayout
@@ -106,10 +105,11 @@ class BlobMailbox(Protocol):
         ...
 
     def receive(self, number: int, blob: torch.Tensor, expected: torch.Tensor, limit_s: float) -> None:
-        """Copy the peer's blob of a round into `blob`, and set ``expected [1] int32`` to `number`.
+        """Copy the peer's blob of a round into `blob`.
 
-        The copy runs in stream order. If the peer's blob does not arrive within `limit_s` seconds, the wait
-        ends. The number in the header of `blob` then differs from `number`.
+        The copy runs in stream order. The tensor ``expected [1] int32`` is set to `number`, the number of the
+        round. If the peer's blob does not arrive within `limit_s` seconds, the wait ends. The header of
+        `blob` then contains another number.
         """
         ...
 

@@ -1,8 +1,8 @@
-"""Shares GPU memory between processes, by a few ctypes calls of the CUDA runtime that torch has loaded.
+"""Shares GPU memory between processes, with a few ctypes calls to the CUDA runtime that torch has loaded.
 
-torch's own sharing of tensors pickles a handle for each message. Here, one handle of 64 bytes is exchanged
-once. The memory is allocated by cudaMalloc and not by torch's caching allocator. A block of this allocator
-lies inside a larger block, and may belong to a memory pool that cannot be shared.
+To share tensors, torch itself pickles a handle for each message. Here, one handle of 64 bytes is exchanged
+once. The memory comes from cudaMalloc, because blocks of torch's caching allocator may belong to a memory
+pool that cannot be shared.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class CudaError(UnavailableError):
 class DeviceMemory:
     """GPU memory of this process that other processes can map. It is filled with zeros at first.
 
-    The memory is freed no earlier than `LATE_WRITES_S` seconds after the last reference to it is gone,
-    because a peer may still be writing to it.
+    The memory is freed at least `LATE_WRITES_S` seconds after its last reference is gone. Until then, a peer
+    may still write to it.
     """
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
@@ -65,12 +65,12 @@ class DeviceMemory:
 
 
 class PeerMemory:
-    """Device memory of another process, mapped for kernels and copies of `device`.
+    """Memory of another process's GPU, mapped so that kernels and copies on `device` can use it.
 
-    The GPU that owns the memory may be `device` or another GPU of the host.
+    The memory's GPU may be `device` or another GPU of the host.
 
     Raises:
-        CudaError: The GPUs cannot access each other's memory, or the handle was made by this process itself.
+        CudaError: The GPUs cannot access each other's memory, or the handle comes from this process itself.
     """
 
     def __init__(self, handle: bytes, device: torch.device) -> None:

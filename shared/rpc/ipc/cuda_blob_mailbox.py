@@ -1,7 +1,7 @@
-"""Mailbox for the blobs of rounds between the GPU streams of two processes, normally without the CPUs.
+"""Exchanges blobs (states and trees of rounds) between the GPU streams of two processes.
 
 Each stream writes words and waits for words (`doorbells`) in host memory that both processes have registered
-with CUDA. A CPU can write these words too. If a peer is dead, stopped or late, the `DoorbellWatchdog` of the
+with CUDA. Normally, the CPUs take no part. If a peer is dead, stopped or late, the `DoorbellWatchdog` of the
 waiting process writes the peer's word. The waiting stream then continues.
 
 The blobs lie on the target's GPU. The draft maps their memory, and runs on the same GPU or on another GPU of
@@ -47,8 +47,8 @@ class StreamMailbox:
     Args:
         layout: Sizes of the slots.
         memory: Shared memory that contains the words (`shared.rpc.ipc.doorbells`).
-        slots: GPU memory of ``layout.slots_bytes`` bytes for the slots. Memory of the peer is unmapped when
-            the mailbox is released or cannot be created.
+        slots: GPU memory of ``layout.slots_bytes`` bytes for the slots. If it is the peer's memory, it is
+            unmapped when the mailbox is released or its creation fails.
         side: The side of this process: target or draft.
         device: The device of this process's blobs.
 

@@ -1,4 +1,4 @@
-"""Mailbox for tensors in GPU memory: the slots are in the writer's GPU memory, the counters on the host.
+"""Mailbox for tensors in GPU memory: the slots are in the writer's GPU memory, the counters in host memory.
 
 The counters are in memory that both processes share. The reader also maps the writer's GPU memory. The
 processes are synchronised by their CPUs, not by GPU streams:
@@ -101,8 +101,8 @@ class CudaTensorReader:
         """Copy the rows of a message out of their slot of the mailbox, and return the copy.
 
         Raises:
-            ProtocolError: The message is malformed, or the rows of an *earlier* message were overwritten
-                during their copy.
+            ProtocolError: The message is malformed, or rows were overwritten while this or an earlier `read`
+                copied them.
         """
         self._release_copied()
         if data.WhichOneof("data") != "cuda_ipc":

@@ -1,12 +1,12 @@
 """Frees the GPU memory and registrations of closed connections on a background thread.
 
 The thread that launches rounds must not be blocked. However, the last reference to a connection may disappear
-on any thread, including this thread. The memory is therefore freed on a background thread.
+on any thread, including the launching thread. The memory is therefore freed on a background thread.
 
-A call on a background thread can block launches too. While cudaFree or cudaHostUnregister waits for a stream
+Even on a background thread, cudaFree and cudaHostUnregister can block launches. While they wait for a stream
 that itself waits for a value in memory, the CUDA driver lets no thread launch work. In a measurement, a wait
 of 1.5 s blocked launches for 1.4 s. The background thread therefore calls these functions when no stream
-waits for a value, or after `PATIENCE_S` at the latest.
+waits for a value, or after `PATIENCE_S` seconds at the latest.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Doorbells: words in shared memory that signal the progress of rounds, and a watchdog that limits waits.
 
 In every round, the target sends the state of its batch and the draft replies with trees
-(`shared.spec.resident`). A word is a 32-bit integer that contains the number of a round. This number only
-increases. A side's wait for round n ends when the peer's word is at least n. The watchdog limits every wait.
+(`shared.spec.resident`). A word is a 32-bit integer that contains the number of a round. The number in a word
+only increases. A side's wait for round n ends when the peer's word is at least n. The watchdog limits every
+wait.
 
     word            writer                               meaning
     STATE           the target, after writing the slot   the state of round n is in slot n % 2
@@ -22,7 +23,7 @@ One round in time order:
 
 If the limit has passed or the peer is gone, the watchdog of the waiting side writes the peer's word. This
 ends the wait. The slot then still contains the state or trees of an earlier round. The waiting side detects
-this by the round's number in the header of the slot, and the round continues without the peer's data.
+this by the round's number in the header of the slot. The round then continues without the peer's data.
 """
 
 from __future__ import annotations
@@ -118,12 +119,12 @@ class Doorbells:
         self._awaited.value = number
 
     def begun(self, number: int) -> bool:
-        """Return whether this side's stream has begun to wait for a round.
+        """Return True if this side's stream has begun to wait for a round.
 
         `number` must be the first round for which this side's wait is not over.
 
         The target's stream begins to wait for the trees of a round when it announces the round's state. The
-        draft's stream counts as waiting at all times.
+        draft's stream always counts as waiting.
         """
         return self.side is Side.DRAFT or self.given >= number
 
@@ -141,12 +142,12 @@ class DoorbellWatchdog:
     The watchdog has its own thread, because the host's other threads may be waiting for the device.
 
     Args:
-        words: This side's view of the doorbells for which streams wait.
+        words: This side's view of the words for which streams wait.
         clock: Returns monotonic seconds.
 
     Attributes:
-        broken: True if the watchdog has ended a wait since the last successful `mend`, because the peer was
-            late or gone.
+        broken: True if the peer was late or gone: the watchdog has ended a wait since the last successful
+            `mend`.
     """
 
     def __init__(self, words: Doorbells, clock: Callable[[], float] = time.monotonic) -> None:

@@ -87,7 +87,7 @@ class FrameSocket:
             files: Descriptors to send with the frame. They stay open on this side.
 
         Raises:
-            EndOfStream: The peer is gone, or the queue of bytes that the peer has not read is full.
+            EndOfStream: The peer is gone, or the send queue is full because the peer does not read.
             ProtocolError: The payload is too large.
         """
         if len(payload) > MAX_FRAME_BYTES:
@@ -123,7 +123,7 @@ class FrameSocket:
                 self._unsent.popleft()
 
     def receive(self, timeout_s: float = 0.0, awake_s: float = SPIN_S) -> tuple[FrameKind, bytes] | None:
-        """Return the next frame, or None if no frame is complete after `timeout_s`.
+        """Return the next frame, or None if no complete frame arrives within `timeout_s` seconds.
 
         The wait polls for the first `awake_s` seconds, then sleeps. Queued bytes are sent in the meantime.
 

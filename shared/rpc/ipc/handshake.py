@@ -76,14 +76,14 @@ class Mapped:
 
 
 def offers(device: torch.device, *, rounds: bool = False) -> Sequence[Callable[[], Offered]]:
-    """Return functions that make the mailbox offers of a writer with tensors on `device`, the best first.
+    """Return functions that each make one offer of mailboxes to the peer. The best offer comes first.
 
     Args:
         device: The device of the tensors to send.
-        rounds: Whether to include a mailbox for rounds.
+        rounds: True to offer a mailbox for the states and trees of rounds too.
 
     Returns:
-        Functions, each of which makes one offer or raises `CudaError`.
+        Functions that make an offer or raise `CudaError`.
     """
     if device.type == "cpu":
         return [functools.partial(_offer, _shared, BULK_LAYOUT, _rounds_on_host if rounds else None)]
@@ -164,8 +164,8 @@ def accept(offer: draft_pb2.MailboxOffer, files: Sequence[int], device: torch.de
 
     Args:
         offer: The target's offer.
-        files: One file descriptor per mailbox. The mailbox for rounds comes last. This function closes the
-            descriptors.
+        files: One file descriptor per mailbox. The mailbox for rounds, if offered, comes last. This function
+            closes the descriptors.
         device: Device of the tensors that the mailboxes return.
 
     Raises:

@@ -26,7 +26,7 @@ class SlotTensorWriter(TensorWriter, Protocol):
     def offer(self, rows: torch.Tensor) -> common_pb2.TensorData | None:
         """Copy a tensor ``[rows, columns]`` to a slot and return the message, or None if no slot is free.
 
-        The work that computes the rows must have finished.
+        Before the call, the work that computes the rows must have finished.
         """
         ...
 
@@ -49,7 +49,10 @@ class SharedTensorWriter:
         )
 
     def offer(self, rows: torch.Tensor) -> common_pb2.TensorData | None:
-        """Return the message for rows in a slot. Return None if no slot is free or the rows are too large."""
+        """Copy rows to a free slot of the mailbox, and return the message that refers to the slot.
+
+        Return None if no slot is free, or if the rows are too large for a slot.
+        """
         return self._into_slot([rows])
 
     def _into_slot(self, parts: Sequence[torch.Tensor]) -> common_pb2.TensorData | None:

@@ -1,4 +1,4 @@
-"""Opens unix sockets, and connects to them, for processes of the same user only.
+"""Opens unix sockets for processes of the same user only, and connects to them.
 
 The socket's file has mode 0600, and other users must not be able to write to the folder of the file. Both
 processes also check the credentials of their peer.

@@ -1,7 +1,7 @@
-"""Selects the target layers that feed an EAGLE-3 head; refuses a layer count without layer ids.
+"""Selects the target layers that feed an EAGLE-3 head; requires layer ids unless there are three layers.
 
 A head's configuration may contain the number of feature layers (``num_aux_hidden_states``) without a list of
-their ids. Default layers exist only for the number three, so `AuxLayers.outputs` refuses every other number.
+their ids. Default layers exist only for three layers, so `AuxLayers.outputs` refuses every other number.
 `eagle3_config` parses all other keys, and `eagle3_sizes` compares the number of layers with the tensors.
 
 The module also decides whether an id i stands for the output or for the input of layer i. The wrong choice
@@ -63,8 +63,7 @@ class AuxLayers:
         must be three. The three default layers are then used.
 
         Raises:
-            CheckpointError: The list is malformed, or it is shorter than the number and the number is not
-                three.
+            CheckpointError: The list is malformed, or it is too short and the number is not three.
         """
         ids = _listed(reader)
         count = reader.positive(NUM_AUX_KEY, len(ids) if ids else DEFAULT_NUM_AUX)
@@ -110,8 +109,9 @@ class AuxLayers:
         """Return the target's layers whose outputs the target captures for the head, in ascending order.
 
         Raises:
-            CheckpointError: The target lacks one of the layers. Or the head's configuration does not name the
-                layers, and no default layers exist for their number or for this target.
+            CheckpointError: The target lacks one of the layers, or the head's configuration does not name
+                the layers. The second case is an error only if no default layers exist for their number or
+                for this target.
         """
         if self.ids is None:
             return self._default(target.num_layers)
@@ -129,9 +129,9 @@ class AuxLayers:
     def naming(self, outputs: tuple[int, ...], target: TargetInfo, *, latent: bool) -> tuple[int, ...] | None:
         """Return the layer ids with which a head's configuration names the outputs of the given layers.
 
-        The result is None if no ids can name these outputs. For DeepSeek and Kimi targets, ids that begin
-        with 1 stand for outputs of layers. No ids can therefore name the output of layer 0 (the input of
-        layer 1), unless the last layer is named too.
+        The result is None if no ids can name these outputs. An example is the output of layer 0 of a DeepSeek
+        or Kimi target, which is the input of layer 1. For these targets, a list of ids that begins with 1
+        stands for outputs, unless the last layer is named too.
         """
         for ids in (outputs, tuple(layer + 1 for layer in outputs)):
             layers = AuxLayers(len(ids), ids)

@@ -1,8 +1,7 @@
 """Parses an EAGLE-3 head's configuration, in every published dialect, and checks that it fits the target.
 
-The module `aux_layers` parses the keys of the feature layers. It refuses a file that gives the number of
-these layers without their ids. The module `eagle3_sizes` compares the configuration with the shapes of the
-head's tensors.
+The module `aux_layers` parses the keys of the feature layers. The module `eagle3_sizes` compares the
+configuration with the shapes of the head's tensors.
 """
 
 from __future__ import annotations

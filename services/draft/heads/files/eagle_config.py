@@ -24,7 +24,7 @@ class EagleConfig:
         fc_bias: True if the projection ``fc`` has a bias. The default is False for heads in Mistral's format,
             and True for all others.
         qkv_bias: True if the projections of q, k and v have biases, as they do in heads for Qwen2.
-        first_norm: True if layer 0 has its input norm, as in ModelOpt's and Mistral's heads.
+        first_norm: True if layer 0 has an input norm, as in ModelOpt's and Mistral's heads.
         is_mistral: True for a head in Mistral's own format, whose last layer is followed by a norm.
         hot_vocab_size: Number of frequent tokens that the head drafts (FR-Spec). With None, the head drafts
             all tokens.

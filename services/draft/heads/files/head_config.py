@@ -70,7 +70,7 @@ class HeadConfig:
         latent: Widths of multi-head latent attention. None for other attention.
         rms_norm_eps: Epsilon of every norm.
         rope: Rotary embedding. Its base defaults to 10000, not to the target's base.
-        tie_word_embeddings: True if the draft head's lm_head is its embedding.
+        tie_word_embeddings: True if the head's lm_head and embedding are the same tensor.
         activation: Activation of the MLP.
         sliding_window: Number of positions that a row attends to, including its own position. With None,
             there is no limit.

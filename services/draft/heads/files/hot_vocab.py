@@ -22,7 +22,7 @@ def take_hot_ids(
     hot_size: int | None,
     vocab_size: int,
 ) -> torch.Tensor | None:
-    """Return the target ids that a head may draft, ``[size] int64`` in the order of the head's rows, or None.
+    """Return the target ids that a head may draft, ``[size] int64`` in lm_head row order, or None.
 
     None means that the head drafts all target ids.
 

@@ -45,8 +45,7 @@ class HeadKeys:
         ignored: Maps the name (in the file) of each tensor that is not read to the reason for not reading it.
         pairs: Width of an attention head in Mistral's format, whose rotary embedding rotates adjacent pairs
             of dimensions. 0 in other formats, whose rotary embedding rotates halves.
-        scales: For each matrix that is stored in FP8, maps its canonical name to the name (in the file) of
-            its only scale.
+        scales: Maps the canonical name of each FP8 matrix to the name (in the file) of the matrix's scale.
     """
 
     actual: Mapping[str, str]
@@ -66,7 +65,7 @@ class HeadKeys:
         integers: Sequence[str] = (),
         head_dim: int = 0,
     ) -> HeadKeys:
-        """Match the tensors in a draft head's checkpoint with the expected tensors; return those to read.
+        """Match the tensors of a draft head's checkpoint with the expected ones, and return those to read.
 
         Args:
             reader: Reader of the checkpoint.
@@ -124,11 +123,11 @@ class HeadKeys:
         )
 
     def adapt(self, name: str, tensor: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
-        """Convert a tensor of a head's checkpoint to the form that the head computes with.
+        """Convert a tensor of a head's checkpoint to the values and row order that the head computes with.
 
-        An FP8 matrix is multiplied by its scale and becomes fp32. If the file's rotary embedding rotates
-        adjacent pairs of dimensions (Mistral's format), the rows of q and k are reordered. The head then
-        rotates halves.
+        An FP8 matrix is multiplied by its scale and becomes fp32. In Mistral's format, the rotary embedding
+        rotates adjacent pairs of dimensions, but the head rotates halves. The rows of q and k are then
+        reordered.
         """
         if scale is not None:
             tensor = tensor.to(torch.float32) * scale.reshape(())

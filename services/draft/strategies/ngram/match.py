@@ -162,7 +162,7 @@ class ContinuationTrie:
         """Return the heaviest nodes of the trie as a draft tree of this shape.
 
         In each level, at most `topk` nodes have children, and each of these nodes has at most `topk`
-        children. The log-probability of a node is the logarithm of its share of its parent's weight. A child
+        children. The log-probability of a node is the logarithm of (node's weight / parent's weight). A child
         never outweighs its parent, so the selected nodes always form a tree.
         """
         levels: list[list[_Candidate]] = []

@@ -12,7 +12,7 @@ from outrider.services.gateway.schemas.base import StrictModel
 class SpeculationOptions(StrictModel):
     """The `speculation` object of a request. The number `max_nodes` includes the root of the draft tree.
 
-    A request without this object is treated like a request with an empty object. Its mode is ``auto``.
+    A request without this object is treated like a request with an empty object: the mode is ``auto``.
     """
 
     mode: Literal["auto", "on", "off"] = Field(

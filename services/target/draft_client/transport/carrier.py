@@ -30,11 +30,12 @@ class Carrier(Protocol):
     A separate thread opens the connection and waits for its end. The engine thread sends and receives.
 
     Attributes:
-        ended: An event that is set when the connection has ended, before any call reports the end.
+        ended: An event that is set when the connection has ended. It is set before any method reports the
+            end.
         tensors: Puts the feature rows of commits into the message that carries the commits. Engine thread
             only.
-        rows_follow_open: True if feature rows that `send_rows` sends cannot overtake earlier messages. They
-            can then be sent before OpenAck has arrived.
+        rows_follow_open: True if the feature rows of `send_rows` cannot overtake earlier messages. They can
+            then be sent before OpenAck has arrived.
         rounds: Carries the states and trees of rounds on the device. None if all rounds run through the host.
     """
 

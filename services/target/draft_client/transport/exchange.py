@@ -34,9 +34,9 @@ class Exchange(Protocol):
         """Send a round's message and state to the draft, and receive its trees, in stream order.
 
         Args:
-            message: The message RoundsNext of the round.
-            state: The round states of all groups of sequences. This method writes the round's number into the
-                header of the state.
+            message: The RoundsNext message of the round.
+            state: The round states of all groups of sequences. This method writes the round's number into
+                their header.
             trees: ``[n] uint8``, which receives the trees with their header.
             expected: ``[1] int32``, which this method sets to the round's number. Trees whose header has
                 another number are not used.

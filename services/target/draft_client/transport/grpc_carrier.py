@@ -182,9 +182,9 @@ class GrpcCarrier(Carrier):
                 self._stream.give_back()
 
     def send_rows(self, message: draft_pb2.BulkRequest, rows: torch.Tensor) -> None:
-        """Send feature rows on the bulk stream. If there are few rows, send them on the session stream.
+        """Send feature rows: a few rows on the session stream, and many rows on the bulk stream.
 
-        The session stream is faster. A sequence with a short prompt can therefore start to draft sooner.
+        The session stream is faster, so that a sequence with a short prompt can start to draft sooner.
         """
         if self._stream is None or self._bulk is None:
             return

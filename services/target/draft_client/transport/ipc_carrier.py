@@ -1,7 +1,8 @@
-"""Carries the draft protocol on one host: unix sockets for messages, mailboxes for feature rows and rounds.
+"""Carries the draft protocol on one host: messages over unix sockets, and tensors through mailboxes.
 
-There are two unix sockets. The engine thread sends and receives on the session socket. A separate thread
-receives pongs on the bulk socket, and detects the end of the connection.
+The tensors are feature rows, round states and trees. There are two unix sockets. The engine thread sends and
+receives on the session socket. A separate thread receives pongs on the bulk socket, and detects the end of
+the connection.
 """
 
 from __future__ import annotations

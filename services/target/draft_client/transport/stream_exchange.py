@@ -2,14 +2,15 @@
 
 To save time, as much work as possible happens early:
 
-- While the device computes the round's state, the host sends the message RoundsNext. It also encodes
-  everything in the state's message except the bytes of the state. A compact state (`StateLayout.compact`)
-  leaves out the feature rows of rejected nodes.
+- While the device computes the round's state, the host sends the message RoundsNext. The host also encodes
+  the header of the message that carries the state.
+- If the draft accepts compact states (`StateLayout.compact`), a state omits the feature rows of rejected
+  nodes.
 - On a GPU, the host enqueues the next verify pass before the trees for this pass have arrived. The GPU waits
   for a word in host memory. The host writes this word when the trees have arrived (`shared.rpc.relay`).
-- The host busy-polls (`shared.rpc.polling`), so that states and trees travel without a wake-up delay.
+- The host busy-polls (`shared.rpc.polling`), because waking a sleeping thread would delay states and trees.
 
-The constant `LEAD` in this module explains how target and draft time-slice a shared GPU.
+The docstring of `LEAD` explains how the target and the draft time-slice a shared GPU.
 """
 
 from __future__ import annotations
@@ -108,8 +109,8 @@ class StreamExchange(Exchange):
             called on the engine thread. This object keeps only a weak reference to the method.
         relay: Lets the device wait for a word that the host writes. With None, no pass is enqueued before its
             trees have arrived.
-        compact: True if the draft accepts compact states. Otherwise, only the unused end of a state is left
-            out.
+        compact: True if the draft accepts states without the feature rows of rejected nodes. Otherwise, only
+            the unused end of each state is left out.
     """
 
     def __init__(
