@@ -7,6 +7,7 @@ then `make stubs`. With ``--check``, the script writes nothing, and lists the fi
 
 from __future__ import annotations
 
+import builtins
 import re
 import sys
 from collections.abc import Sequence
@@ -49,7 +50,7 @@ TYPES = {
     "Tool": f"{SCHEMAS}.tools",
     "ToolChoice": f"{SCHEMAS}.tools",
 }
-"""The module of each name that the types of REST fields use."""
+"""The module of each name in the types of REST fields, and of the base classes."""
 
 
 def message_body(message: str, options: Sequence[Option] = OPTIONS) -> str:
@@ -95,28 +96,40 @@ def proto(text: str, options: Sequence[Option] = OPTIONS) -> str:
 
 def module(name: str, options: Sequence[Option] = OPTIONS) -> str:
     """Return the source of the module `name` of `option_fields`."""
-    classes = [_class(group, options) for group in Group if group.value[0] == name]
-    body = "\n\n\n".join(classes)
-    return f"{HEADER}\n{_imports(body)}\n\n{body}\n"
+    groups = [group for group in Group if group.value[0] == name]
+    classes = "\n\n\n".join(_class(group, options) for group in groups)
+    types = [field.type for one in options for field in one.rest if {*field.groups} & {*groups}]
+    return f"{HEADER}\n{_imports([*types, 'Field', *map(_base, groups)])}\n\n\n{classes}\n"
 
 
-def _imports(body: str) -> str:
-    """Return the imports of the names in a module's classes, in the order of the linter."""
-    code = re.sub(r'"""[^"]*"""|description=(\n? *"[^"]*"|\n? *\'[^\']*\')', "", body)
-    used = [name for name in TYPES if re.search(rf"(?<!class )\b{name}\b", code)]
-    modules = sorted({TYPES[name] for name in used}, key=lambda one: (_import_rank(one), one))
+def _imports(types: Sequence[str]) -> str:
+    """Return the imports of the names in the types, in the order of the linter.
+
+    Raises:
+        ValueError: If the module of a name is unknown.
+    """
+    names = {name for one in types for name in re.findall(r"\w+", re.sub(r'"[^"]*"', "", one))}
+    names -= set(dir(builtins))
+    if unknown := names - TYPES.keys():
+        raise ValueError(f"Add the modules of these types to TYPES: {', '.join(sorted(unknown))}.")
     lines: list[str] = []
-    for rank, one in ((_import_rank(one), one) for one in modules):
-        if lines and rank != _import_rank(lines[-1].split()[1]):
+    rank = 0
+    for one in sorted({TYPES[name] for name in names}, key=lambda one: (_import_rank(one), one)):
+        if lines and rank != _import_rank(one):
             lines.append("")
-        names = ", ".join(sorted((name for name in used if TYPES[name] == one), key=str.swapcase))
-        lines.append(f"from {one} import {names}")
-    return "\n".join(lines) + "\n"
+        rank = _import_rank(one)
+        lines.append(f"from {one} import {', '.join(sorted(name for name in names if TYPES[name] == one))}")
+    return "\n".join(lines)
 
 
 def _import_rank(name: str) -> int:
     """Return the place of a module: the standard library, then other packages, then this package."""
     return 0 if name == "typing" else 1 if name == "pydantic" else 2
+
+
+def _base(group: Group) -> str:
+    """Return the base class of a group's class."""
+    return "StrictModel" if group is Group.SPECULATION else "BaseModel"
 
 
 def _class(group: Group, options: Sequence[Option]) -> str:
@@ -131,9 +144,8 @@ def _class(group: Group, options: Sequence[Option]) -> str:
     if len(set(names)) < len(names):
         raise ValueError(f"Two fields of {name} have the same name: {sorted(names)}.")
     lines = [line for option, field in rows for line in _rest_lines(option, field)]
-    base = "StrictModel" if group is Group.SPECULATION else "BaseModel"
     docstring = about.replace("\n\n", "\n\n    ") + ("\n    " if "\n" in about else "")
-    return "\n".join([f"class {name}({base}):", f'    """{docstring}"""', "", *lines])
+    return "\n".join([f"class {name}({_base(group)}):", f'    """{docstring}"""', "", *lines])
 
 
 def _rest_lines(option: Option, field: RestField) -> list[str]:

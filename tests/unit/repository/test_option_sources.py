@@ -119,6 +119,12 @@ def test_a_rest_field_is_listed_once() -> None:
         SCRIPT.module("sampling", (*OPTIONS, added))
 
 
+def test_a_type_needs_a_module() -> None:
+    added = option("warmth", "Warm.", rest("warmth", "Warmth", Group.SAMPLING), only="a reason")
+    with pytest.raises(ValueError, match="TYPES: Warmth"):
+        SCRIPT.module("sampling", (*OPTIONS, added))
+
+
 def test_a_long_line_is_broken() -> None:
     long = option("warmth", "word " * 30 + "end.", *WARMTH.rest[:1], only="a reason")
     lines = SCRIPT.module("sampling", (*OPTIONS, long)).splitlines()
