@@ -89,7 +89,7 @@ def run_tune(options: TuneOptions) -> int:
             check=options.check,
         )
         live = LiveClient(url, client.model, options.api_key)
-        result = search(live, prompts, sizes, lambda line: progress.print(f"  [dim]{line}[/]"))
+        result = search(live, prompts, sizes, lambda line: _print_step(progress, line))
         target = client.model
     draft = options.stack.draft.name if options.stack.draft else options.stack.algorithm.value
     write_profile(options.output, profile_text(result, target, draft))
@@ -133,12 +133,16 @@ def _server(options: TuneOptions, progress: Console) -> Iterator[str]:
 
     stack_options = replace(options.stack, port=free_port(), grpc_port=0, log_level="warning")
     try:
-        with running_stack(stack_options, keep, lambda line: progress.print(f"  [dim]{line}[/]")) as stack:
+        with running_stack(stack_options, keep, lambda line: _print_step(progress, line)) as stack:
             yield stack.url
     except Exception:
         for line in log:
             print(line, file=sys.stderr)
         raise
+
+
+def _print_step(progress: Console, line: str) -> None:
+    progress.print(f"  [dim]{line}[/]", soft_wrap=True)
 
 
 def _limits(client: RestClient) -> DraftShape:
