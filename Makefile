@@ -141,10 +141,12 @@ $(BIN)/python:
 	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); echo "python3 -m venv failed. Install your system's python3-venv package." >&2; exit 1; }
 
 $(SERVE_STAMP): | $(BIN)/python
+	@echo 'installing packages into $(VENV): this takes a few minutes the first time'
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[engine]'
 	@rm -f $(VENV)/.serve-* && touch $@
 
 $(DEV_STAMP): | $(BIN)/python
+	@echo 'installing packages into $(VENV): this takes a few minutes the first time'
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev]'
 	@rm -f $(VENV)/.serve-* $(VENV)/.dev-* && touch $@ $(SERVE_STAMP)
 

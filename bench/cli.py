@@ -32,7 +32,8 @@ from outrider.bench.options import (
     result_file,
 )
 from outrider.bench.plot.command import plot
-from outrider.services.stack.options import DEMO_TARGET, Transport
+from outrider.services.hub.pair import DEMO_TARGET
+from outrider.services.stack.options import Transport
 from outrider.shared.base.errors import ConfigurationError
 from outrider.shared.rpc.polling import watch_sockets
 

@@ -20,7 +20,8 @@ from outrider.bench.options import (
     own_stack,
     result_file,
 )
-from outrider.services.stack.options import DEMO_TARGET, Transport
+from outrider.services.hub.pair import DEMO_TARGET
+from outrider.services.stack.options import Transport
 from outrider.shared.base.errors import ConfigurationError
 
 

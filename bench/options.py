@@ -13,8 +13,9 @@ from typing import Annotated, Any
 
 import typer
 
+from outrider.services.hub.pair import DEMO_DRAFT, DEMO_TARGET, demo_name
 from outrider.services.stack.launch import free_port
-from outrider.services.stack.options import DEMO_DRAFT, DEMO_TARGET, StackOptions, Transport
+from outrider.services.stack.options import StackOptions, Transport
 from outrider.shared.base.errors import ConfigurationError
 
 Prompts = Annotated[
@@ -76,6 +77,7 @@ def own_stack(
     """Return the options of the services that a command starts itself, on a free port."""
     return StackOptions(
         target=target or DEMO_TARGET,
+        model_id=demo_name(target),
         draft=draft_folder(target, draft),
         device=device,
         dtype=dtype,

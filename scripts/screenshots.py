@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 from playwright.sync_api import Page, sync_playwright
 
+from outrider.services.hub.pair import demo_name
 from outrider.services.stack.launch import free_port, running_stack
 from outrider.services.stack.options import StackOptions
 
@@ -155,7 +156,7 @@ def main(url: str) -> None:
 
 def serve_and_run() -> None:
     """Start the embedded pair on the CPU, and take the pictures from this server."""
-    options = StackOptions(device="cpu", port=free_port(), log_level="warning")
+    options = StackOptions(model_id=demo_name(None), device="cpu", port=free_port(), log_level="warning")
     with running_stack(options, lambda name, line: print(f"{name} | {line}"), print) as stack:
         main(stack.url)
 

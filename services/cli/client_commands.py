@@ -13,6 +13,8 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from outrider.shared.base.errors import InvalidRequestError
+
 DEFAULT_URL = "http://127.0.0.1:8000"
 Url = Annotated[str, typer.Option(help="URL of the gateway.", envvar="OUTRIDER_URL")]
 ApiKey = Annotated[
@@ -59,9 +61,17 @@ def generate(
     from outrider.services.terminal.chat import print_summary
 
     text = sys.stdin.read() if prompt == "-" else prompt
+    if prompt == "-" and not text.strip():
+        raise InvalidRequestError(
+            "There is no prompt: standard input is empty. Give the prompt as an argument, for example "
+            '`outrider generate "List 3 countries."`, or pipe a text into the command.',
+            field="prompt",
+        )
     reply = Reply()
     with RestClient(url, api_key) as client:
         options = _request_options(max_tokens, temperature, seed, speculation)
+        if as_json:
+            options["return_token_ids"] = True
         if raw:
             pieces = client.stream_completion(text, options, reply)
         else:
@@ -108,7 +118,7 @@ def top(
     as_json: Annotated[bool, typer.Option("--json", help="Print each status as one line of JSON.")] = False,
     api_key: ApiKey = None,
 ) -> None:
-    """Show load, memory, speculation and the last errors of a running stack. Ctrl-C leaves."""
+    """Show load, memory, speculation and the last errors of a running stack. q or Ctrl-C quits."""
     from outrider.services.clients.rest import RestClient
     from outrider.services.terminal.top import run_top
 

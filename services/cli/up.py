@@ -16,9 +16,10 @@ from outrider.services.cli.flags import TARGET_FLAGS, target_options, with_optio
 from outrider.services.cli.settings_options import settings_options
 from outrider.services.cli.up_help import ConfigFile, Profile
 from outrider.services.gateway.settings import GatewaySettings
+from outrider.services.hub.pair import demo_name, pair_folders
 from outrider.services.stack import launch
 from outrider.services.stack.launch import Progress
-from outrider.services.stack.options import DEMO_DRAFT, DEMO_TARGET, StackOptions, Transport
+from outrider.services.stack.options import StackOptions, Transport
 from outrider.services.stack.supervisor import Echo
 from outrider.shared.base.errors import ConfigurationError
 from outrider.shared.spec.algorithm import Algorithm
@@ -257,7 +258,6 @@ def up(
 
     A service that exits unexpectedly is restarted. Ctrl-C or SIGTERM stops all services.
     """
-    from outrider.services.hub.model_folder import model_folder
     from outrider.shared.base.lifecycle import StopSignal
     from outrider.shared.obs.queued_stream import queue_stderr
 
@@ -268,10 +268,11 @@ def up(
             f"The model is given twice: {model} and --target {target}. Remove one.", field="--target"
         )
     target = model or target
-    draft_folder = _draft_folder(target, draft, algorithm)
+    target_folder, draft_folder = pair_folders(target, draft, algorithm, revision, draft_revision)
     options = StackOptions(
-        target=model_folder(target or DEMO_TARGET, "--target", revision),
-        draft=model_folder(draft_folder, "--draft", draft_revision) if draft_folder else None,
+        target=target_folder,
+        model_id=demo_name(target),
+        draft=draft_folder,
         algorithm=algorithm,
         token_map=token_map,
         ngram_corpus=ngram_corpus,
@@ -316,10 +317,11 @@ def up(
     ):
         console.print(
             f"[bold green]up[/] {stack.url}  (OpenAI API at {stack.url}/v1"
-            + (f"; gRPC on port {options.grpc}" if options.grpc else "")
-            + (f"; playground at {stack.url}/)" if settings["playground"] is not False else ")"),
+            + (f"; gRPC on port {options.grpc})" if options.grpc else ")"),
             soft_wrap=True,
         )
+        if GatewaySettings.load(dict(options.gateway_settings)).playground:
+            console.print(f"[bold green]playground[/] {stack.url}/", soft_wrap=True)
         stop.wait()
         console.print("stopping")
 
@@ -353,17 +355,6 @@ def _source(context: typer.Context, name: str) -> str:
     return source.name if source is not None else ""
 
 
-def _draft_folder(target: Path | None, draft: str | None, algorithm: Algorithm) -> Path | None:
-    """Return the folder of the draft model or head, or None to serve without a draft folder.
-
-    Without ``--draft``, return the folder of the head that is embedded in Outrider, if that head can be used.
-    The embedded head is an EAGLE-3 head that fits the embedded target only.
-    """
-    if draft is None:
-        return DEMO_DRAFT if target is None and algorithm in (Algorithm.AUTO, Algorithm.EAGLE3) else None
-    return None if draft == "none" else Path(draft)
-
-
 def _echo_to(console: Console, log_json: bool) -> Echo:
     colours = {"gateway": "cyan", "target": "magenta", "draft": "yellow"}
 
@@ -381,4 +372,4 @@ def _echo_to(console: Console, log_json: bool) -> Echo:
 def _progress_to(console: Console, log_json: bool) -> Progress:
     if log_json:
         return lambda line: _echo_to(console, log_json)("up", line)
-    return lambda line: console.print(f"[green]{line}[/]")
+    return lambda line: console.print(f"[green]{line}[/]", soft_wrap=True)

@@ -42,7 +42,8 @@ class Reply:
         prompt_tokens, completion_tokens: Token counts as reported by the server.
         speculation: The server's `speculation` object.
         seed: Seed that the server used, if it reported one.
-        first_token_s, total_s: Seconds from the request to the first token and to the end, respectively.
+        first_token_s, last_token_s, total_s: Seconds from the request to the first text, to the last text and
+            to the end, respectively.
     """
 
     text: str = ""
@@ -53,12 +54,18 @@ class Reply:
     speculation: dict[str, Any] = field(default_factory=dict)
     seed: int | None = None
     first_token_s: float = 0.0
+    last_token_s: float = 0.0
     total_s: float = 0.0
 
     @property
     def tokens_per_s(self) -> float:
         """Completion tokens per second over the whole request, including the prefill."""
         return self.completion_tokens / self.total_s if self.total_s else 0.0
+
+    @property
+    def is_streamed(self) -> bool:
+        """True if the text came in several events. A speed computed from a single event means little."""
+        return self.last_token_s > self.first_token_s
 
 
 class RestClient:
@@ -181,8 +188,9 @@ class RestClient:
                         raise _error(int(event["error"].get("status", 500)), event)
                     trace = (event.get("speculation") or {}).get("trace")
                     piece = _take(event, reply, text_of)
-                    if piece and not reply.first_token_s:
-                        reply.first_token_s = time.perf_counter() - started
+                    if piece:
+                        reply.last_token_s = time.perf_counter() - started
+                        reply.first_token_s = reply.first_token_s or reply.last_token_s
                     if piece or trace:
                         reply.text += piece or ""
                         yield piece or "", trace[0] if trace else None

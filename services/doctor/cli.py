@@ -10,21 +10,23 @@ import typer
 from outrider.shared.base.errors import ConfigurationError
 from outrider.shared.spec.algorithm import FIELD, Algorithm
 
-# Flags that `outrider doctor` and `outrider verify` share.
+# Flags that `outrider doctor`, `outrider verify` and `outrider tune` share.
 TargetDir = Annotated[
-    Path,
+    Path | None,
     typer.Option(
         "--target",
         help="Target model: a folder in Hugging Face layout, or ORG/NAME on the hub.",
+        show_default="the embedded demo model",
         metavar="DIR|ORG/NAME",
     ),
 ]
 DraftDir = Annotated[
-    str,
+    str | None,
     typer.Option(
         "--draft",
         "--speculative-draft-model-path",
         help="Draft head or draft model: a folder, or ORG/NAME on the hub.",
+        show_default="the embedded head; none with another --target",
         metavar="DIR|ORG/NAME|none",
     ),
 ]
@@ -56,8 +58,8 @@ DtypeName = Annotated[
 
 
 def doctor(
-    target: TargetDir,
-    draft: DraftDir = "none",
+    target: TargetDir = None,
+    draft: DraftDir = None,
     revision: Revision = None,
     draft_revision: DraftRevision = None,
     algorithm: AlgorithmName = "auto",
@@ -83,7 +85,7 @@ def doctor(
         bool, typer.Option("--json", help="Print one JSON object instead of a table.")
     ] = False,
 ) -> None:
-    """Check whether a target and a draft can be served.
+    """Check whether a target and a draft can be served; without --target, the embedded pair.
 
     Examines files, sizes, conventions and memory use without starting a service.
 
@@ -91,12 +93,14 @@ def doctor(
     refused.
     """
     from outrider.services.doctor.command import DoctorOptions, run_doctor
-    from outrider.services.hub.model_folder import model_folder
+    from outrider.services.hub.pair import pair_folders
 
+    method = parse_algorithm(algorithm)
+    target_folder, draft_folder = pair_folders(target, draft, method, revision, draft_revision)
     options = DoctorOptions(
-        target=model_folder(target, "--target", revision),
-        draft=None if draft == "none" else model_folder(draft, "--draft", draft_revision),
-        algorithm=parse_algorithm(algorithm),
+        target=target_folder,
+        draft=draft_folder,
+        algorithm=method,
         token_map=token_map,
         device=device,
         dtype=dtype,

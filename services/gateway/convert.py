@@ -10,7 +10,8 @@ from typing import Any
 
 from outrider.common.v1 import common_pb2
 from outrider.gateway.v1 import gateway_pb2
-from outrider.services.gateway.options import OPTIONS, OptionValues
+from outrider.services.gateway.options.table import READ_OPTIONS, grpc_path
+from outrider.services.gateway.options.values import OptionValues
 from outrider.services.gateway.request import GenerationRequest, TargetDelta, TargetFinish, Usage
 from outrider.services.gateway.served_target import AutoDecision, PrefixCacheStats, ServedTarget, TargetStats
 from outrider.shared.base.generation import (
@@ -40,13 +41,14 @@ REASON_TO_PROTO = {
     FinishReason.CANCELLED: common_pb2.FINISH_REASON_CANCELLED,
 }
 REASON_FROM_PROTO = {value: reason for reason, value in REASON_TO_PROTO.items()}
+# The first part of each path is the field `options` of the request.
+_OPTION_PATHS = tuple((option, grpc_path(option.grpc[0]).split(".")[1:]) for option in READ_OPTIONS)
 
 
 def options_from_proto(message: gateway_pb2.GenerationOptions) -> OptionValues:
     """Return the options of a client's gRPC request."""
     values = OptionValues()
-    for option in OPTIONS:
-        *outer, name = option.grpc.split(".")
+    for option, (*outer, name) in _OPTION_PATHS:
         inner: Any = message
         for part in outer:
             inner = getattr(inner, part)

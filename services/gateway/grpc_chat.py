@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, get_args
 
 from outrider.gateway.v1 import gateway_pb2
 from outrider.services.gateway.core import GatewayCore
 from outrider.services.gateway.schemas.chat_messages import Message
+from outrider.services.gateway.schemas.field_types import ReasoningEffort
 from outrider.services.gateway.schemas.template_options import template_options
 from outrider.services.gateway.schemas.tools import NamedTool, Tool, forced_tools, template_tools
 from outrider.services.gateway.tokenizer import ChatEnding
 from outrider.shared.base.errors import InvalidRequestError
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
+EFFORTS = get_args(ReasoningEffort)
 
 
 def template_messages(messages: Sequence[gateway_pb2.Message]) -> list[dict[str, Any]]:

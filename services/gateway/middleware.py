@@ -19,6 +19,7 @@ from outrider.services.gateway.keys.admin_routes import ADMIN_PATHS
 from outrider.services.gateway.keys.caller import Caller, current_caller
 from outrider.services.gateway.keys.key_ring import KeyRing
 from outrider.services.gateway.metrics import GatewayMetrics
+from outrider.services.gateway.playground.pages import PAGES
 from outrider.services.gateway.recent_errors import RecentErrors
 from outrider.services.gateway.request_note import RequestNote, current_note
 from outrider.shared.base.errors import ErrorCode, InvalidRequestError, OutriderError
@@ -29,7 +30,9 @@ from outrider.shared.rpc.interceptors import as_outrider_error
 REQUEST_ID_HEADER = "X-Request-Id"
 BODY_TIMEOUT_S = 30.0
 READINESS_ROUTE = "/ready"
-QUIET_ROUTES = frozenset(["/health", "/ping", READINESS_ROUTE, "/metrics", "/status.json"])
+# Health probes and open pages send these requests all the time.
+QUIET_ROUTES = frozenset(["/health", "/ping", READINESS_ROUTE, "/metrics", "/status.json", *PAGES])
+UNKNOWN_ROUTE = "other"
 # Some clients send these POST requests without a body and without a content type.
 BODILESS_PATHS = frozenset(["/flush_cache", "/ping"])
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
@@ -50,6 +53,13 @@ def framing_refusal() -> Response:
     reply = error_response(error)
     reply.headers["Connection"] = "close"
     return reply
+
+
+def _is_quiet(method: str, route: str, status: int) -> bool:
+    """Return True for a request that would only flood the log, such as a browser's search for an icon."""
+    if route == UNKNOWN_ROUTE:
+        return method in ("GET", "HEAD") and status == ErrorCode.NOT_FOUND.value
+    return route in QUIET_ROUTES or route.startswith("/playground/")
 
 
 class RequestContext:
@@ -102,16 +112,14 @@ class RequestContext:
                 await error_response(failure)(scope, receive, tagged)
             finally:
                 # Unknown paths share one label. Otherwise clients could create any number of labels.
-                route = getattr(scope.get("route"), "path", "other")
+                route = getattr(scope.get("route"), "path", UNKNOWN_ROUTE)
                 self._metrics.http_requests.labels(route, str(status or ErrorCode.CANCELLED.value)).inc()
                 # "Not ready" is the answer that a readiness probe asks for, and no error.
                 failure = scope["state"].get("error")
                 if isinstance(failure, OutriderError) and route != READINESS_ROUTE:
                     self._errors.record(failure, route, request_id)
                 elapsed_ms = round((time.perf_counter() - started) * 1e3, 1)
-                # Health probes arrive every second and would flood the log.
-                quiet = route in QUIET_ROUTES or route.startswith("/playground/")
-                log = _log.debug if quiet else _log.info
+                log = _log.debug if _is_quiet(scope["method"], route, status) else _log.info
                 log(
                     "request",
                     method=scope["method"],

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from outrider.services.gateway.keys.caller import allowed_model
-from outrider.services.gateway.options import OPTIONS, OptionValues
+from outrider.services.gateway.options.table import READ_OPTIONS
+from outrider.services.gateway.options.values import OptionValues
 from outrider.services.gateway.prompt_lengths import check_lengths
 from outrider.services.gateway.request import (
     MASK_64,
@@ -174,7 +175,7 @@ class RequestBuilder:
         if p.max_tokens is not None:
             least = 0 if p.may_be_empty else 1
             _check(p.max_tokens >= least, surface.max_tokens, f"at least {least}", p.max_tokens)
-        for option in OPTIONS:
+        for option in READ_OPTIONS:
             value = None if option.is_rule else getattr(p, option.name)
             if option.allowed is not None and value is not None:
                 given = option.name if option.is_outer else name + option.name

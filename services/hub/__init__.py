@@ -1,1 +1,1 @@
-"""Finds or downloads the folder of a model that the user names as on a hub (`ORG/NAME`)."""
+"""Finds the folders of models: named folders, models of a hub (downloaded if needed), the embedded pair."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import statistics
 import sys
 from collections import deque
@@ -10,8 +12,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from outrider.services.clients.rest import Reply, RestClient
-from outrider.services.stack.launch import free_port, running_stack
+from outrider.services.clients.rest import DEFAULT_URL, Reply, RestClient
+from outrider.services.clients.summary import speculation_summary
+from outrider.services.hub.pair import demo_name
+from outrider.services.stack.launch import free_port, outrider_command, running_stack
 from outrider.services.stack.options import StackOptions, Transport
 
 REPEATS = 3
@@ -39,11 +43,19 @@ def run_demo(prompt: str, device: str, tokens: int) -> int:
     def keep(service: str, line: str) -> None:
         log.append(f"{service} | {line}")
 
-    options = StackOptions(device=device, port=free_port(), transport=Transport.GRPC)
+    options = StackOptions(
+        model_id=demo_name(None),
+        device=device,
+        port=free_port(),
+        transport=Transport.GRPC,
+        why_transport="the demo shows all three services",
+    )
     try:
         console.print("Starting gateway, target and draft on the embedded model pair …")
         with (
-            running_stack(options, keep, lambda line: console.print(f"  [dim]{line}[/]")) as stack,
+            running_stack(
+                options, keep, lambda line: console.print(f"  [dim]{line}[/]", soft_wrap=True)
+            ) as stack,
             RestClient(stack.url) as client,
         ):
             _answer(console, client, prompt)
@@ -52,8 +64,21 @@ def run_demo(prompt: str, device: str, tokens: int) -> int:
         for line in log:
             print(line, file=sys.stderr)
         raise
-    console.print("All services stopped.")
+    console.print("All services stopped.\n")
+    console.print(
+        f"Next: [bold]{_typed_command()} up[/] serves this pair. The playground is then at {DEFAULT_URL}/.",
+        soft_wrap=True,
+    )
     return 0
+
+
+def _typed_command() -> str:
+    """Return `outrider`, or the path of this command if the shell does not find it on the PATH."""
+    if shutil.which("outrider"):
+        return "outrider"
+    command = outrider_command()
+    relative = os.path.relpath(command)
+    return command if relative.startswith("..") else relative
 
 
 def _answer(console: Console, client: RestClient, prompt: str) -> None:
@@ -63,9 +88,7 @@ def _answer(console: Console, client: RestClient, prompt: str) -> None:
     for piece in client.stream_chat([{"role": "user", "content": prompt}], options, reply):
         sys.stdout.write(piece)
         sys.stdout.flush()
-    speculation = reply.speculation
-    rounds = f"{speculation['rounds']} rounds for {reply.completion_tokens} tokens"
-    console.print(f"\n\n  accept length {speculation['accept_length']:.2f} tokens per round, {rounds}")
+    console.print(f"\n\n  {speculation_summary(reply)}", soft_wrap=True)
 
 
 def _measure(console: Console, client: RestClient, prompt: str, tokens: int) -> None:

@@ -129,6 +129,7 @@ def plan_stack(options: StackOptions, runtime_dir: Path, inproc: bool) -> StackP
     target_algorithm = {} if draft_address and options.algorithm is Algorithm.EAGLE else algorithm
     target = (
         {"listen": target_address, "model": options.target, "draft": drafter}
+        | {"served-model-id": options.model_id}
         | target_algorithm
         | shape
         | caps

@@ -1,4 +1,4 @@
-"""Defines the options of `outrider up` and the paths of the embedded model pair."""
+"""Defines the options of `outrider up`."""
 
 from __future__ import annotations
 
@@ -7,12 +7,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 
+from outrider.services.hub.pair import DEMO_DRAFT, DEMO_TARGET
 from outrider.shared.spec.algorithm import Algorithm
-
-# The folder that contains services/, models/ and bench/, both in a checkout and in an installed package.
-PACKAGE_ROOT = Path(__file__).resolve().parents[2]
-DEMO_TARGET = PACKAGE_ROOT / "models" / "demo" / "target"
-DEMO_DRAFT = PACKAGE_ROOT / "models" / "demo" / "eagle3"
 
 INPROC = "inproc:"
 """Prefix of a value of the target's flag, as in ``--draft inproc:DIR``. The draft in DIR then runs in the
@@ -34,6 +30,7 @@ class StackOptions:
 
     Attributes:
         target: Model folder in Hugging Face layout.
+        model_id: Name of the model for clients. None uses the folder's name.
         draft: Folder of the draft head or draft model, or None.
         algorithm: Drafting method. With AUTO and no draft, the stack serves without speculation.
         token_map: File of the token ids that the draft may propose (FR-Spec). None allows all ids.
@@ -44,6 +41,7 @@ class StackOptions:
         host, port: REST address of the gateway. By default, the gRPC API listens on the next port.
         skip_tokenizer: True to serve token ids only, without a tokenizer.
         transport: How the target connects to the draft. If AUTO, `placement.place_draft` decides.
+        why_transport: Reason for the transport, for the log. If empty, the log names the flag --transport.
         draft_device: Device of a draft with its own process. With `auto`, an idle GPU is preferred.
         kv_tokens: Size of the KV cache in tokens, for the target and the draft alike. Needed to run several
             stacks on one GPU.
@@ -61,6 +59,7 @@ class StackOptions:
     """
 
     target: Path = DEMO_TARGET
+    model_id: str | None = None
     draft: Path | None = DEMO_DRAFT
     algorithm: Algorithm = Algorithm.AUTO
     token_map: Path | None = None
@@ -77,6 +76,7 @@ class StackOptions:
     port: int = 8000
     skip_tokenizer: bool = False
     transport: Transport = Transport.AUTO
+    why_transport: str = ""
     draft_device: str = "auto"
     log_level: str = "info"
     kv_tokens: int | None = None

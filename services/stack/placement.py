@@ -7,7 +7,7 @@ import os
 import re
 import subprocess
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from outrider.services.stack.options import StackOptions, Transport
@@ -51,11 +51,13 @@ class Placement:
         transport: How the target connects to the draft; never AUTO.
         draft_device: Device of a draft with its own process, in the notation of `--device`.
         why: The reason for the choice, for the log.
+        on_gpu: True if the services use a GPU, for the log.
     """
 
     transport: Transport
     draft_device: str
     why: str
+    on_gpu: bool = False
 
     @property
     def inproc(self) -> bool:
@@ -63,8 +65,12 @@ class Placement:
         return self.transport is Transport.INPROC
 
     def __str__(self) -> str:
-        where = "in the target's process" if self.inproc else f"in its own process on {self.draft_device}"
-        return f"the draft runs {where}, transport {self.transport.value}: {self.why}"
+        if self.inproc:
+            return f"the draft runs in the target's process: {self.why}"
+        kind, _, index = self.draft_device.partition(":")
+        known = {"cpu": "the CPU", "auto": "the GPU" if self.on_gpu else "the CPU"}
+        device = f"GPU {index} ({self.draft_device})" if index else known.get(kind, "the GPU")
+        return f"the draft runs in its own process on {device}, over {self.transport.value}: {self.why}"
 
 
 def place_draft(options: StackOptions, gpus: Sequence[Gpu]) -> Placement:
@@ -79,10 +85,15 @@ def place_draft(options: StackOptions, gpus: Sequence[Gpu]) -> Placement:
         gpus: The GPUs that torch can use; see `usable_gpus`.
     """
     on_gpu = options.device != "cpu" and bool(gpus)
+    return replace(_choose(options, gpus, on_gpu), on_gpu=on_gpu)
+
+
+def _choose(options: StackOptions, gpus: Sequence[Gpu], on_gpu: bool) -> Placement:
     beside = _idle_gpu(options, gpus) if on_gpu and not options.mps else None
     device = options.draft_device if options.draft_device != "auto" else beside or options.device
     if options.transport is not Transport.AUTO:
-        return Placement(options.transport, device, f"--transport {options.transport.value}")
+        why = options.why_transport or f"--transport {options.transport.value}"
+        return Placement(options.transport, device, why)
     if options.mps:
         return Placement(Transport.IPC, device, "with --mps, the draft has its own process")
     if options.draft_device != "auto":

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.text import Text
 
 from outrider.services.clients.rest import Reply, RestClient
+from outrider.services.clients.summary import speculation_summary
 from outrider.services.terminal.conversation import Conversation
 from outrider.services.terminal.origins import OriginColours
 from outrider.services.terminal.slash_commands import COMMANDS, ChatState, LeaveChat, run_command
@@ -138,14 +139,5 @@ def run_chat(client: RestClient, conversation: Conversation) -> None:
 
 def print_summary(reply: Reply, console: Console) -> None:
     """Print the numbers of one answer on one line."""
-    speculation = reply.speculation
-    speculated = ""
-    if speculation.get("draft_tokens"):
-        rounds = speculation["rounds"]
-        plural = "round" if rounds == 1 else "rounds"
-        speculated = f", accept length {speculation['accept_length']:.2f} over {rounds} {plural}"
-    tokens = reply.completion_tokens
-    console.print(
-        f"[dim]{tokens} token{'' if tokens == 1 else 's'}, {reply.tokens_per_s:.0f}/s, "
-        f"{reply.finish_reason}{speculated}[/]"
-    )
+    speed = f"; {reply.tokens_per_s:.0f} tokens/s" if reply.is_streamed else ""
+    console.print(f"[dim]{speculation_summary(reply)}{speed}; {reply.finish_reason}[/]", soft_wrap=True)

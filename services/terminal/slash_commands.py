@@ -102,7 +102,7 @@ def _stats(state: ChatState, argument: str, console: Console) -> None:
         table.add_row(
             str(number),
             str(reply.completion_tokens),
-            f"{reply.tokens_per_s:.0f}",
+            f"{reply.tokens_per_s:.0f}" if reply.is_streamed else "–",
             f"{reply.first_token_s * 1e3:.0f} ms",
             f"{speculation['accept_length']:.2f}" if drafted else "–",
             str(speculation.get("rounds", "–")),

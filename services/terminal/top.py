@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-import threading
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -16,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from outrider.services.clients.rest import RestClient
+from outrider.services.terminal.keys import typed_keys
 from outrider.shared.base.errors import ErrorCode, OutriderError
 
 STATUS = "/status.json"
@@ -25,7 +25,7 @@ FATAL = (ErrorCode.UNAUTHENTICATED, ErrorCode.NOT_FOUND)
 
 
 def run_top(client: RestClient, interval_s: float, once: bool, as_json: bool) -> None:
-    """Run `outrider top`: show the status of a gateway until Ctrl-C, or once.
+    """Run `outrider top`: show the status of a gateway until the user presses q or Ctrl-C, or once.
 
     Args:
         client: Client of the gateway.
@@ -54,17 +54,21 @@ def run_top(client: RestClient, interval_s: float, once: bool, as_json: bool) ->
 
 def _live(client: RestClient, status: dict[str, Any], interval_s: float, console: Console) -> None:
     before: dict[str, Any] | None = None
-    waiting = threading.Event()
-    with Live(render(status, None), console=console, screen=True, auto_refresh=False) as live:
-        while True:
-            waiting.wait(interval_s)
+    with (
+        typed_keys() as keys,
+        Live(console=console, screen=True, auto_refresh=False) as live,
+    ):
+        hint = Text("q quits" if keys.are_read else "Ctrl-C quits", "dim")
+        live.update(Group(render(status, None), hint), refresh=True)
+        while not keys.pressed("qQ", interval_s):
             try:
                 before, status = status, client.get_json(STATUS)
-                live.update(render(status, before), refresh=True)
+                live.update(Group(render(status, before), hint), refresh=True)
             except OutriderError as error:
                 if error.code in FATAL:
                     raise
-                live.update(Group(render(status, before), Text(error.message, "bold red")), refresh=True)
+                message = Text(error.message, "bold red")
+                live.update(Group(render(status, before), message, hint), refresh=True)
 
 
 def render(status: Mapping[str, Any], before: Mapping[str, Any] | None) -> RenderableType:
@@ -85,17 +89,6 @@ def render(status: Mapping[str, Any], before: Mapping[str, Any] | None) -> Rende
     if target is None:
         parts.append(Text("No target answers.", "bold red"))
     return Group(*parts)
-
-
-def duration(seconds: float) -> str:
-    """Return a duration in its two largest units, such as ``7 min 8 s``, as the operator's page shows it."""
-    whole = int(seconds)
-    minutes, hours, days = whole // 60, whole // 3600, whole // 86400
-    if not minutes:
-        return f"{whole} s"
-    if not hours:
-        return f"{minutes} min {whole % 60} s"
-    return f"{days} d {hours % 24} h" if days else f"{hours} h {minutes % 60} min"
 
 
 def _panel(title: str, content: RenderableType) -> Panel:
@@ -120,6 +113,20 @@ def _services(status: Mapping[str, Any]) -> Table:
         ("targets", several) if len(targets) > 1 else ("target", "ready" if target else "not ready"),
         ("draft", target["draft"]["state"] if target else None),
     )
+
+
+def duration(seconds: float) -> str:
+    """Return a duration in words: `58 s`, `7 min`, `3 h 5 min` or `2 d 4 h`. Smaller units are cut off.
+
+    The operator's page writes durations in the same form.
+    """
+    minutes = int(seconds) // 60
+    hours = minutes // 60
+    if minutes < 1:
+        return f"{int(seconds)} s"
+    if minutes < 60:
+        return f"{minutes} min"
+    return f"{hours} h {minutes % 60} min" if hours < 48 else f"{hours // 24} d {hours % 24} h"
 
 
 def _targets(targets: list[dict[str, Any]]) -> Table:

@@ -13,6 +13,7 @@ from outrider.services.doctor.cli import (
     DraftRevision,
     DtypeName,
     Revision,
+    TargetDir,
     TokenMap,
     parse_algorithm,
 )
@@ -22,15 +23,8 @@ MOST_STREAMS = 256
 
 
 def tune(
-    target: Annotated[
-        str | None,
-        typer.Option(
-            help="Target: a folder, or ORG/NAME on the hub.",
-            metavar="DIR|ORG/NAME",
-            show_default="the embedded pair",
-        ),
-    ] = None,
-    draft: DraftDir = "none",
+    target: TargetDir = None,
+    draft: DraftDir = None,
     revision: Revision = None,
     draft_revision: DraftRevision = None,
     algorithm: AlgorithmName = "auto",
@@ -96,22 +90,17 @@ def tune(
     Records the trees of one run to predict the accept length of every shape, and measures the best shapes on
     a running server. `outrider up --profile FILE` loads the profile.
     """
-    from outrider.services.hub.model_folder import model_folder
-    from outrider.services.stack.options import DEMO_DRAFT, DEMO_TARGET, StackOptions
+    from outrider.services.hub.pair import demo_name, pair_folders
+    from outrider.services.stack.options import StackOptions
     from outrider.services.tune.command import TuneOptions, run_tune
 
-    embedded = target is None and draft == "none"
-    numbers = parse_batches(batches)
+    numbers, method = parse_batches(batches), parse_algorithm(algorithm)
+    target_folder, draft_folder = pair_folders(target, draft, method, revision, draft_revision)
     stack = StackOptions(
-        target=model_folder(target, "--target", revision) if target else DEMO_TARGET,
-        draft=(
-            DEMO_DRAFT
-            if embedded
-            else None
-            if draft == "none"
-            else model_folder(draft, "--draft", draft_revision)
-        ),
-        algorithm=parse_algorithm(algorithm),
+        target=target_folder,
+        model_id=demo_name(target),
+        draft=draft_folder,
+        algorithm=method,
         token_map=token_map,
         device=device,
         dtype=dtype,

@@ -78,6 +78,8 @@ def run_tune(options: TuneOptions) -> int:
     vocabulary = read_model_config(options.stack.target).vocab_size
     prompts = read_prompts(options.prompts, options.stack.target, vocabulary, options.num_prompts)
     progress = Console(stderr=True, highlight=False)
+    for line in introduction(options, len(prompts)):
+        progress.print(line, soft_wrap=True)
     with _server(options, progress) as url, RestClient(url, options.api_key) as client:
         sizes = TuneSizes(
             options.batches,
@@ -87,18 +89,35 @@ def run_tune(options: TuneOptions) -> int:
             check=options.check,
         )
         live = LiveClient(url, client.model, options.api_key)
-        result = search(live, prompts, sizes, lambda line: progress.print(f"  [dim]{line}[/]"))
+        result = search(live, prompts, sizes, lambda line: _print_step(progress, line))
+        target = client.model
     draft = options.stack.draft.name if options.stack.draft else options.stack.algorithm.value
-    write_profile(options.output, profile_text(result, options.stack.target.name, draft))
+    write_profile(options.output, profile_text(result, target, draft))
     if options.as_json:
         print(json.dumps(result_json(result), indent=1))
     else:
         print_result(result, Console(highlight=False))
     if options.plot is not None:
-        names = [str(path) for path in write_pictures(options.plot, result, options.stack.target.name, draft)]
+        names = [str(path) for path in write_pictures(options.plot, result, target, draft)]
         progress.print(f"pictures: {', '.join(names)}")
     progress.print(f"profile: {options.output} (load it with `outrider up --profile {options.output}`)")
     return 0
+
+
+def introduction(options: TuneOptions, num_prompts: int) -> list[str]:
+    """Return lines that say what will be measured, about how long this takes, and where the profile goes."""
+    *others, last = map(str, options.batches)
+    batches = f"{', '.join(others)} and {last}" if others else last
+    what = "every tree shape" if options.exhaustive else "the most promising tree shapes"
+    extra = " --check adds a measurement of every shape." if options.check else ""
+    return [
+        f"Measures plain decoding and {what} on {num_prompts} prompts, with answers of up to "
+        f"{options.tokens} tokens, for {batches} requests at a time.{extra}",
+        "With the default flags and the embedded pair, this takes two to four minutes on two CPU cores. "
+        "Larger models take longer. Ctrl-C stops it.",
+        f"The profile goes to {options.output}"
+        + (", which exists and is overwritten." if options.output.exists() else "."),
+    ]
 
 
 @contextmanager
@@ -114,12 +133,16 @@ def _server(options: TuneOptions, progress: Console) -> Iterator[str]:
 
     stack_options = replace(options.stack, port=free_port(), grpc_port=0, log_level="warning")
     try:
-        with running_stack(stack_options, keep, lambda line: progress.print(f"  [dim]{line}[/]")) as stack:
+        with running_stack(stack_options, keep, lambda line: _print_step(progress, line)) as stack:
             yield stack.url
     except Exception:
         for line in log:
             print(line, file=sys.stderr)
         raise
+
+
+def _print_step(progress: Console, line: str) -> None:
+    progress.print(f"  [dim]{line}[/]", soft_wrap=True)
 
 
 def _limits(client: RestClient) -> DraftShape:

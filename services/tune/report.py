@@ -15,30 +15,47 @@ SHOWN = 12
 """Number of shapes in the table."""
 BAR_CHARS = 24
 """Characters of the longest bar."""
+LEAST_BAR_CHARS = 3
+"""If the longest bar would be shorter, the table has no bars."""
+GAP = 2
+"""Characters between two columns."""
+ACCEPT_HEADING = "accept\nlength"
 
 
 def print_result(result: TuneResult, console: Console) -> None:
     """Print the measured shapes and the best predicted shapes. A ``~`` marks predictions."""
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    table.add_column("shape")
-    table.add_column("accept length", justify="right")
-    for one in result.batches:
-        table.add_column(f"{one.batch} at a time", no_wrap=True)
     shown = shown_shapes(result)
+    names = [shape_name(shape) for shape in shown]
+    values = [
+        [f"{' ' if measured else '~'}{value:4.2f}" for value, measured in speedups]
+        for speedups in ([shown_speedup(one, shape) for one in result.batches] for shape in shown)
+    ]
     most = max(shown_speedup(one, shape)[0] for one in result.batches for shape in shown)
-    for shape in shown:
-        cells = []
-        for one in result.batches:
-            value, measured = shown_speedup(one, shape)
-            cells.append(
-                f"{' ' if measured else '~'}{value:4.2f} {'█' * max(1, round(BAR_CHARS * value / most))}"
-            )
-        table.add_row(shape_name(shape), f"{result.accept_lengths.get(shape, 1.0):.2f}", *cells)
+    value_chars = max(len(value) for row in values for value in row)
+    # The columns of the batches share the width that the names and the accept lengths leave.
+    room = console.width - max(map(len, names)) - len(ACCEPT_HEADING.partition("\n")[0]) - 2 * GAP
+    width = room // len(result.batches) - GAP
+    bar_chars = min(BAR_CHARS, width - value_chars - 1)
+    table = Table(box=None, padding=(0, GAP, 0, 0))
+    table.add_column("shape", no_wrap=True)
+    table.add_column(ACCEPT_HEADING, justify="right", no_wrap=True)
+    for one in result.batches:
+        heading = f"{one.batch} at a time"
+        table.add_column(heading if len(heading) <= width else f"{one.batch} at\na time", no_wrap=True)
+    for shape, name, row in zip(shown, names, values, strict=True):
+        cells = row
+        if bar_chars >= LEAST_BAR_CHARS:
+            speedups = (shown_speedup(one, shape)[0] for one in result.batches)
+            bars = ("█" * max(1, round(bar_chars * speedup / most)) for speedup in speedups)
+            cells = [f"{value} {bar}" for value, bar in zip(row, bars, strict=True)]
+        table.add_row(name, f"{result.accept_lengths.get(shape, 1.0):.2f}", *cells)
     console.print(table)
     if result.shape == NO_DRAFT:
         console.print("Drafting does not pay for this pair, device and prompts. Mode auto decodes plainly.")
     else:
         console.print(f"best shape for these numbers of requests: [bold]{shape_name(result.shape)}[/]")
+    if note := slower_note(result):
+        console.print(note)
     for one in result.batches:
         if one.check is not None:
             console.print(
@@ -46,6 +63,20 @@ def print_result(result: TuneResult, console: Console) -> None:
                 f"speed of {shape_name(one.check.best)}, the best of all shapes"
             )
     console.print(f"searched for {result.seconds:.0f} s")
+
+
+def slower_note(result: TuneResult) -> str:
+    """Return a line with the batch sizes at which the best shape is slower than plain decoding, or ''."""
+    if result.shape == NO_DRAFT:
+        return ""
+    speedups = [(one.batch, shown_speedup(one, result.shape)[0]) for one in result.batches]
+    slower = [f"{batch} ({speedup:.2f} ×)" for batch, speedup in speedups if round(speedup, 2) < 1]
+    if not slower:
+        return ""
+    return (
+        f"{shape_name(result.shape)} is slower than plain decoding for these numbers of requests at a time: "
+        f"{', '.join(slower)}. There, mode auto decodes plainly or with a smaller shape."
+    )
 
 
 def shown_speedup(one: BatchResult, shape: DraftShape) -> tuple[float, bool]:

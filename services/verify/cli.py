@@ -20,8 +20,8 @@ from outrider.services.doctor.cli import (
 
 
 def verify(
-    target: TargetDir,
-    draft: DraftDir = "none",
+    target: TargetDir = None,
+    draft: DraftDir = None,
     revision: Revision = None,
     draft_revision: DraftRevision = None,
     algorithm: AlgorithmName = "auto",
@@ -51,13 +51,15 @@ def verify(
 
     Exit code 0: nothing changed. 1: a difference that rounding does not explain. 2: the models cannot be run.
     """
-    from outrider.services.hub.model_folder import model_folder
+    from outrider.services.hub.pair import pair_folders
     from outrider.services.verify.command import VerifyOptions, run_verify
 
+    method = parse_algorithm(algorithm)
+    target_folder, draft_folder = pair_folders(target, draft, method, revision, draft_revision)
     options = VerifyOptions(
-        target=model_folder(target, "--target", revision),
-        draft=None if draft == "none" else model_folder(draft, "--draft", draft_revision),
-        algorithm=parse_algorithm(algorithm),
+        target=target_folder,
+        draft=draft_folder,
+        algorithm=method,
         token_map=token_map,
         device=device,
         dtype=dtype,

@@ -75,8 +75,8 @@ class Compact:
         bs, width: Shape of the tensor of paths.
         tables, max_pages: Shape of the page table, which is broadcast together with the cached lengths. If
             `tables` is 0, the ranks use the page table and the cached lengths of the last forward pass.
-        has_table_rows: 1 if `table_rows` is broadcast, which contains each sequence's row of the page table.
-            0 if sequence b uses row b.
+        has_table_rows: 1 if the tensor `table_rows` is broadcast. For each sequence, it contains the index of
+            the sequence's row in the page table. 0 if sequence b uses row b.
     """
 
     bs: int

@@ -26,7 +26,7 @@ def reload_holding_models(page: Page) -> Route:
 
 
 @pytest.mark.parametrize("tab", ["Chat", "Race"])
-def test_a_question_waits_for_the_name_of_the_model(open_page: OpenPage, tab: str) -> None:
+def test_a_question_waits_for_the_name_of_the_model(open_page: OpenPage, stack: Stack, tab: str) -> None:
     page = open_page()
     models = reload_holding_models(page)
     page.get_by_role("tab", name=tab).click()
@@ -38,7 +38,8 @@ def test_a_question_waits_for_the_name_of_the_model(open_page: OpenPage, tab: st
     assert sent == []
     models.continue_()
     expect(page.locator("#race-result" if tab == "Race" else ".summary")).to_contain_text("t")
-    assert {body["model"] for body in sent} == {"target"}
+    served = page.request.get(f"{stack.base_url}/v1/models").json()["data"][0]["id"]
+    assert {body["model"] for body in sent} == {served}
 
 
 def test_a_question_that_waits_can_be_stopped(open_page: OpenPage) -> None:

@@ -20,7 +20,7 @@ QUESTION = "What is the capital of France?"
 ANSWER = "The capital of France is Paris."
 
 
-def chat_model(base_url: str, model: str = "target", **fields: Any) -> ChatOpenAI:
+def chat_model(base_url: str, model: str = "outrider-demo", **fields: Any) -> ChatOpenAI:
     asked: dict[str, Any] = {"temperature": 0, "max_tokens": 12, "max_retries": 0, **fields}
     return ChatOpenAI(model=model, base_url=f"{base_url}/v1", api_key="none", **asked)  # type: ignore[arg-type]
 
@@ -77,7 +77,7 @@ def test_structured_output_has_the_form_of_the_model(stack: Stack, responses: bo
 
 def test_text_is_completed(stack: Stack) -> None:
     base: Any = {"base_url": f"{stack.base_url}/v1", "api_key": "none"}
-    model = OpenAI(model="target", temperature=0, max_tokens=12, **base)
+    model = OpenAI(model="outrider-demo", temperature=0, max_tokens=12, **base)
     texts = model.batch(["The capital of France is", "The capital of Italy is"])
     assert "Paris" in texts[0]
     assert len(texts) == 2

@@ -18,7 +18,7 @@ MESSAGES: list[Any] = [{"role": "user", "content": "What is the capital of Franc
 ANSWER = "The capital of France is Paris."
 
 
-def options(base_url: str, provider: str = "openai", model: str = "target") -> dict[str, Any]:
+def options(base_url: str, provider: str = "openai", model: str = "outrider-demo") -> dict[str, Any]:
     base = base_url if provider == "anthropic" else f"{base_url}/v1"
     asked = {"model": f"{provider}/{model}", "api_base": base, "api_key": "none", "num_retries": 0}
     return asked | {"messages": MESSAGES, "max_tokens": 12, "temperature": 0}
@@ -91,7 +91,7 @@ def test_text_is_completed(stack: Stack) -> None:
 
 
 def test_responses_are_read(stack: Stack) -> None:
-    asked = {"model": "openai/target", "api_base": f"{stack.base_url}/v1", "api_key": "none"}
+    asked = {"model": "openai/outrider-demo", "api_base": f"{stack.base_url}/v1", "api_key": "none"}
     response = litellm.responses(**asked, input=MESSAGES[0]["content"], max_output_tokens=32, temperature=0)
     assert response.output[0].content[0].text.startswith(ANSWER)
     events = list(litellm.responses(**asked, input="Hello", max_output_tokens=16, stream=True))

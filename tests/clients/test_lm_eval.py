@@ -60,7 +60,7 @@ def evaluate(stack: Stack, model: str, route: str, tasks: Path, names: list[str]
     found = lm_eval.simple_evaluate(
         model=model,
         model_args={
-            "model": "target",
+            "model": "outrider-demo",
             "base_url": f"{stack.base_url}/v1/{route}",
             "tokenizer_backend": "huggingface",
             "tokenizer": str(DEMO_TARGET),

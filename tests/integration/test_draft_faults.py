@@ -135,7 +135,8 @@ def test_killed_draft_costs_no_token_and_comes_back(
         serving = wait_serving(stack.draft_address)
         stack.wait_drafting(10)
         slowest = max(slowest, time.monotonic() - serving)
-        assert stack.processes[0].output.count("a standby process takes over") == points.index(point) + 1
+        output = stack.processes[0].output
+        assert output.count("a standby process takes over") == points.index(point) + 1, output
     print(f"drafting resumed within {slowest:.2f} s of SERVING")
     assert slowest <= 1.0
     stack.assert_no_page_held()

@@ -21,7 +21,7 @@ COMMANDS = {
         "--max-queue-wait",
         "0.2",
     ],
-    "move": ["--rounds", "1", "--streams", "4", "--new-tokens", "64", "--devices", "cpu,cpu"],
+    "move": ["--rounds", "1", "--streams", "4", "--new-tokens", "256", "--devices", "cpu,cpu"],
     "stall": ["--streams", "2", "--repeats", "1", "--quiet", "1"],
 }
 

@@ -13,6 +13,7 @@ import pytest
 from support.two_targets import STREAMS, Crowd, TwoTargets
 
 CPU = ("--device", "cpu", "--threads", "1")
+MOST_RESTARTS = 6
 
 
 @pytest.fixture(scope="module")
@@ -42,10 +43,14 @@ def test_a_rolling_restart_under_load_fails_no_request(two: TwoTargets, undistur
     with ThreadPoolExecutor(len(served)) as pool:
         lanes = [pool.submit(load, lane) for lane in range(len(served))]
         try:
-            for index, old in enumerate(two.targets):
-                assert old.stop() == 0
+            # Streams may by chance end within the grace time of both targets, so that none of them moves.
+            for restart in range(MOST_RESTARTS):
+                index = restart % len(two.targets)
+                assert two.targets[index].stop() == 0
                 two.targets[index] = two.start_target(index)
                 two.wait_ready(2)
+                if restart and two.moves() > before:
+                    break
         finally:
             stop.set()
         for lane in lanes:

@@ -70,6 +70,9 @@ def test_demo_answers_measures_and_leaves_nothing() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert "> List 3 countries and their capitals." in done.stdout
     assert float(re.search(r"accept length (\d+\.\d+)", done.stdout)[1]) > 1.0  # type: ignore[index]
+    assert re.search(r"\d+ tokens in \d+ rounds, ", done.stdout)
+    assert "the draft runs in its own process on the CPU, over grpc: the demo shows all three" in done.stdout
+    assert done.stdout.rstrip().endswith("The playground is then at http://127.0.0.1:8000/.")
     assert re.search(r"Speculation made it \d+\.\d+ × as fast", done.stdout)
     assert outrider_processes() - before == set()
 

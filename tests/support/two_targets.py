@@ -59,7 +59,7 @@ class TwoTargets:
         process = self._start(
             "target",
             *("--listen", address, "--model", str(DEMO_TARGET), "--draft", f"inproc:{DEMO_HEAD}"),
-            *("--drain-grace-s", "0.2", *self._flags[index]),
+            *("--drain-grace-s", "0.02", *self._flags[index]),
         )
         if wait:
             process.wait_serving(address)

@@ -82,6 +82,7 @@ class Eagle3Head(LoadedHead, HasProducts):
         ]
         self._norm = keys.take_norm(reader, "norm.weight", eps)
         self._projector = take_projector(reader, keys)
+        self._logged_layers: tuple[int, ...] = ()
         self._projector_fingerprint = _fingerprint(self._projector, eps)
         embedding, lm_head = (
             keys.take_if_there(reader, name) for name in ("embed_tokens.weight", "lm_head.weight")
@@ -126,7 +127,9 @@ class Eagle3Head(LoadedHead, HasProducts):
 
     def _captured(self, target: TargetInfo) -> tuple[int, ...]:
         layers = self.config.check_target(target)
-        if layers:
+        # A target may ask again, for example when it reconnects. One line for the same layers is enough.
+        if layers and layers != self._logged_layers:
+            self._logged_layers = layers
             convention = self.config.aux_convention(target).value
             log.info(
                 "aux layers selected",

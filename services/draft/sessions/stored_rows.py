@@ -43,8 +43,8 @@ class StoredRows:
 
         Args:
             session: A new session without a lease, which may use stored rows.
-            stored_len: Number of leading rows that may be used. Stored rows of the session's tokens beyond
-                this number are removed.
+            stored_len: Number of leading rows that may be used. If more rows of these tokens are stored, the
+                further rows are removed from the cache.
         """
         for other in self._sharing.values():
             self._share(other)

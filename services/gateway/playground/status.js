@@ -47,13 +47,13 @@ function showDepths(shares) {
   if (!shares.length) $('depths').textContent = 'No drafted round yet.';
 }
 
-// A duration in its two largest units, as `outrider top` shows it.
+// A duration in words, in the form of `outrider top`.
 function duration(seconds) {
-  const whole = Math.floor(seconds);
-  const [minutes, hours, days] = [60, 3600, 86400].map((unit) => Math.floor(whole / unit));
-  if (!minutes) return `${whole} s`;
-  if (!hours) return `${minutes} min ${whole % 60} s`;
-  return days ? `${days} d ${hours % 24} h` : `${hours} h ${minutes % 60} min`;
+  const minutes = Math.floor(seconds / 60);
+  if (minutes < 1) return `${Math.floor(seconds)} s`;
+  if (minutes < 60) return `${minutes} min`;
+  const hours = Math.floor(minutes / 60);
+  return hours < 48 ? `${hours} h ${minutes % 60} min` : `${Math.floor(hours / 24)} d ${hours % 24} h`;
 }
 
 function render(status) {

@@ -7,12 +7,13 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from outrider.services.gateway.options import of_bodies
+from outrider.services.gateway.options.values import of_bodies
 from outrider.services.gateway.parameters import Parameters
 from outrider.services.gateway.schemas.base import NeutralOnly, OpenModel
 from outrider.services.gateway.schemas.chat_messages import CalledFunction, Message, TextPart, ToolCall
-from outrider.services.gateway.schemas.common import SpeculationOptions
-from outrider.services.gateway.schemas.constraint_fields import TextFormat
+from outrider.services.gateway.schemas.constraint_types import TextFormat
+from outrider.services.gateway.schemas.option_fields.messages import MessagesFields
+from outrider.services.gateway.schemas.speculation_fields import requested_speculation
 from outrider.services.gateway.schemas.tools import (
     FunctionTool,
     NamedTool,
@@ -210,20 +211,11 @@ class CountTokensRequest(NeutralOnly):
         return not (self.tool_choice and self.tool_choice.disable_parallel_tool_use)
 
 
-class MessagesRequest(CountTokensRequest):
+class MessagesRequest(MessagesFields, CountTokensRequest):
     """The request body: Anthropic's fields, `seed` and `speculation`."""
 
     NO_EFFECT: ClassVar[frozenset[str]] = frozenset(["metadata", "service_tier", "cache_control"])
 
-    max_tokens: int
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    seed: int | None = None
-    stop_sequences: list[str] | None = None
-    stream: bool | None = None
-    speculation: SpeculationOptions | None = None
     metadata: Any = None
     service_tier: Any = None
 
@@ -237,7 +229,7 @@ class MessagesRequest(CountTokensRequest):
         given = self.output_config.format if self.output_config is not None else None
         return Parameters.of(
             of_bodies(self),
-            speculation=(self.speculation or SpeculationOptions()).params(),
+            speculation=requested_speculation(self.speculation),
             constraint=given.constraint("output_config.format") if given is not None else None,
         )
 

@@ -14,6 +14,12 @@ from outrider.shared.base.errors import InvalidRequestError
 _UNPRINTABLE = re.compile(r"[^\w.\-]", re.ASCII)
 MAX_NAME_CHARS = 64
 
+Neutral = Any
+"""Type of an unsupported parameter.
+
+Only values that ask for nothing are accepted. Errors name the parameter.
+"""
+
 
 class StrictModel(BoundedModel):
     """Base model that rejects unknown fields, NaN, and values of a wrong type (such as "1" for 1)."""

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
-
-from pydantic import Field
+from typing import Any, ClassVar
 
 from outrider.services.gateway.requested_rules import RequestedLogprobs, check_top
-from outrider.services.gateway.schemas.chat_messages import Message
-from outrider.services.gateway.schemas.common import PROMPT_LOGPROBS, Neutral, OpenAIRequest
+from outrider.services.gateway.schemas.base import Neutral
+from outrider.services.gateway.schemas.common import OpenAIRequest
+from outrider.services.gateway.schemas.option_fields.openai import ChatFields
 from outrider.services.gateway.schemas.state_fields import StateFields
-from outrider.services.gateway.schemas.template_options import TEMPLATE_OPTIONS, template_options
-from outrider.services.gateway.schemas.tools import Tool, ToolChoice, forced_tools, may_call, template_tools
+from outrider.services.gateway.schemas.template_options import template_options
+from outrider.services.gateway.schemas.tools import forced_tools, may_call, template_tools
 from outrider.services.gateway.tokenizer import ChatEnding
 from outrider.shared.base.errors import InvalidRequestError
 from outrider.shared.base.logit_rules import LogprobParams
 
 
-class ChatRequest(StateFields, OpenAIRequest):
+class ChatRequest(ChatFields, StateFields, OpenAIRequest):
     """The request body: OpenAI's fields, the supported fields of SGLang and vLLM, and `speculation`."""
 
     NEUTRAL: ClassVar[dict[str, tuple[Any, ...]]] = {
@@ -31,42 +30,9 @@ class ChatRequest(StateFields, OpenAIRequest):
 
     NO_EFFECT: ClassVar[frozenset[str]] = OpenAIRequest.NO_EFFECT | {"prediction", "verbosity"}
 
-    messages: list[Message] = Field(min_length=1)
-    max_completion_tokens: int | None = None
-    chat_template_kwargs: dict[str, Any] | None = Field(
-        None, description=f"Allowed keys: {', '.join(TEMPLATE_OPTIONS)}."
-    )
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
-
-    add_generation_prompt: bool | None = Field(
-        None, description="Whether the prompt ends with the header of the assistant's answer. Default: true."
-    )
-    continue_final_message: bool | None = Field(
-        None, description="Continue the last message. Requires add_generation_prompt: false."
-    )
-    echo: bool | None = Field(
-        None, description="Begin the answer with the last message, if it is the assistant's."
-    )
-
-    tools: list[Tool] | None = None
-    tool_choice: ToolChoice | None = None
-    parallel_tool_calls: bool | None = Field(
-        None, description="Whether an answer may contain several tool calls. Default: true."
-    )
-    separate_reasoning: bool | None = Field(
-        None, description="Whether reasoning is in reasoning_content instead of content. Default: true."
-    )
-    include_reasoning: bool | None = Field(
-        None, description="Whether answers contain their reasoning. Default: true."
-    )
     prediction: Any = None
     verbosity: Any = None
 
-    logprobs: bool | None = None
-    top_logprobs: int | None = Field(
-        None, description="Number of alternatives per token, 0 to 20. Requires logprobs: true."
-    )
-    prompt_logprobs: int | None = PROMPT_LOGPROBS
     functions: Neutral = None
     function_call: Neutral = None
     modalities: Neutral = None

@@ -6,8 +6,7 @@ import json
 from typing import Any, ClassVar, Literal
 
 from outrider.services.gateway.parameters import check_prompt_text
-from outrider.services.gateway.schemas.base import NeutralOnly, OpenModel
-from outrider.services.gateway.schemas.common import Neutral
+from outrider.services.gateway.schemas.base import Neutral, NeutralOnly, OpenModel
 from outrider.services.gateway.schemas.tools import check_json
 from outrider.shared.base.errors import InvalidRequestError
 

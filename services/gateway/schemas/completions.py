@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, ClassVar, cast
 
-from pydantic import Field
-
 from outrider.services.gateway.parameters import Parameters
 from outrider.services.gateway.requested_rules import RequestedLogprobs, check_top
-from outrider.services.gateway.schemas.common import PROMPT_LOGPROBS, Neutral, OpenAIRequest
+from outrider.services.gateway.schemas.base import Neutral
+from outrider.services.gateway.schemas.common import OpenAIRequest
+from outrider.services.gateway.schemas.option_fields.openai import CompletionFields
 from outrider.services.gateway.schemas.state_fields import StateFields
 from outrider.shared.base.errors import InvalidRequestError
 from outrider.shared.base.logit_rules import LogprobParams
@@ -17,7 +17,7 @@ from outrider.shared.base.logit_rules import LogprobParams
 Prompt = str | list[str] | list[int] | list[list[int]]
 
 
-class CompletionRequest(StateFields, OpenAIRequest):
+class CompletionRequest(CompletionFields, StateFields, OpenAIRequest):
     """The request body. `prompt` is a text, a list of token ids, or a batch of texts or of such lists."""
 
     NEUTRAL: ClassVar[dict[str, tuple[Any, ...]]] = {
@@ -25,14 +25,6 @@ class CompletionRequest(StateFields, OpenAIRequest):
         "suffix": ("",),
     }
 
-    prompt: Prompt
-    echo: bool | None = None
-
-    logprobs: int | None = Field(None, description="Number of alternatives per token, 0 to 20.")
-    prompt_logprobs: int | None = PROMPT_LOGPROBS
-    best_of: int | None = Field(
-        None, description="Generate this many answers and return the n with the highest mean logprob."
-    )
     suffix: Neutral = None
 
     def parameters(self) -> Parameters:

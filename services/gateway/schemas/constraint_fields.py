@@ -1,81 +1,22 @@
-"""Request fields that restrict the form of the answer, under the names of OpenAI, vLLM and SGLang."""
+"""Converts the request fields that restrict the form of the answer, of OpenAI, vLLM and SGLang."""
 
 from __future__ import annotations
 
-import json
-from typing import Any, Literal
-
-from pydantic import BaseModel, Field
-
-from outrider.services.gateway.schemas.base import OpenModel
-from outrider.services.gateway.schemas.tools import check_json
+from outrider.services.gateway.schemas.constraint_types import (
+    StructuredOutputs,
+    choice_form,
+    of_type,
+    only_one,
+    schema_form,
+    text_form,
+)
+from outrider.services.gateway.schemas.option_fields.openai import OpenAIFormFields
+from outrider.services.gateway.schemas.option_fields.sampling import FormFields
 from outrider.shared.base.constraint import Constraint, ConstraintKind
-from outrider.shared.base.errors import InvalidRequestError
-
-JsonSchema = dict[str, Any] | bool
-ANY_OBJECT = '{"type": "object"}'
 
 
-class JsonSchemaFormat(OpenModel):
-    """OpenAI's `json_schema` object. Every schema is enforced exactly, whether or not `strict` is set."""
-
-    name: str | None = None
-    description: Any = None
-    schema_: JsonSchema | None = Field(default=None, alias="schema")
-    strict: bool | None = None
-
-
-class ResponseFormat(OpenModel):
-    """The `response_format` object of OpenAI's chats."""
-
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: JsonSchemaFormat | None = None
-
-    def constraint(self, field: str) -> Constraint | None:
-        """Return the constraint, or None if the format is plain text."""
-        if self.type == "json_schema" and (self.json_schema is None or self.json_schema.schema_ is None):
-            raise _missing(f"{field}.json_schema.schema")
-        if self.type != "json_schema" or self.json_schema is None:
-            return of_type(self.type, None, field)
-        return of_type(self.type, self.json_schema.schema_, f"{field}.json_schema.schema")
-
-
-class TextFormat(OpenModel):
-    """The `format` object of OpenAI's responses and of Anthropic's messages."""
-
-    type: Literal["text", "json_object", "json_schema"]
-    name: str | None = None
-    description: Any = None
-    schema_: JsonSchema | None = Field(default=None, alias="schema")
-    strict: bool | None = None
-
-    def constraint(self, field: str) -> Constraint | None:
-        """Return the constraint, or None if the format is plain text."""
-        if self.type == "json_schema" and self.schema_ is None:
-            raise _missing(f"{field}.schema")
-        return of_type(self.type, self.schema_, f"{field}.schema" if self.type == "json_schema" else field)
-
-
-class StructuredOutputs(OpenModel):
-    """vLLM's `structured_outputs` object. At most one field is set."""
-
-    json_: str | JsonSchema | None = Field(default=None, alias="json")
-    regex: str | None = None
-    choice: list[str] | None = None
-    grammar: str | None = None
-    json_object: bool | None = None
-
-
-class SglangForms(BaseModel):
-    """SGLang's fields that restrict the form of the answer."""
-
-    json_schema: str | JsonSchema | None = Field(
-        default=None, description="A JSON schema that the answer has to match, as JSON or as text."
-    )
-    regex: str | None = Field(
-        default=None, description="A regular expression that the whole answer has to match."
-    )
-    ebnf: str | None = Field(default=None, description="A grammar in EBNF that the answer has to follow.")
+class SglangForms(FormFields):
+    """The constraint of SGLang's fields."""
 
     def constraint(self, prefix: str = "") -> Constraint | None:
         """Return the constraint on the output that the request's fields demand, or None if no field is set.
@@ -87,25 +28,14 @@ class SglangForms(BaseModel):
             InvalidRequestError: If two fields are set, or a field is malformed. The error names a field.
         """
         return only_one(
-            _schema(self.json_schema, f"{prefix}json_schema"),
-            _text(ConstraintKind.REGEX, self.regex, f"{prefix}regex"),
-            _text(ConstraintKind.GRAMMAR, self.ebnf, f"{prefix}ebnf"),
+            schema_form(self.json_schema, f"{prefix}json_schema"),
+            text_form(ConstraintKind.REGEX, self.regex, f"{prefix}regex"),
+            text_form(ConstraintKind.GRAMMAR, self.ebnf, f"{prefix}ebnf"),
         )
 
 
-class OpenAIForms(SglangForms):
-    """The fields of OpenAI, vLLM and SGLang that restrict the form of the answer."""
-
-    response_format: ResponseFormat | None = None
-    structured_outputs: StructuredOutputs | None = None
-    guided_json: str | JsonSchema | None = Field(
-        default=None, description="Older name of structured_outputs.json."
-    )
-    guided_regex: str | None = Field(default=None, description="Older name of structured_outputs.regex.")
-    guided_choice: list[str] | None = Field(
-        default=None, description="Older name of structured_outputs.choice."
-    )
-    guided_grammar: str | None = Field(default=None, description="Older name of structured_outputs.grammar.")
+class OpenAIForms(OpenAIFormFields, SglangForms):
+    """The constraint of the fields of OpenAI, vLLM and SGLang."""
 
     def constraint(self, prefix: str = "") -> Constraint | None:
         """Return the constraint that the fields demand, or None if no field is set."""
@@ -114,69 +44,13 @@ class OpenAIForms(SglangForms):
         return only_one(
             super().constraint(prefix),
             None if form is None else form.constraint(f"{prefix}response_format"),
-            _schema(given.json_, f"{name}json"),
+            schema_form(given.json_, f"{name}json"),
             of_type("json_object", None, f"{name}json_object") if given.json_object else None,
-            _text(ConstraintKind.REGEX, given.regex, f"{name}regex"),
-            _text(ConstraintKind.GRAMMAR, given.grammar, f"{name}grammar"),
-            _choice(given.choice, f"{name}choice"),
-            _schema(self.guided_json, f"{prefix}guided_json"),
-            _text(ConstraintKind.REGEX, self.guided_regex, f"{prefix}guided_regex"),
-            _text(ConstraintKind.GRAMMAR, self.guided_grammar, f"{prefix}guided_grammar"),
-            _choice(self.guided_choice, f"{prefix}guided_choice"),
+            text_form(ConstraintKind.REGEX, given.regex, f"{name}regex"),
+            text_form(ConstraintKind.GRAMMAR, given.grammar, f"{name}grammar"),
+            choice_form(given.choice, f"{name}choice"),
+            schema_form(self.guided_json, f"{prefix}guided_json"),
+            text_form(ConstraintKind.REGEX, self.guided_regex, f"{prefix}guided_regex"),
+            text_form(ConstraintKind.GRAMMAR, self.guided_grammar, f"{prefix}guided_grammar"),
+            choice_form(self.guided_choice, f"{prefix}guided_choice"),
         )
-
-
-def only_one(*found: Constraint | None) -> Constraint | None:
-    """Return the only constraint among the arguments, or None if all arguments are None.
-
-    Raises:
-        InvalidRequestError: If several arguments are not None. The error names the field of the second one.
-    """
-    given = [one for one in found if one is not None]
-    if len(given) > 1:
-        raise InvalidRequestError(
-            f"{given[0].field} and {given[1].field} both demand a form of the answer. Set only one of them.",
-            field=given[1].field,
-        )
-    return given[0] if given else None
-
-
-def of_type(kind: str, schema: JsonSchema | None, field: str) -> Constraint | None:
-    """Return the constraint of a format ``text``, ``json_object`` or ``json_schema``."""
-    if kind == "json_object":
-        return Constraint(ConstraintKind.JSON_SCHEMA, ANY_OBJECT, field=field)
-    return _schema(schema, field) if kind == "json_schema" else None
-
-
-def _schema(value: str | JsonSchema | None, field: str) -> Constraint | None:
-    if value is None or value == "":
-        return None
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except (ValueError, RecursionError):
-            value = None
-    if value is True:
-        value = {}
-    if not isinstance(value, dict):
-        raise InvalidRequestError(f"{field} must be a JSON schema, i.e. a JSON object.", field=field)
-    check_json(value, field)
-    return _checked(ConstraintKind.JSON_SCHEMA, json.dumps(value, ensure_ascii=False), field)
-
-
-def _text(kind: ConstraintKind, value: str | None, field: str) -> Constraint | None:
-    return _checked(kind, value, field) if value else None
-
-
-def _choice(value: list[str] | None, field: str) -> Constraint | None:
-    return _checked(ConstraintKind.CHOICE, json.dumps(value), field) if value else None
-
-
-def _checked(kind: ConstraintKind, source: str, field: str) -> Constraint:
-    constraint = Constraint(kind, source, field=field)
-    constraint.check()
-    return constraint
-
-
-def _missing(field: str) -> InvalidRequestError:
-    return InvalidRequestError(f"Missing field: {field}.", field=field, reason="missing_field")

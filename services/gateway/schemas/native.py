@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar
+from typing import Any, ClassVar
 
 from pydantic import Field
 
-from outrider.services.gateway.options import of_bodies
+from outrider.services.gateway.options.values import of_bodies
 from outrider.services.gateway.parameters import Parameters
 from outrider.services.gateway.requested_rules import NO_REQUESTED_LOGPROBS, RequestedLogprobs, check_top
-from outrider.services.gateway.schemas.base import NeutralOnly, OpenModel
+from outrider.services.gateway.schemas.base import Neutral, NeutralOnly, OpenModel
 from outrider.services.gateway.schemas.chat_messages import Message
-from outrider.services.gateway.schemas.common import Neutral, SpeculationOptions
 from outrider.services.gateway.schemas.constraint_fields import SglangForms
-from outrider.services.gateway.schemas.sampling_fields import SamplingFields
-from outrider.services.gateway.schemas.state_fields import StartLength as ExpertsStart
+from outrider.services.gateway.schemas.option_fields.generate import GenerateFields, GenerateSamplingFields
+from outrider.services.gateway.schemas.option_fields.sampling import SamplingFields
+from outrider.services.gateway.schemas.speculation_fields import requested_speculation
 from outrider.services.gateway.schemas.state_fields import requested_states
 from outrider.services.gateway.schemas.tools import Tool
 from outrider.shared.base.errors import InvalidRequestError
 from outrider.shared.base.logit_rules import LogprobParams
 
 
-class NativeSamplingParams(NeutralOnly, SamplingFields, SglangForms):
+class NativeSamplingParams(NeutralOnly, GenerateSamplingFields, SamplingFields, SglangForms):
     """The `sampling_params` object, with SGLang's names and defaults."""
 
     NEUTRAL: ClassVar[dict[str, tuple[Any, ...]]] = {
@@ -31,16 +31,10 @@ class NativeSamplingParams(NeutralOnly, SamplingFields, SglangForms):
         "custom_params": ({},),
     }
 
-    max_new_tokens: int | None = None
-    min_new_tokens: int | None = None
     structural_tag: Neutral = None
     stop_regex: Neutral = None
     spaces_between_special_tokens: Neutral = None
     custom_params: Neutral = None
-
-
-StartLength = Annotated[int, Field(ge=-1)]
-RequestName = Annotated[str, Field(max_length=128)]
 
 
 PER_PROMPT = (
@@ -53,7 +47,7 @@ PER_PROMPT = (
 """Fields that may be lists with one entry per prompt."""
 
 
-class NativeRequest(NeutralOnly):
+class NativeRequest(NeutralOnly, GenerateFields):
     """The request body. It contains either `text` or `input_ids`: one prompt, or a batch of prompts."""
 
     NEUTRAL: ClassVar[dict[str, tuple[Any, ...]]] = {
@@ -64,42 +58,8 @@ class NativeRequest(NeutralOnly):
         "custom_logit_processor": (),
     }
 
-    text: str | list[str] | None = None
-    input_ids: list[int] | list[list[int]] | None = None
     sampling_params: NativeSamplingParams | list[NativeSamplingParams] | None = Field(
         None, description="Sampling parameters, or a list with one entry per prompt."
-    )
-    stream: bool | None = None
-    rid: RequestName | list[RequestName] | None = Field(
-        None, description="Id of the request, or a list with one id per prompt."
-    )
-    model: str | None = None
-    priority: int | None = None
-    cache_salt: str | None = None
-    speculation: SpeculationOptions | None = None
-
-    return_logprob: bool | list[bool] | None = Field(
-        None,
-        description="Whether to return logprobs. This and the next two may be lists, one entry per prompt.",
-    )
-    logprob_start_len: StartLength | list[StartLength] | None = Field(
-        None, description="First prompt token whose logprob to return; -1 for no prompt token."
-    )
-    top_logprobs_num: int | list[int] | None = Field(
-        None, description="Number of alternatives per token, 0 to 20."
-    )
-    return_text_in_logprobs: bool | None = None
-    token_ids_logprob: list[int] | list[list[int]] | None = Field(
-        None, description="Token ids whose logprobs to return at each token, or a list per prompt."
-    )
-    return_hidden_states: bool | list[bool] | None = Field(
-        None, description="Return the hidden states after the final norm. Not in streams."
-    )
-    return_routed_experts: bool | None = Field(
-        None, description="Return the experts that each layer chose for each token. Not in streams."
-    )
-    routed_experts_start_len: ExpertsStart | None = Field(
-        None, description="Index of the first token whose experts are returned. Default: 0."
     )
     input_embeds: Neutral = None
     image_data: Neutral = None
@@ -162,7 +122,7 @@ class NativeRequest(NeutralOnly):
         given.refuse_unsupported("sampling_params.")
         return Parameters.of(
             of_bodies(given, self, prefix="sampling_params."),
-            speculation=(self.speculation or SpeculationOptions()).params(),
+            speculation=requested_speculation(self.speculation),
             logprobs=self.wanted_logprobs(number),
             constraint=given.constraint("sampling_params."),
             may_be_empty=True,

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 from pydantic import Field
 
 from outrider.services.gateway.requested_rules import NO_REQUESTED_LOGPROBS, RequestedLogprobs, check_top
-from outrider.services.gateway.schemas.base import OpenModel
+from outrider.services.gateway.schemas.base import Neutral, OpenModel
 from outrider.services.gateway.schemas.chat_messages import CalledFunction, Message, TextPart, ToolCall
-from outrider.services.gateway.schemas.common import Neutral, OpenAIRequest
-from outrider.services.gateway.schemas.constraint_fields import TextFormat, only_one
+from outrider.services.gateway.schemas.common import OpenAIRequest
+from outrider.services.gateway.schemas.constraint_types import TextFormat, only_one
+from outrider.services.gateway.schemas.field_types import ReasoningEffort
+from outrider.services.gateway.schemas.option_fields.openai import ResponseFields
 from outrider.services.gateway.schemas.template_options import template_options
 from outrider.services.gateway.schemas.tools import (
     FunctionTool,
     Tool,
-    ToolChoice,
     forced_tools,
     may_call,
     template_tools,
@@ -41,7 +42,7 @@ class ResponseTool(OpenModel):
 class ReasoningOptions(OpenModel):
     """The `reasoning` object. `effort` reaches the chat template."""
 
-    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    effort: ReasoningEffort | None = None
 
 
 class TextOptions(OpenModel):
@@ -101,7 +102,7 @@ class InputItem(OpenModel):
                 )
 
 
-class ResponsesRequest(OpenAIRequest):
+class ResponsesRequest(ResponseFields, OpenAIRequest):
     """The request body. The server stores nothing, so `previous_response_id` is refused."""
 
     NEUTRAL: ClassVar[dict[str, tuple[Any, ...]]] = {
@@ -115,18 +116,11 @@ class ResponsesRequest(OpenAIRequest):
 
     input: str | list[InputItem]
     instructions: str | None = None
-    max_output_tokens: int | None = None
     tools: list[ResponseTool] | None = None
-    tool_choice: ToolChoice | None = None
-    parallel_tool_calls: bool | None = None
     reasoning: ReasoningOptions | None = None
     text: TextOptions | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
     include: list[str] | None = Field(
         None, description=f"Additional data of the response. Only {LOGPROBS!r} has an effect."
-    )
-    top_logprobs: int | None = Field(
-        None, description=f"Number of alternatives per token, 0 to 20. Requires {LOGPROBS!r} in include."
     )
     truncation: Any = None
 
@@ -134,9 +128,6 @@ class ResponsesRequest(OpenAIRequest):
     conversation: Neutral = None
     background: Neutral = None
     prompt: Neutral = None
-
-    # A response has one answer.
-    n: int | None = Field(None, ge=1, le=1)
 
     def constraint(self, prefix: str = "") -> Constraint | None:
         """Return the constraint that `text.format` or a field of another API demands, or None."""

@@ -2,30 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
-from pydantic import Field
-
 from outrider.services.gateway.requested_states import NO_REQUESTED_STATES, RequestedStates
 from outrider.services.gateway.schemas.base import OpenModel
+from outrider.services.gateway.schemas.option_fields.openai import ChatAndCompletionFields
 from outrider.shared.base.errors import InvalidRequestError
 from outrider.shared.base.token_states import StateParams
 
-StartLength = Annotated[int, Field(ge=0, le=(1 << 31) - 1)]
 
-
-class StateFields(OpenModel):
+class StateFields(ChatAndCompletionFields, OpenModel):
     """Fields that the routes of chats and completions share."""
-
-    return_hidden_states: bool | None = Field(
-        None, description="Return the hidden states after the final norm. Not in streams."
-    )
-    return_routed_experts: bool | None = Field(
-        None, description="Return the experts that each layer chose for each token. Not in streams."
-    )
-    routed_experts_start_len: StartLength | None = Field(
-        None, description="Index of the first token whose experts are returned. Default: 0."
-    )
 
     def wanted_states(self) -> RequestedStates:
         """Return the states that the client wants.

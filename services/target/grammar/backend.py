@@ -65,6 +65,6 @@ def compile_grammar(constraint: Constraint, vocabulary: Vocabulary, backend: Gra
 
 @cache
 def versions_of(backend: GrammarBackend) -> str:
-    """Return the name of a backend and the versions of its libraries. Grammars are cached under this name."""
+    """Return a backend's name with the versions of its libraries, for the keys of cached grammars."""
     libraries = ("llguidance", "xgrammar") if backend.uses_xgrammar else ("llguidance",)
     return " ".join([backend.value, *(f"{name}-{version(name)}" for name in libraries)])

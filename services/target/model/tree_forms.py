@@ -57,7 +57,7 @@ class TreeForms:
     """Fits trees and makes masks. Engine thread only, under inference mode.
 
     Args:
-        batch: The packed trees of the rounds.
+        batch: The packed trees of the newest round, on the device. Each round overwrites them.
         vocab_size: Size of the vocabulary.
     """
 
@@ -85,7 +85,7 @@ class TreeForms:
         self._fetched.fetch()
 
     def fit(self, entries: Seq[Entry], starts: Seq[int]) -> list[FormedEntry]:
-        """Fit the drafted trees of a round to the forms, i.e. constraints, of their outputs.
+        """Remove from each drafted tree the tokens that the form (constraint) of its sequence forbids.
 
         If trees were drafted, call `fetch` first. The host must have read all earlier rounds.
 
@@ -161,7 +161,7 @@ class FetchedTrees:
     """The drafted trees of the newest round, in host memory.
 
     Args:
-        batch: The packed trees of the rounds.
+        batch: The packed trees of the newest round, on the device. Each round overwrites them.
     """
 
     def __init__(self, batch: PackedBatch) -> None:

@@ -73,8 +73,8 @@ def shape_name(shape: DraftShape) -> str:
 class DecisionLog:
     """Logs changes of the speculation controller's decision, at most once per `LOG_INTERVAL_S` seconds.
 
-    Looks, i.e. rounds that only measure other tree shapes, are short and regular. They are not logged. A
-    change that only affects numbers of requests is not logged either.
+    Rounds that only measure other tree shapes are short and regular, so they are not logged. A change is not
+    logged either if only the numbers of requests with each shape change.
 
     Args:
         now: Returns monotonic seconds.

@@ -9,6 +9,8 @@ from pathlib import Path
 
 from outrider.shared.obs.logging import get_logger
 
+PROGRESS_S = 10.0
+"""Seconds between two log lines about the progress of loading."""
 _log = get_logger("outrider.target")
 
 
@@ -49,17 +51,22 @@ def process_age_s() -> float | None:
 
 
 def progress_logger(model: Path) -> Callable[[int, int], None]:
-    """Return a function that logs each quarter of a model's loading.
+    """Return a function that logs the end of a model's loading, and its progress every `PROGRESS_S` seconds.
 
     The function is called with the number of loaded bytes and the total.
     """
-    quarters = 0
+    started = last = time.monotonic()
+    ended = False
 
     def report(loaded: int, total: int) -> None:
-        nonlocal quarters
-        quarter = 4 * loaded // max(total, 1)
-        if quarter > quarters:
-            quarters = quarter
-            _log.info("loading", model=str(model), percent=25 * quarter)
+        nonlocal last, ended
+        now = time.monotonic()
+        if loaded >= total:
+            if not ended:
+                _log.info("loaded", model=str(model), seconds=round(now - started, 1))
+            ended = True
+        elif now - last >= PROGRESS_S:
+            last = now
+            _log.info("loading", model=str(model), percent=100 * loaded // total)
 
     return report

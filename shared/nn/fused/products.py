@@ -66,7 +66,7 @@ class ProductUse:
     prepare: Prepare
 
     def of(self, rows: int) -> Product:
-        """Return the product with `rows` rows. It is the key under which the choice of a tile is stored."""
+        """Return the description of this matrix product for `rows` rows. Tile choices are stored under it."""
         weight = self.linears[0].weight
         return Product(self.epilogue, weight.shape[0], weight.shape[1], rows, weight.dtype)
 

@@ -1,4 +1,7 @@
-"""Transfers tensors through a mailbox in shared memory. If no slot is free, rows are sent inline or later."""
+"""Transfers tensors through a mailbox in shared memory. If none of its slots is free, rows wait.
+
+Rows that cannot wait are sent inside their message instead.
+"""
 
 from __future__ import annotations
 

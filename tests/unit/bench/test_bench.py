@@ -22,7 +22,7 @@ from outrider.bench.measure.speculation import (
 )
 from outrider.bench.report.machine import describe_machine
 from outrider.services.gateway.tokenizer import TextCodec
-from outrider.services.stack.options import DEMO_TARGET
+from outrider.services.hub.pair import DEMO_TARGET
 from outrider.shared.base.errors import ConfigurationError
 
 

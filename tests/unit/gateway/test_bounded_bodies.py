@@ -11,8 +11,8 @@ from support.toy_text import make_tokenizer
 from tokenizers import Tokenizer
 
 from outrider.services.gateway.guards.text_limit import TextLimit
+from outrider.services.gateway.schemas.base import StrictModel
 from outrider.services.gateway.schemas.chat import ChatRequest
-from outrider.services.gateway.schemas.common import StrictModel
 from outrider.services.gateway.schemas.completions import CompletionRequest
 from outrider.services.gateway.schemas.native import DetokenizeRequest, NativeRequest
 from outrider.services.gateway.tokenizer import TextCodec

@@ -9,7 +9,7 @@ import pytest
 
 from outrider.gateway.v1 import gateway_pb2
 from outrider.services.gateway.convert import options_from_proto
-from outrider.services.gateway.options import OPTIONS
+from outrider.services.gateway.options.table import READ_OPTIONS, grpc_path
 from outrider.services.gateway.parameters import Parameters
 from outrider.services.gateway.requested_rules import RequestedRules
 from outrider.services.gateway.schemas.anthropic import MessagesRequest
@@ -17,6 +17,7 @@ from outrider.services.gateway.schemas.chat import ChatRequest
 from outrider.services.gateway.schemas.completions import CompletionRequest
 from outrider.services.gateway.schemas.native import NativeRequest
 from outrider.services.gateway.schemas.responses import ResponsesRequest
+from outrider.services.gateway.schemas.template_options import TEMPLATE_OPTIONS
 from outrider.shared.base.errors import InvalidRequestError
 
 VALUES: dict[str, Any] = {
@@ -42,18 +43,18 @@ VALUES: dict[str, Any] = {
     "allowed_token_ids": [1, 2],
     "bad_words": ["no"],
 }
-OUTER = {option.name for option in OPTIONS if option.is_outer}
+OUTER = {option.name for option in READ_OPTIONS if option.is_outer}
 
 
 def rest_name(name: str, last: bool) -> str:
-    names = next(option.rest for option in OPTIONS if option.name == name)
+    names = next(option.rest_names for option in READ_OPTIONS if option.name == name)
     return names[-1 if last and name != "max_tokens" else 0]
 
 
 def from_grpc() -> Parameters:
     options = gateway_pb2.GenerationOptions()
-    for option in OPTIONS:
-        *outer, name = option.grpc.split(".")
+    for option in READ_OPTIONS:
+        _, *outer, name = grpc_path(option.grpc[0]).split(".")
         message: Any = options
         for part in outer:
             message = getattr(message, part)
@@ -85,11 +86,13 @@ def test_rest_and_grpc_read_all_options_alike() -> None:
 
 
 def test_every_option_is_an_attribute_and_has_a_value_in_this_test() -> None:
-    assert {option.name for option in OPTIONS} - VALUES.keys() == {"bad_word_ids"}
-    rules = {option.name for option in OPTIONS if option.is_rule}
+    assert {option.name for option in READ_OPTIONS} - VALUES.keys() == {"bad_word_ids"}
+    rules = {option.name for option in READ_OPTIONS if option.is_rule}
     assert rules == {one.name for one in fields(RequestedRules)}
     apart = {"speculation", "rules", "logprobs", "may_be_empty", "constraint", "states"}
-    assert {option.name for option in OPTIONS} - rules == {one.name for one in fields(Parameters)} - apart
+    assert {option.name for option in READ_OPTIONS} - rules == {
+        one.name for one in fields(Parameters)
+    } - apart
 
 
 def test_an_empty_request_has_the_defaults() -> None:
@@ -122,3 +125,8 @@ def test_names_that_agree_are_accepted_and_one_switch_suffices() -> None:
         prompt="x", seed=1, sampling_seed=1, no_stop_trim=True, include_stop_str_in_output=False
     )
     assert body.parameters() == Parameters(seed=1, include_stop_string=True)
+
+
+def test_the_table_lists_the_variables_of_templates() -> None:
+    about = ChatRequest.model_fields["chat_template_kwargs"].description
+    assert about == f"Allowed keys: {', '.join(TEMPLATE_OPTIONS)}."

@@ -1,21 +1,28 @@
-"""The table of request fields in docs/api.md agrees with the models and with the clients' own definitions."""
+"""The table of request fields in docs/api.md agrees with the models and with the clients' own definitions.
+
+Request models take only fields of the table of options.
+"""
 
 from __future__ import annotations
 
 import importlib.util
+import inspect
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from anthropic.types import message_create_params
 from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 from openai.types.responses import response_create_params
+from pydantic import BaseModel
 
+from outrider.services.gateway.options.table import OPTIONS
 from outrider.services.gateway.schemas.base import OpenModel
 from outrider.services.gateway.schemas.field_rules import ALWAYS_NEUTRAL, NEUTRAL, REFUSED, is_neutral
 
 ROOT = Path(__file__).resolve().parents[3]
+GENERATED = "outrider.services.gateway.schemas.option_fields."
 
 
 def load_script() -> Any:
@@ -81,3 +88,31 @@ def test_names_of_nested_fields_have_a_path() -> None:
 
     made = Outer.model_validate({"one": {"a": 1}, "many": [{}, {"b": 1, "c": None}], "d": 1})
     assert made.ignored_fields() == ["d", "one.a", "many.1.b"]
+
+
+@pytest.mark.parametrize(("route", "model"), [(route, model) for route, model, _apis in SCRIPT.ROUTES])
+def test_a_route_takes_only_options_of_the_table(route: str, model: type[OpenModel]) -> None:
+    places = {place.split(".")[0] for option in OPTIONS for place in option.objects}
+    written_by_hand = {
+        f"{route}:{name}"
+        for name in model.model_fields
+        if SCRIPT.status(model, name) == "taken" and not declared_in(model, name).startswith(GENERATED)
+    }
+    assert written_by_hand <= places, (
+        "add them to the table in services/gateway/options, and run: python scripts/option_sources.py"
+    )
+
+
+def declared_in(model: type[OpenModel], name: str) -> str:
+    """Return the module of the class that declares a field."""
+    return next(one.__module__ for one in model.__mro__ if name in inspect.get_annotations(one))
+
+
+def test_the_table_names_existing_fields_of_objects() -> None:
+    models: dict[str, type[BaseModel]] = {route: model for route, model, _apis in SCRIPT.ROUTES}
+    for place in (place for option in OPTIONS for place in option.objects):
+        route, _, path = place.partition(":")
+        model = models[route]
+        for name in path.split("."):
+            types = [one for one in get_args(model.model_fields[name].annotation) if isinstance(one, type)]
+            model = next((one for one in types if issubclass(one, BaseModel)), model)

@@ -120,6 +120,17 @@ def test_the_convention_is_logged(
     assert "[1, 3, 5]" in said
 
 
+def test_the_same_layers_are_logged_once_and_others_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = write_head(tmp_path / "head", LLAMA | {IDS: [2, 4, 6]}, eagle3_tensors(num_aux=3))
+    head = load_head(folder, CPU, torch.float32)
+    with caplog.at_level(logging.INFO):
+        for family in ("llama", "llama", "deepseek_v3"):
+            head.feature_spec(TargetInfo("t", "f", VOCAB, HIDDEN, TARGET_LAYERS, family))
+    assert (capsys.readouterr().out + caplog.text).count("aux layers selected") == 2
+
+
 @pytest.mark.parametrize(
     ("count", "ids", "outputs"),
     [

@@ -171,6 +171,7 @@ class CannedGateway(BaseHTTPRequestHandler):
     """A server with canned answers in the gateway's format. It records the request bodies."""
 
     bodies: list[dict[str, Any]]
+    pieces: tuple[str, ...]
     ready = True
 
     def do_GET(self) -> None:
@@ -198,15 +199,20 @@ class CannedGateway(BaseHTTPRequestHandler):
         self.send_header("content-type", "text/event-stream")
         self.end_headers()
         chat = self.path.endswith("chat/completions")
-        for piece in ("Paris ", "and ", "Rome."):
-            self._event(
-                {"choices": [{"delta": {"content": piece}} if chat else {"text": piece}], "usage": None}
-            )
+        for token, piece in enumerate(type(self).pieces, 5):
+            choice = {"delta": {"content": piece}} if chat else {"text": piece}
+            ids = {"token_ids": [token]} if body.get("return_token_ids") else {}
+            self._event({"choices": [choice | ids], "usage": None})
         end = {"delta": {}, "text": "", "finish_reason": "stop"}
         self._event(
             {
                 "choices": [end],
-                "speculation": {"accept_length": 3.5, "rounds": 2, "draft_tokens": 30},
+                "speculation": {
+                    "accept_length": 3.5,
+                    "rounds": 3,
+                    "draft_tokens": 30,
+                    "accepted_tokens": 5,
+                },
                 "usage": None,
             }
         )
@@ -230,6 +236,7 @@ class CannedGateway(BaseHTTPRequestHandler):
 @pytest.fixture
 def gateway() -> Iterator[str]:
     CannedGateway.bodies, CannedGateway.ready = [], True
+    CannedGateway.pieces = ("Paris ", "and ", "Rome.")
     with ThreadingHTTPServer(("127.0.0.1", 0), CannedGateway) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
@@ -245,8 +252,11 @@ def test_generate_streams_the_text_and_prints_a_summary(gateway: str) -> None:
     )
     assert result.exit_code == 0, result.output
     assert result.stdout == "Paris and Rome.\n"
-    assert "7 tokens" in result.stderr
-    assert "accept length 3.50 over 2 rounds" in result.stderr
+    assert result.stderr.startswith(
+        "7 tokens in 3 rounds, 2 of them with drafts; accept length 3.50, which counts 2 tokens after the "
+        "end; "
+    )
+    assert re.search(r"; \d+ tokens/s; stop\n$", result.stderr)
     (body,) = CannedGateway.bodies
     assert body["messages"] == [{"role": "user", "content": "hi"}]
     assert {
@@ -277,7 +287,29 @@ def test_generate_reads_a_pipe_and_prints_json(gateway: str, monkeypatch: pytest
     result = RUNNER.invoke(cli.app, ["generate", "--json"], input="hi")
     reply = json.loads(result.stdout)
     assert (reply["text"], reply["completion_tokens"]) == ("Paris and Rome.", 7)
+    assert reply["token_ids"] == [5, 6, 7]
     assert CannedGateway.bodies[0]["messages"] == [{"role": "user", "content": "hi"}]
+
+
+def test_generate_names_no_speed_for_an_answer_in_one_event(gateway: str) -> None:
+    CannedGateway.pieces = ("Paris and Rome.",)
+    result = RUNNER.invoke(cli.app, ["generate", "hi", "--url", gateway])
+    assert result.stdout == "Paris and Rome.\n"
+    assert "7 tokens in 3 rounds" in result.stderr
+    assert "tokens/s" not in result.stderr
+
+
+@pytest.mark.parametrize("text", ["", " \n"])
+def test_generate_refuses_an_empty_standard_input(
+    gateway: str, text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["outrider", "generate", "--url", gateway])
+    monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+    with pytest.raises(SystemExit) as caught:
+        cli.main()
+    assert caught.value.code == 2
+    assert "standard input is empty. Give the prompt as an argument" in capsys.readouterr().err
+    assert CannedGateway.bodies == []
 
 
 def test_the_version_is_printed() -> None:

@@ -11,6 +11,7 @@ from test_cli_flags import GATEWAY, RUNNER, sample, up
 
 from outrider.services.cli import commands as cli
 from outrider.services.gateway.settings import GatewaySettings
+from outrider.services.hub.pair import DEMO_TARGET
 from outrider.services.stack import launch
 from outrider.services.stack.launch import check_options, free_port, plan_stack
 from outrider.services.stack.options import StackOptions
@@ -38,6 +39,16 @@ def test_the_model_of_up_may_be_positional(monkeypatch: pytest.MonkeyPatch) -> N
     assert up(monkeypatch, ["/m/t"]).draft is None, "the embedded head fits the embedded target only"
     result = RUNNER.invoke(cli.app, ["up", "/m/t", "--model", "/m/u"])
     assert "The model is given twice: /m/t and --target /m/u" in str(result.exception)
+
+
+def test_only_a_model_that_nobody_named_is_served_as_the_demo(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert up(monkeypatch, []).model_id == "outrider-demo"
+    assert up(monkeypatch, ["--target", str(DEMO_TARGET)]).model_id is None
+    assert up(monkeypatch, ["/m/t"]).model_id is None
+    named = plan_stack(up(monkeypatch, ["--served-model-name", "x"]), Path("/run/x"), inproc=False)
+    assert "--served-model-name x" in " ".join(named.children[0].command)
+    monkeypatch.setenv("OUTRIDER_TARGET_SERVED_MODEL_ID", "mine")
+    assert up(monkeypatch, []).model_id is None, "the target reads the variable"
 
 
 def test_a_file_gives_defaults_for_the_options_of_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,6 +53,15 @@ def test_cpu_plan_is_three_processes_on_unix_sockets_with_one_port() -> None:
     assert plan.url == "http://127.0.0.1:9000"
 
 
+def test_a_model_id_reaches_the_target_only() -> None:
+    lines = command_lines(plan_stack(StackOptions(model_id="outrider-demo"), RUNTIME, inproc=False))
+    assert "--served-model-id outrider-demo" in lines["target"]
+    assert "outrider-demo" not in lines["gateway"] + lines["draft"]
+    assert (
+        "--served-model-id" not in command_lines(plan_stack(StackOptions(), RUNTIME, inproc=False))["target"]
+    )
+
+
 def test_the_playground_can_be_turned_off() -> None:
     lines = command_lines(
         plan_stack(StackOptions(gateway_settings={"playground": False}), RUNTIME, inproc=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -70,10 +71,19 @@ def test_the_draft_runs_where_it_is_known_to_be_fastest(
 
 def test_the_log_says_where_the_draft_runs_and_why() -> None:
     assert str(place_draft(StackOptions(), ONE)) == (
-        "the draft runs in the target's process, transport inproc: no other GPU is idle"
+        "the draft runs in the target's process: no other GPU is idle"
     )
     assert "--transport ipc" in str(place_draft(StackOptions(), TWO))
-    assert "cuda:1" in str(place_draft(StackOptions(max_running_requests=1), TWO))
+    assert "on GPU 1 (cuda:1), over ipc: " in str(place_draft(StackOptions(max_running_requests=1), TWO))
+    own_process = "the draft runs in its own process on"
+    for device in ("auto", "cpu"):
+        assert str(place_draft(StackOptions(device=device), [])) == (
+            f"{own_process} the CPU, over grpc: on a CPU, two processes use more cores"
+        )
+    by_flag = StackOptions(transport=GRPC)
+    assert str(place_draft(by_flag, ONE)) == f"{own_process} the GPU, over grpc: --transport grpc"
+    by_demo = replace(by_flag, why_transport="the demo shows all three services")
+    assert str(place_draft(by_demo, [])).endswith("the CPU, over grpc: the demo shows all three services")
 
 
 def machine(

@@ -210,6 +210,20 @@ def test_top_shows_load_and_rates_until_ctrl_c(served: tuple[ScriptedGateway, st
     assert child.exitstatus == 1
 
 
+def test_q_quits_top_and_gives_the_terminal_back(served: tuple[ScriptedGateway, str], tmp_path: Path) -> None:
+    served[0].status = status(0) | {"uptime_s": 428.6}
+    child = start(tmp_path, served[1], "top", "--interval", "60")
+    child.expect("7 min")
+    child.expect("q quits")
+    assert not child.getecho()
+    child.send("xq")
+    child.expect_exact("\x1b[?1049l")  # leaves the alternate screen
+    child.expect(pexpect.EOF)
+    assert child.getecho()
+    child.wait()
+    assert child.exitstatus == 0
+
+
 def test_top_prints_once_into_a_pipe_and_ends_at_ctrl_c(
     served: tuple[ScriptedGateway, str], tmp_path: Path
 ) -> None:

@@ -1,4 +1,4 @@
-"""`outrider top` with several targets."""
+"""What `outrider top` shows of several targets and of times."""
 
 from __future__ import annotations
 
@@ -64,8 +64,18 @@ def test_without_any_answer_this_is_said() -> None:
 
 
 @pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(8.9, "8 s"), (428, "7 min 8 s"), (3600 + 120, "1 h 2 min"), (49 * 3600 + 5, "2 d 1 h")],
+    ("seconds", "words"),
+    [
+        (0.4, "0 s"),
+        (59.9, "59 s"),
+        (60, "1 min"),
+        (428.6, "7 min"),
+        (3599, "59 min"),
+        (3600, "1 h 0 min"),
+        (47 * 3600 + 59 * 60, "47 h 59 min"),
+        (52 * 3600, "2 d 4 h"),
+    ],
 )
-def test_a_duration_has_its_two_largest_units(seconds: float, text: str) -> None:
-    assert duration(seconds) == text
+def test_times_are_in_words(seconds: float, words: str) -> None:
+    """The operator's page writes times in the same form (`duration` in `status.js`)."""
+    assert duration(seconds) == words

@@ -1,0 +1,75 @@
+"""What `outrider tune` prints: the announcement at the start, the table, and a warning below the table."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from outrider.services.stack.options import StackOptions
+from outrider.services.tune.command import TuneOptions, introduction
+from outrider.services.tune.report import print_result, slower_note
+from outrider.services.tune.search import BatchResult, TuneResult
+from outrider.shared.spec.tree import NO_DRAFT, DraftShape
+
+CHAIN, TREE, WIDE = DraftShape(10, 1, 11), DraftShape(10, 8, 16), DraftShape(12, 8, 64)
+
+
+def batch(number: int, chain: float, tree: float | None = None) -> BatchResult:
+    """Return a result in which the chain and perhaps a tree were measured relative to 100 tokens/s."""
+    measured = {NO_DRAFT: 100.0, CHAIN: 100 * chain} | ({} if tree is None else {TREE: 100 * tree})
+    return BatchResult(number, {CHAIN: chain, TREE: 0.5, WIDE: 0.7}, measured)
+
+
+def result(*batches: BatchResult) -> TuneResult:
+    return TuneResult({CHAIN: 6.5, TREE: 5.0, WIDE: 6.0}, batches)
+
+
+def printed(found: TuneResult, width: int) -> list[str]:
+    console = Console(file=io.StringIO(), width=width, highlight=False)
+    print_result(found, console)
+    assert isinstance(console.file, io.StringIO)
+    return [line.rstrip() for line in console.file.getvalue().splitlines()]
+
+
+@pytest.mark.parametrize("width", [80, 100, 200])
+@pytest.mark.parametrize("numbers", [(1,), (1, 4, 16), (1, 2, 4, 8, 16, 32)])
+def test_each_shape_has_one_line(width: int, numbers: tuple[int, ...]) -> None:
+    lines = printed(result(*(batch(number, 1.75, 0.8) for number in numbers)), width)
+    table = lines[: lines.index("best shape for these numbers of requests: chain 10")]
+    assert max(map(len, table)) <= width
+    rows = {line.split("  ")[0]: line for line in table[2:]}
+    assert list(rows) == ["plain", "chain 10", "tree 10/8/16", "tree 12/8/64"]
+    assert rows["chain 10"].count(" 1.75") == rows["tree 12/8/64"].count("~0.70") == len(numbers)
+    if len(numbers) <= 3:
+        # The longest bars stand for the fastest shape.
+        assert rows["chain 10"].count("█") > 2 * rows["tree 10/8/16"].count("█") > 0
+
+
+def test_a_shape_that_is_slower_somewhere_is_named_with_the_numbers_of_requests() -> None:
+    found = result(batch(1, 1.75), batch(4, 0.78), batch(16, 0.4, 0.996))
+    assert slower_note(found) == (
+        "chain 10 is slower than plain decoding for these numbers of requests at a time: 4 (0.78 ×), "
+        "16 (0.40 ×). There, mode auto decodes plainly or with a smaller shape."
+    )
+    assert slower_note(found) in " ".join(printed(found, 100))
+    assert slower_note(result(batch(1, 1.75), batch(4, 1.0))) == ""
+    assert slower_note(result(batch(1, 0.9))) == "", "drafting is not recommended at all"
+
+
+def test_the_start_says_what_is_measured_how_long_it_takes_and_where_the_profile_goes(
+    tmp_path: Path,
+) -> None:
+    options = TuneOptions(StackOptions(), tmp_path / "profile.toml")
+    what, how_long, where = introduction(options, 12)
+    assert "12 prompts, with answers of up to 64 tokens, for 1, 4 and 16 requests at a time." in what
+    assert "two to four minutes" in how_long
+    assert where == f"The profile goes to {options.output}."
+    options.output.write_text("")
+    assert introduction(options, 12)[-1].endswith("which exists and is overwritten.")
+    thorough = replace(options, batches=(8,), exhaustive=True, check=9)
+    assert "every tree shape on 12 prompts" in introduction(thorough, 12)[0]
+    assert "for 8 requests at a time. --check adds" in introduction(thorough, 12)[0]
