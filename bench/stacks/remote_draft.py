@@ -47,7 +47,7 @@ class RemoteDraft:
 
         Args:
             cleanup: Exit stack that stops the process when the stack is closed.
-            around: Environment variables and callbacks of the process.
+            around: Environment variables of the process, and functions to call when it starts or ends.
             log: Queue that receives the lines that the process prints.
         """
         runtime = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="outrider-")))

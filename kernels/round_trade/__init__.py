@@ -17,7 +17,7 @@ WORD_BYTES = 4
 
 
 def post_blob(blob: torch.Tensor, slot: int, number: int) -> None:
-    """Copy a blob to a mailbox slot in shared memory, and overwrite its first word with the round's number.
+    """Copy a blob to a mailbox slot in shared memory. The first word of the slot becomes the round's number.
 
     Args:
         blob: ``[n] uint8``, contiguous, n a multiple of 4, at an address that is a multiple of 16.

@@ -7,6 +7,8 @@ operand at a time. The kernel has two forms:
 - With TRANSPOSED, which is for few pairs, the rows of the left operand are token indices or head dimensions.
   The pairs are the narrow side of the right operand. Pairs are then not padded to 64, and scores and results
   take few registers. K and V move from shared memory to the tensor cores unchanged.
+
+K and V that are stored in FP8 are widened after they are loaded.
 """
 
 from __future__ import annotations

@@ -7,7 +7,8 @@ The head's decoder layers read pairs (embedding of token t + 1, feature of token
     x  = [input_layernorm(embed(token)) ; hidden_norm(r)]        q, k and v of layer 0 read 2 * hidden inputs
     h1 = r + Attention(x);   h = h1 + MLP(post_attention_layernorm(h1))
     later layers: h1 = h + Attention(hidden_norm(h));   h = h1 + MLP(post_attention_layernorm(h1))
-    logits = lm_head(norm(h)) over the draft vocabulary;   next feature = h, before the norm
+    logits = lm_head(norm(h)) over the draft vocabulary
+    next feature = h, or norm(h) if the head's configuration sets `norm_output`
 
 The target projects the features before it sends them. For this projection, it uses the head's ``fc`` and the
 norms of ``fc``. Every feature that this network receives therefore has the width ``hidden``.

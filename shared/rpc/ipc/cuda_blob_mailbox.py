@@ -92,7 +92,7 @@ class StreamMailbox:
     def send(self, number: int, blob: torch.Tensor, put: torch.cuda.Event | None = None) -> None:
         """Enqueue the blob's copy to its slot, then the announcement of the blob.
 
-        `put` is an event to record after the copy.
+        After the copy, the CUDA event `put` is recorded, if it is given.
         """
         slot = self._slots.pointer + self._out(number)
         with self._current() as stream:
