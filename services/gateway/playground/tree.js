@@ -48,6 +48,9 @@ export class TreeView {
     this.nodes = [];
     this.selected = -1;
     this.tallest = 0;
+    this.marking = 0;
+    this.room = 0;
+    new ResizeObserver(([entry]) => { this.room = entry.contentRect.width; }).observe(frame);
     frame.addEventListener('scroll', () => this._markRest());
     frame.addEventListener('pointerover', (event) => this._hover(event));
     frame.addEventListener('pointerleave', () => this._show(this.selected));
@@ -65,7 +68,7 @@ export class TreeView {
     this.detail.textContent = '';
     this.tallest = 0;
     this.frame.style.height = '';
-    this._markRest();
+    this._markRestLater();
   }
 
   // Makes the frame as high as the tallest of these rounds, so that it keeps its height between them.
@@ -76,7 +79,7 @@ export class TreeView {
 
   // A chain continues on the next line. A deep tree shrinks to the frame, but stays readable; the frame scrolls.
   _fit(round) {
-    const room = this.frame.clientWidth;
+    const room = this.room || this.frame.clientWidth;
     const placed = layoutRound(round, room);
     const scale = Math.max(SMALLEST, Math.min(1, room / placed.width));
     const bar = placed.width * scale > room ? SCROLLBAR : 0;
@@ -102,7 +105,13 @@ export class TreeView {
     for (const node of nodes) this._drawNode(svg, node);
     this.frame.replaceChildren(svg);
     this.svg = svg;
-    this._markRest();
+    this._markRestLater();
+  }
+
+  // Reading the sizes at once would cost a layout of the page, which the next frame makes anyway.
+  _markRestLater() {
+    cancelAnimationFrame(this.marking);
+    this.marking = requestAnimationFrame(() => this._markRest());
   }
 
   // Fades the right edge while there is more of the tree to the right.
