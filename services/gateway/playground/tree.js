@@ -43,14 +43,14 @@ export function describeRound(round) {
 export class TreeView {
   // `frame` is the scrolling element, and `detail` announces the node under the pointer or the selection.
   constructor(frame, detail) {
+    this.marking = 0;
+    this.room = 0;
+    new ResizeObserver(([entry]) => { this.room = entry.contentRect.width; }).observe(frame);
     this.frame = frame;
     this.detail = detail;
     this.nodes = [];
     this.selected = -1;
     this.tallest = 0;
-    this.marking = 0;
-    this.room = 0;
-    new ResizeObserver(([entry]) => { this.room = entry.contentRect.width; }).observe(frame);
     frame.addEventListener('scroll', () => this._markRest());
     frame.addEventListener('pointerover', (event) => this._hover(event));
     frame.addEventListener('pointerleave', () => this._show(this.selected));
@@ -68,7 +68,7 @@ export class TreeView {
     this.detail.textContent = '';
     this.tallest = 0;
     this.frame.style.height = '';
-    this._markRestLater();
+    this._markRest();
   }
 
   // Makes the frame as high as the tallest of these rounds, so that it keeps its height between them.
@@ -105,17 +105,17 @@ export class TreeView {
     for (const node of nodes) this._drawNode(svg, node);
     this.frame.replaceChildren(svg);
     this.svg = svg;
-    this._markRestLater();
+    this._markRest();
   }
 
-  // Reading the sizes at once would cost a layout of the page, which the next frame makes anyway.
-  _markRestLater() {
-    cancelAnimationFrame(this.marking);
-    this.marking = requestAnimationFrame(() => this._markRest());
-  }
-
-  // Fades the right edge while there is more of the tree to the right.
+  // Fades the right edge while there is more of the tree to the right. Reading the sizes at once would cost a layout
+  // of the page, which the next frame makes anyway.
   _markRest() {
+    cancelAnimationFrame(this.marking);
+    this.marking = requestAnimationFrame(() => this._fade());
+  }
+
+  _fade() {
     const { scrollLeft, clientWidth, scrollWidth } = this.frame;
     this.frame.classList.toggle('more', scrollLeft + clientWidth < scrollWidth - 2);
   }
