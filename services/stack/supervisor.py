@@ -183,10 +183,14 @@ class Child:
         self._around.before_start()
         standby, self._standby = self._standby, None
         process = None if standby is None else standby.take_over()
-        if process is None:
-            process = _spawn(self.spec, self._around.variables)
-        else:
+        if process is not None:
             self._say("a standby process takes over")
+        else:
+            if standby is not None and standby.exit_code is not None:
+                self._say(f"the standby process had ended with {_describe_exit(standby.exit_code)}")
+                for line in standby.output.splitlines()[-KEPT_LINES:]:
+                    self._say(printable(line))
+            process = _spawn(self.spec, self._around.variables)
         if self.spec.standby:
             variables = {**self._around.variables, VARIABLE: "1"}
             self._standby = Standby(_spawn(self.spec, variables, stdin=subprocess.PIPE))
