@@ -48,14 +48,17 @@ function appendSpans(element, pieces) {
   if (!block?.classList.contains('block')) block = startBlock(element);
   let spans = document.createDocumentFragment();
   let room = BLOCK_TOKENS - block.childElementCount;
+  let newLine = block.lastElementChild?.textContent.endsWith('\n');
   for (const piece of pieces) {
+    if (room <= 0 && newLine) {
+      block.append(spans);
+      spans = document.createDocumentFragment();
+      block = startBlock(element);
+      room = BLOCK_TOKENS;
+    }
     spans.append(tokenSpan(piece));
     room -= 1;
-    if (room > 0 || !piece.text.endsWith('\n')) continue;
-    block.append(spans);
-    spans = document.createDocumentFragment();
-    block = startBlock(element);
-    room = BLOCK_TOKENS;
+    newLine = piece.text.endsWith('\n');
   }
   block.append(spans);
   if (block.childElementCount >= (nextBreak.get(block) ?? PARAGRAPH_TOKENS)) breakAtLine(element, block);
