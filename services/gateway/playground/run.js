@@ -2,8 +2,8 @@
 
 import { streamChat } from './api.js';
 
-// Text and numbers that change some 9 times a second look continuous. Every batch costs a layout and a paint.
-const MS_BETWEEN_BATCHES = 105;
+// Text and numbers that change some 8 times a second look continuous. Every batch costs a layout and a paint.
+const MS_BETWEEN_BATCHES = 115;
 
 export async function runChat(record, body, signal, onParts) {
   const started = performance.now();
