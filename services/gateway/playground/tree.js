@@ -1,4 +1,5 @@
-// Draws the tree of one round as SVG. Hovering or the arrow keys show a node's text and probabilities.
+// Draws the tree of one round as SVG. A hover shows a node's text and probabilities. A click, a tap and the arrow keys
+// select a node, which stays shown.
 
 import { PILL_HEIGHT, acceptedAfterEnd, edgePath, label, layoutRound, visible } from './layout.js';
 
@@ -47,17 +48,27 @@ export class TreeView {
     this.detail = detail;
     this.nodes = [];
     this.selected = -1;
+    this.round = null;
+    // Whether a pointer gives the focus. The click that follows then selects the node.
+    this.pointed = false;
     this.tallest = 0;
     frame.addEventListener('scroll', () => this._markRest());
     frame.addEventListener('pointerover', (event) => this._hover(event));
     frame.addEventListener('pointerleave', () => this._show(this.selected));
+    frame.addEventListener('pointerdown', () => { this.pointed = true; });
+    frame.addEventListener('pointercancel', () => { this.pointed = false; });
+    frame.addEventListener('click', (event) => this._click(event));
     frame.addEventListener('keydown', (event) => this._key(event));
-    frame.addEventListener('focus', () => { if (this.selected < 0 && this.nodes.length) this._select(0); });
-    frame.addEventListener('blur', () => this._select(-1));
+    frame.addEventListener('focus', () => {
+      if (!this.pointed && this.selected < 0 && this.nodes.length) this._select(0);
+    });
+    frame.addEventListener('blur', () => { this.pointed = false; });
   }
 
   clear(message) {
     this.nodes = [];
+    this.selected = -1;
+    this.round = null;
     const text = document.createElement('p');
     text.className = 'quiet';
     text.textContent = message;
@@ -85,8 +96,9 @@ export class TreeView {
 
   draw(round) {
     const { nodes, width, height, scale, frameHeight } = this._fit(round);
+    const kept = round === this.round ? this.selected : -1;
     this.nodes = nodes;
-    this.selected = -1;
+    this.round = round;
     this.tallest = Math.max(this.tallest, frameHeight);
     this.frame.style.height = `${this.tallest}px`;
     const svg = svgElement('svg', {
@@ -102,6 +114,7 @@ export class TreeView {
     for (const node of nodes) this._drawNode(svg, node);
     this.frame.replaceChildren(svg);
     this.svg = svg;
+    this._select(kept);
     this._markRest();
   }
 
@@ -125,6 +138,12 @@ export class TreeView {
     if (group) this._show(Number(group.dataset.index));
   }
 
+  _click(event) {
+    const group = event.target.closest?.('.node');
+    this.pointed = false;
+    this._select(group ? Number(group.dataset.index) : -1);
+  }
+
   _show(index) {
     this.detail.textContent = this.nodes[index] ? describeNode(this.nodes[index]) : '';
   }
@@ -139,8 +158,13 @@ export class TreeView {
   }
 
   _key(event) {
+    if (!event.key.startsWith('Arrow') || !this.nodes.length) return;
+    event.preventDefault();
     const node = this.nodes[this.selected];
-    if (!node) return;
+    if (!node) {
+      this._select(0);
+      return;
+    }
     const column = this.nodes.filter((one) => one.depth === node.depth).sort((a, b) => a.y - b.y);
     const next = {
       ArrowRight: node.children[0],
@@ -148,8 +172,6 @@ export class TreeView {
       ArrowDown: column[column.indexOf(node) + 1],
       ArrowUp: column[column.indexOf(node) - 1],
     }[event.key];
-    if (!event.key.startsWith('Arrow')) return;
-    event.preventDefault();
     if (next) this._select(next.index);
   }
 }
