@@ -13,7 +13,13 @@ from outrider.gateway.v1 import gateway_pb2
 from outrider.services.gateway.options.table import READ_OPTIONS, grpc_path
 from outrider.services.gateway.options.values import OptionValues
 from outrider.services.gateway.request import GenerationRequest, TargetDelta, TargetFinish, Usage
-from outrider.services.gateway.served_target import AutoDecision, PrefixCacheStats, ServedTarget, TargetStats
+from outrider.services.gateway.served_target import (
+    AutoDecision,
+    PrefixCacheStats,
+    ResourceStats,
+    ServedTarget,
+    TargetStats,
+)
 from outrider.shared.base.generation import (
     FinishReason,
     RoundTrace,
@@ -186,6 +192,23 @@ def target_stats_from_proto(reply: target_pb2.GetStatsReply) -> TargetStats:
             reply.prefix_cache.pages,
             reply.prefix_cache.evicted_pages,
         ),
+        resources=_resources_from_proto(reply.resources),
+    )
+
+
+def _resources_from_proto(stats: target_pb2.ResourceStats) -> ResourceStats:
+    return ResourceStats(
+        weight_bytes=stats.weight_bytes,
+        kv_bytes=stats.kv_bytes,
+        process_bytes=stats.process_bytes,
+        gpu_used_bytes=stats.gpu_used_bytes,
+        gpu_total_bytes=stats.gpu_total_bytes,
+        graphs_recorded=stats.graphs_recorded,
+        graph_bytes=stats.graph_bytes,
+        graphs_left=stats.graphs_left,
+        draft_transport=stats.draft_transport,
+        draft_on_device=stats.draft_on_device if stats.HasField("draft_on_device") else None,
+        draft_features=tuple(stats.draft_features),
     )
 
 

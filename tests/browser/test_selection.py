@@ -20,7 +20,11 @@ def with_first_round(page: Page) -> Page:
 def test_taps_on_a_phone_keep_the_text_of_a_node_and_of_a_token(open_page: OpenPage) -> None:
     page = with_first_round(open_page(**PHONE))
     detail, origin = page.locator("#node-detail"), page.locator("#origin")
-    for kind, words in (("rejected", "Rejected."), ("accepted", "Accepted."), ("bonus", "chosen by the target")):
+    for kind, words in (
+        ("rejected", "Rejected."),
+        ("accepted", "Accepted."),
+        ("bonus", "chosen by the target"),
+    ):
         node = page.locator(f"#tree .node.{kind}").first
         node.tap()
         expect(detail).to_contain_text(words)

@@ -32,7 +32,15 @@ export class Record {
     this.totals = { drafted: 0, accepted: 0, draftMs: 0, verifyMs: 0, draftingRounds: 0 };
     this.histogram = [];
     this.shapes = new Map();
+    // The last decision of the controller during the answer, and the reasons of all that were seen.
+    this.auto = null;
+    this.reasons = [];
     this._queue = [];
+  }
+
+  noteDecision(auto) {
+    this.auto = auto;
+    if (!this.reasons.includes(auto.reason)) this.reasons.push(auto.reason);
   }
 
   // Takes one event of the stream. Returns the new part, or null if the event has no text and no round.
@@ -151,8 +159,8 @@ export class Record {
 
   // The record as the plain object that a saved trace contains.
   toObject() {
-    const { messages, settings, model, parts, speculation, usage, seed, finishReason } = this;
-    return { format: FORMAT, model, messages, settings, seed, parts, speculation, usage, finishReason };
+    const { messages, settings, model, parts, speculation, usage, seed, finishReason, auto, reasons } = this;
+    return { format: FORMAT, model, messages, settings, seed, parts, speculation, usage, finishReason, auto, reasons };
   }
 
   // Reads a saved trace. Throws an Error that says what is wrong with the file.
@@ -173,6 +181,9 @@ export class Record {
     const record = new Record(saved.messages, saved.settings ?? {}, String(saved.model ?? ''));
     for (const part of saved.parts) record._add(checked(part));
     const { speculation, usage, seed, finishReason } = saved;
+    if (Array.isArray(saved.auto?.shapes)) {
+      for (const reason of [...saved.reasons ?? [], saved.auto.reason]) record.noteDecision({ ...saved.auto, reason: String(reason) });
+    }
     return Object.assign(record, { speculation, usage, seed, finishReason });
   }
 }
