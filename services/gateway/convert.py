@@ -247,4 +247,5 @@ def round_from_proto(one: common_pb2.RoundTrace) -> RoundTrace:
         emitted=tuple(one.emitted),
         draft_ms=one.draft_ms,
         verify_ms=one.verify_ms,
+        reason=one.reason,
     )

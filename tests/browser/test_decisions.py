@@ -1,4 +1,4 @@
-"""The controller's choice and its reason in words: for real answers in mode `auto`, and on the status page."""
+"""The controller's choice and its reason in words: for answers in mode `auto`, and on the status page."""
 
 from __future__ import annotations
 
@@ -22,6 +22,11 @@ def test_an_answer_in_mode_auto_says_what_was_chosen_and_why(
     ask(page)
     why = page.locator("#choices-why")
     expect(why).to_have_text(WORDS)
+    # Every round of the answer has a reason.
+    counts = re.findall(r"\((\d+) rounds?\)", why.text_content() or "")
+    assert sum(map(int, counts)) == int(
+        (page.locator("#n-rounds").text_content() or "").rpartition(" of ")[2]
+    )
     # The status page shows the same decision.
     auto = httpx.get(f"{stack.base_url}/server_info").json()["internal_states"][0]["auto"]
     assert httpx.get(f"{stack.base_url}/status.json").json()["target"]["auto"] == auto

@@ -1,6 +1,6 @@
 // Shows the numbers of a record: speed, accept length, times, the histogram by depth, and the chosen shapes.
 
-import { DECISIONS, chosen, whyDecided, whyNoDraft } from './reasons.js';
+import { chosen, whyDecided, whyNoDraft } from './reasons.js';
 
 // Reasons that concern all rounds without a draft.
 const CHOICES = ['controller', 'length', 'user'];
@@ -74,19 +74,25 @@ function showChoices(record, raced) {
   set('choices-why', list.length ? why.join(' ') : '');
 }
 
-// The controller's last decision on this server, and the other reasons that it had during the answer.
+const counted = (counts, words) => [...counts].sort((a, b) => b[1] - a[1])
+  .map(([reason, rounds]) => `${words(reason)} (${rounds} ${rounds === 1 ? 'round' : 'rounds'})`).join('; ');
+
+// Why the rounds of an answer drafted, and the controller's last decision on this server.
 function decisionsOf({ auto, reasons }) {
-  if (!auto) return [];
-  const others = reasons.filter((reason) => reason !== auto.reason && reason !== 'idle');
-  return [`Last decision: ${chosen(auto)}, because ${whyDecided(auto)}.`,
-    ...others.map((reason) => `At another time of this answer: ${DECISIONS[reason] ?? reason}.`)];
+  const why = [];
+  if (reasons.drafted.size) why.push(`Why rounds drafted: ${counted(reasons.drafted, (reason) => whyDecided({ reason }))}.`);
+  if (auto) why.push(`Last decision: ${chosen(auto)}, because ${whyDecided(auto)}.`);
+  return why;
 }
 
-// How many rounds had no draft, and why. The report of an answer names the most frequent reason.
-function missingDrafts({ numRounds, totals, speculation, settings }) {
+// How many rounds had no draft, and why. In traces of older servers, only the report of the answer names a reason.
+function missingDrafts({ numRounds, totals, speculation, settings, reasons }) {
   const missing = numRounds - totals.draftingRounds;
-  if (!missing || !speculation) return [];
+  if (!missing) return [];
+  const count = `${missing} of ${numRounds} rounds had no draft`;
+  if (reasons.missing.size) return [`${count}: ${counted(reasons.missing, whyNoDraft)}.`];
+  if (!speculation) return [];
   const reason = speculation.fallback_reason ?? (settings.speculation?.mode === 'auto' ? 'controller' : null);
   const where = CHOICES.includes(reason) ? 'In these rounds' : 'In at least one of them';
-  return [`${missing} of ${numRounds} rounds had no draft.`, ...(reason ? [`${where}, ${whyNoDraft(reason)}.`] : [])];
+  return [`${count}.`, ...(reason ? [`${where}, ${whyNoDraft(reason)}.`] : [])];
 }

@@ -37,7 +37,11 @@ export const FALLBACKS = {
 const wordsFor = (words, code) => words[code] ?? code.replaceAll('_', ' ');
 
 export const whyDecided = (auto) => wordsFor(DECISIONS, auto.reason);
-export const whyNoDraft = (reason) => wordsFor(FALLBACKS, reason);
+
+// Also takes the reason of a decision. If drafting pays, the controller can still choose no draft for one request.
+export function whyNoDraft(reason) {
+  return reason === 'pays' ? FALLBACKS.controller : wordsFor({ ...DECISIONS, ...FALLBACKS }, reason);
+}
 
 // What the controller chose for the requests in mode “auto” of a round, such as “1 × chain of 3, 2 × plain decoding”.
 export function chosen({ shapes, plain_rows: plain }) {

@@ -1,7 +1,7 @@
 // Runs one streamed request and hands its parts over in batches, so that fast streams stay smooth.
 
 import { streamChat } from './api.js';
-import { followDecisions } from './decisions.js';
+import { noteDecision } from './decisions.js';
 
 // Text that grows 15 times a second looks continuous. Each batch costs a layout of the whole answer.
 const MS_BETWEEN_BATCHES = 66;
@@ -20,7 +20,6 @@ export async function runChat(record, body, signal, onParts) {
   };
   let ended = false;
   const flushOnce = () => { if (!ended) flush(); };
-  const decisions = followDecisions(record, body);
   try {
     for await (const event of streamChat(body, signal)) {
       const part = record.take(event, performance.now() - started);
@@ -29,9 +28,8 @@ export async function runChat(record, body, signal, onParts) {
       const wait = MS_BETWEEN_BATCHES - (performance.now() - flushedAt);
       timer ||= setTimeout(() => requestAnimationFrame(flushOnce), Math.max(0, wait));
     }
-    await decisions.end();
+    await noteDecision(record, body);
   } finally {
-    decisions.stop();
     clearTimeout(timer);
     ended = true;
     flush();

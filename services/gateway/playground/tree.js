@@ -2,6 +2,7 @@
 // select a node, which stays shown.
 
 import { PILL_HEIGHT, acceptedAfterEnd, edgePath, label, layoutRound, visible } from './layout.js';
+import { whyNoDraft } from './reasons.js';
 
 const SVG = 'http://www.w3.org/2000/svg';
 const SMALLEST = 0.75;
@@ -37,7 +38,7 @@ export function describeRound(round) {
   const what = drafted > 0
     ? `${drafted} drafted, ${round.accepted.length} accepted${late > 0 ? ` (${late} after the end of the answer)` : ''}, `
       + `${round.emitted_text.length} emitted`
-    : 'no draft, 1 emitted';
+    : `no draft${round.reason ? ` (${whyNoDraft(round.reason)})` : ''}, 1 emitted`;
   return took ? `${what}; ${took}` : what;
 }
 
