@@ -236,7 +236,8 @@ def _transport(used: Mapping[str, Any]) -> str:
 
 def _depths(status: Mapping[str, Any]) -> Table:
     """Return the share of drafted rounds that accepted each depth."""
-    metrics, shares = status["metrics"], []
+    metrics: Mapping[str, float] = status["metrics"]
+    shares: list[float] = []
     drafts = metrics.get("outrider_spec_decode_num_drafts_total", 0.0)
     while accepted := metrics.get(f'outrider_accepted_tokens_total{{depth="{len(shares) + 1}"}}'):
         shares.append(accepted / drafts)

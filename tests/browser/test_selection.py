@@ -66,3 +66,25 @@ def test_the_arrow_keys_move_between_the_tokens_of_an_answer(open_page: OpenPage
     expect(origin).to_contain_text("drafted at depth 1 (round 1)")
     page.keyboard.press("ArrowLeft")
     expect(origin).to_contain_text("decoded without a draft")
+
+
+def test_a_screen_reader_gets_the_selected_node(open_page: OpenPage) -> None:
+    page = with_first_round(open_page())
+    page.focus("#tree")
+    page.keyboard.press("ArrowRight")
+    item = page.get_by_role("treeitem", selected=True)
+    expect(item).to_have_count(1)
+    assert item.get_attribute("aria-label") == page.locator("#node-detail").text_content()
+    assert page.locator("#tree").get_attribute("aria-activedescendant") == item.get_attribute("id")
+
+
+def test_the_end_of_an_answer_leaves_the_focus_where_the_user_put_it(open_page: OpenPage) -> None:
+    page = with_first_round(open_page())
+    set_fields(page, mode="off", max_tokens="300")
+    page.fill("#prompt", "Count from 1 to 300, one number a line.")
+    page.keyboard.press("Enter")
+    expect(page.locator(".message.assistant").nth(1).locator(".token").nth(3)).to_be_visible()
+    page.focus("#tree")
+    expect(page.locator(".summary")).to_have_count(2)
+    expect(page.locator("#send")).to_be_visible()
+    expect(page.locator("#tree")).to_be_focused()

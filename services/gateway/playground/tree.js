@@ -74,6 +74,8 @@ export class TreeView {
     text.className = 'quiet';
     text.textContent = message;
     this.frame.replaceChildren(text);
+    this.frame.setAttribute('role', 'group');
+    this.frame.removeAttribute('aria-activedescendant');
     this.detail.textContent = '';
     this.tallest = 0;
     this.frame.style.height = '';
@@ -103,7 +105,7 @@ export class TreeView {
     this.tallest = Math.max(this.tallest, frameHeight);
     this.frame.style.height = `${this.tallest}px`;
     const svg = svgElement('svg', {
-      viewBox: `0 0 ${width} ${height}`, width: width * scale, height: height * scale, role: 'img', 'aria-label': `Draft tree: ${describeRound(round)}`,
+      viewBox: `0 0 ${width} ${height}`, width: width * scale, height: height * scale, role: 'presentation',
     });
     const edges = svgElement('g', { class: 'edges' }, svg);
     for (const node of nodes.slice(1)) {
@@ -114,6 +116,8 @@ export class TreeView {
     }
     for (const node of nodes) this._drawNode(svg, node);
     this.frame.replaceChildren(svg);
+    // As a tree, the frame gets the arrow keys from screen readers too.
+    this.frame.setAttribute('role', 'tree');
     this.svg = svg;
     this._select(kept);
     this._markRest();
@@ -128,7 +132,10 @@ export class TreeView {
   _drawNode(svg, node) {
     const kind = node.index === 0 ? 'root' : node.bonus ? (node.plain ? 'plain' : 'bonus')
       : node.accepted ? `accepted d${Math.min(node.depth, 6)}` : 'rejected';
-    const group = svgElement('g', { class: `node ${kind}${node.after ? ' after' : ''}`, 'data-index': node.index, transform: `translate(${node.x} ${node.y})` }, svg);
+    const group = svgElement('g', {
+      class: `node ${kind}${node.after ? ' after' : ''}`, 'data-index': node.index, transform: `translate(${node.x} ${node.y})`,
+      id: `node-${node.index}`, role: 'treeitem', 'aria-level': node.depth + 1, 'aria-selected': 'false', 'aria-label': describeNode(node),
+    }, svg);
     svgElement('rect', { width: node.width, height: PILL_HEIGHT, rx: 6 }, group);
     const text = svgElement('text', { x: node.width / 2, y: PILL_HEIGHT / 2 + 4 }, group);
     text.textContent = label(node.text);
@@ -150,12 +157,20 @@ export class TreeView {
   }
 
   _select(index) {
-    this.svg?.querySelector('.selected')?.classList.remove('selected');
+    this._mark(this.selected, false);
     this.selected = index;
     this._show(index);
-    const group = this.svg?.querySelector(`[data-index="${index}"]`);
-    group?.classList.add('selected');
+    const group = this._mark(index, true);
+    if (group) this.frame.setAttribute('aria-activedescendant', group.id);
+    else this.frame.removeAttribute('aria-activedescendant');
     group?.scrollIntoView({ block: 'nearest', inline: 'nearest' });
+  }
+
+  _mark(index, selected) {
+    const group = this.svg?.querySelector(`[data-index="${index}"]`);
+    group?.classList.toggle('selected', selected);
+    group?.setAttribute('aria-selected', String(selected));
+    return group;
   }
 
   _key(event) {
