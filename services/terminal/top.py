@@ -217,7 +217,7 @@ def _resources(status: Mapping[str, Any]) -> Table:
         ("GPU", gpu if used["gpu_total_bytes"] else "none"),
         ("CUDA graphs", f"{used['graphs_recorded']} recorded, {used['graphs_left']} left"),
         ("memory of graphs", _size(used["graph_bytes"])),
-        ("way of the drafts", _transport(used)),
+        ("transport of drafts", _transport(used)),
     )
 
 

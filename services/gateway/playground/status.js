@@ -69,7 +69,7 @@ function showResources(resources) {
     ['GPU', resources.gpu_total_bytes ? `${size(resources.gpu_used_bytes)} of ${size(resources.gpu_total_bytes)}` : 'none'],
     ['CUDA graphs', `${resources.graphs_recorded} recorded, ${resources.graphs_left} left`],
     ['Memory of graphs', size(resources.graph_bytes)],
-    ['Way of the drafts', transport(resources)],
+    ['Transport of drafts', transport(resources)],
     ['Draft features', resources.draft_features.join(', ').replaceAll('_', ' ') || null],
   ] : []);
 }
