@@ -120,7 +120,7 @@ class Chat:
         reply: Reply,
         begun: Callable[[], None],
     ) -> None:
-        """Print an answer as it arrives. `begun` is called before the first piece of the answer is printed."""
+        """Print an answer as it arrives. Before the first piece is printed, `begun` is called."""
         has_begun = False
         printer = WrappedPrinter(self._console) if self._console.is_terminal else None
         colours = OriginColours()
