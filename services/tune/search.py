@@ -157,6 +157,7 @@ def search(
     prompts: Sequence[Sequence[int]],
     sizes: TuneSizes,
     progress: Callable[[str], None] = lambda _: None,
+    batch_done: Callable[[], None] = lambda: None,
 ) -> TuneResult:
     """Find the best tree shape for each batch size.
 
@@ -165,6 +166,7 @@ def search(
         prompts: Prompts as token ids.
         sizes: The amount of work.
         progress: Called with a text line at each step.
+        batch_done: Called when the measurements of a batch size are complete.
 
     Raises:
         OutriderError: A request failed.
@@ -212,6 +214,7 @@ def search(
                 f"{shape_name(found.check.best)}, the best of all shapes"
             )
         results.append(found)
+        batch_done()
     if sizes.exhaustive:
         lengths = dict.fromkeys(candidates, 1.0)
     return TuneResult(lengths, results, time.perf_counter() - started)

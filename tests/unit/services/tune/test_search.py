@@ -11,7 +11,9 @@ from outrider.services.tune.candidates import candidate_shapes
 from outrider.services.tune.live import LiveAnswer, LiveRun
 from outrider.services.tune.profile import profile_text
 from outrider.services.tune.report import result_json
+from outrider.services.tune.run_count import RunCount
 from outrider.services.tune.search import FINALISTS, TuneSizes, search
+from outrider.shared.obs.progress import Progress
 from outrider.shared.spec.tree import NO_DRAFT, DraftShape
 
 LIMITS = DraftShape(8, 8, 64)
@@ -142,3 +144,28 @@ def test_the_profile_has_the_shape_and_the_speeds() -> None:
     assert report["batches"][0]["ratios_to_plain"]["plain"] == [1.0, 1.0, 1.0]
     assert report["shape"]["topk"] == result.shape.topk
     assert len(report["accept_lengths"]) == len(candidate_shapes(LIMITS))
+
+
+@pytest.mark.parametrize("check", [0, 1])
+def test_the_progress_of_a_search_grows_with_its_runs_up_to_the_end(check: int) -> None:
+    told: list[float] = []
+
+    class Kept(Progress):
+        def tell(self, done: float, total: float | None = None, step: str = "") -> None:
+            told.append(done)
+
+    sizes = TuneSizes((1, 4), 48, LIMITS, check=check)
+    count = RunCount(Kept("tune", 1.0), sizes)
+
+    class Counted(SyntheticServer):
+        def run(self, *given, **options):  # type: ignore[no-untyped-def]
+            done = super().run(*given, **options)
+            count.ran()
+            return done
+
+    search(Counted(0.8, 0.002), PROMPTS, sizes, batch_done=count.batch_done)  # type: ignore[arg-type]
+    assert told == sorted(told)
+    assert 0 < told[0] < 0.1
+    assert told[-1] == 1.0
+    # The estimate before the end of the last batch size is near the end.
+    assert told[-2] > 0.9
