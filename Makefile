@@ -28,7 +28,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 PYTEST := $(BIN)/python -m pytest -q
 STUBS := $(BIN)/python scripts/stubs.py
 
-.PHONY: demo test test-law test-schemas test-unit test-kernels test-services test-gpu test-law-gpu test-flashinfer test-multi-gpu lint typecheck imports stubs stubs-check package-test test-compose test-browser test-clients screenshots pictures bench setup dev links clean
+.PHONY: demo test test-law test-schemas test-unit test-kernels test-services test-gpu test-law-gpu test-flashinfer test-multi-gpu lint typecheck imports stubs stubs-check package-test test-compose test-browser test-clients screenshots playground-cost pictures bench setup dev links clean
 
 demo: $(SERVE_STAMP)
 	$(BIN)/outrider demo
@@ -83,6 +83,11 @@ test-browser: $(DEV_STAMP)
 screenshots: $(DEV_STAMP)
 	$(BROWSER_EXTRA)
 	$(BIN)/python scripts/screenshots.py
+
+# The processor time of the page in headless Chromium while answers stream at 300 tokens/s.
+playground-cost: $(DEV_STAMP)
+	$(BROWSER_EXTRA)
+	$(BIN)/python scripts/playground_cost.py --force
 
 # Makes the pictures of recorded results in docs/images again.
 pictures: $(SERVE_STAMP)

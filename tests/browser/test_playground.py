@@ -48,11 +48,11 @@ def test_reasoning_is_shown_above_the_answer(page: Page) -> None:
     ask(page)
     answer = page.locator(".message.assistant .text")
     assert answer.locator(".reasoning .token").all_inner_texts() == ["So", " 2"]
-    assert answer.locator("> .token").all_inner_texts() == ["Two", "."]
+    assert answer.locator("> .block > .token").all_inner_texts() == ["Two", "."]
     assert answer.locator("> :first-child").get_attribute("class") == "reasoning"
     expect(page.locator("#n-tokens")).to_have_text("7")
     # The answer alone goes back to the model. Each token has the colour of its own round.
-    answer.locator("> .token").first.hover()
+    answer.locator("> .block > .token").first.hover()
     expect(page.locator("#origin")).to_contain_text("drafted at depth 1 (round 3)")
     with page.expect_request("**/v1/chat/completions") as sent:
         ask(page, "Why?")

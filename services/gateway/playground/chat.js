@@ -1,5 +1,6 @@
 // The chat: its questions and answers, their summaries, and the messages that the model receives.
 
+import { EndFollower } from './follow.js';
 import { Record } from './record.js';
 import { runChat } from './run.js';
 import { appendPieces } from './tokens.js';
@@ -12,6 +13,7 @@ export class Chat {
     this.onSelect = onSelect;
     this.turns = [];
     this.welcome = $('welcome');
+    this.end = new EndFollower($('log'));
   }
 
   // Asks the model. `onParts(record, parts)` sees the parts of the answer. Returns its record, which is null if
@@ -26,9 +28,7 @@ export class Chat {
     log.setAttribute('aria-busy', 'true');
     try {
       await runChat(record, { model, messages, ...options }, signal, (parts) => {
-        const follow = log.scrollHeight - log.scrollTop - log.clientHeight < 60;
         appendPieces(turn.element, parts.flatMap((part) => part.pieces));
-        if (follow) log.scrollTop = log.scrollHeight;
         onParts(record, parts);
       });
     } finally {
@@ -68,7 +68,7 @@ export class Chat {
     const answer = message('Model', 'assistant', '');
     const added = { ...turn, articles: [asked, answer], element: answer.lastElementChild };
     $('log').append(asked, answer);
-    $('log').scrollTop = $('log').scrollHeight;
+    this.end.start(answer);
     this.turns.push(added);
     return added;
   }
@@ -91,7 +91,6 @@ export class Chat {
     footer.append(`${summary(record)} · `, button);
     element.after(footer);
     this.onSelect(record, element);
-    $('log').scrollTop = $('log').scrollHeight;
   }
 }
 

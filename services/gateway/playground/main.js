@@ -12,7 +12,7 @@ import { RoundsCard } from './rounds.js';
 import { fillSettings, fitSettings, readSettings, settingsOf } from './settings.js';
 import { loadState, saveState } from './store.js';
 import { installTheme } from './theme.js';
-import { appendPieces, explainTokens } from './tokens.js';
+import { appendPieces, copyExactly, explainTokens } from './tokens.js';
 
 const $ = (id) => document.getElementById(id);
 const empty = new Record([], {}, '');
@@ -277,6 +277,7 @@ function recall() {
 explainTokens($('log'), $('origin'), (span, round) => {
   if (current.element?.contains(span)) card.show(round);
 });
+copyExactly();
 installHints();
 installTheme($('theme'));
 recall();

@@ -46,7 +46,8 @@ function showHistogram({ histogram }) {
   [...chart.children].forEach((bar, depth) => {
     const count = histogram[depth] ?? 0;
     bar.children[1].style.height = `${((count / most) * 100).toFixed(1)}%`;
-    bar.children[0].textContent = count ? String(count) : '';
+    const label = count ? String(count) : '';
+    if (bar.children[0].textContent !== label) bar.children[0].textContent = label;
     if (count) said.push(`${depth} accepted: ${count}`);
   });
   chart.setAttribute('aria-label', said.length ? `Rounds by accepted tokens. ${said.join(', ')}` : 'No rounds yet');

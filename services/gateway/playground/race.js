@@ -1,5 +1,6 @@
 // The race: the same prompt and seed with speculation and plain, and whether both texts are equal.
 
+import { EndFollower } from './follow.js';
 import { Record, speedOf } from './record.js';
 import { playParts, runChat } from './run.js';
 import { appendPieces } from './tokens.js';
@@ -10,6 +11,7 @@ class Lane {
   constructor(name) {
     this.name = name;
     this.text = $(`${name}-text`);
+    this.end = new EndFollower(this.text);
     this.record = null;
     this.tokens = 0;
   }
@@ -23,6 +25,7 @@ class Lane {
   reset() {
     this.tokens = 0;
     this.text.replaceChildren();
+    this.end.start(null);
     $(`${this.name}-speed`).textContent = '–';
     $(`${this.name}-bar`).value = 0;
   }
@@ -34,7 +37,7 @@ class Lane {
     const speed = speedOf(this.tokens - first.tokens, (parts.at(-1).ms - first.ms) / 1000);
     if (speed) $(`${this.name}-speed`).textContent = speed.toFixed(0);
     $(`${this.name}-bar`).value = Math.min(1, this.tokens / most);
-    this.text.scrollTop = this.text.scrollHeight;
+    this.end.watch(this.text.lastElementChild);
   }
 
   finish() {

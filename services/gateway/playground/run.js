@@ -3,8 +3,8 @@
 import { streamChat } from './api.js';
 import { noteDecision } from './decisions.js';
 
-// Text that grows 15 times a second looks continuous. Each batch costs a layout of the whole answer.
-const MS_BETWEEN_BATCHES = 66;
+// Text and numbers that change some 8 times a second look continuous. Every batch costs a layout and a paint.
+const MS_BETWEEN_BATCHES = 115;
 
 export async function runChat(record, body, signal, onParts) {
   const started = performance.now();

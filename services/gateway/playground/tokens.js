@@ -1,6 +1,15 @@
 // Draws the text of an answer as coloured tokens, and names the origin of the token under the pointer or selected.
 
 const DEEPEST = 6;
+// A block ends at the first line break after this number of tokens.
+const BLOCK_TOKENS = 128;
+// A paragraph of so many tokens is continued in a new block without a line break.
+const PARAGRAPH_TOKENS = 768;
+// Pixels by which the tops of tokens in the same line may differ.
+const LINE_TOLERANCE = 4;
+
+// For each block that could not be broken: the number of tokens at which to try again.
+const nextBreak = new WeakMap();
 
 export function originClass({ origin, depth }) {
   if (origin === 'draft') return `token draft d${Math.min(depth, DEEPEST)}`;
@@ -15,6 +24,9 @@ function originText({ origin, depth, round }) {
 }
 
 // Appends the pieces of one or several parts at once. Reasoning is shown above the answer.
+//
+// The text consists of blocks. New tokens change only the last block, and the browser keeps the style and the
+// layout of the others. The work of an update therefore does not depend on the length of the answer.
 export function appendPieces(element, pieces) {
   const thoughts = pieces.filter((piece) => piece.reasoning);
   if (thoughts.length) appendSpans(reasoningOf(element), thoughts);
@@ -31,16 +43,90 @@ function reasoningOf(element) {
 }
 
 function appendSpans(element, pieces) {
-  const fragment = document.createDocumentFragment();
+  if (!pieces.length) return;
+  let block = element.lastElementChild;
+  if (!block?.classList.contains('block')) block = startBlock(element);
+  let spans = document.createDocumentFragment();
+  let room = BLOCK_TOKENS - block.childElementCount;
+  let newLine = block.lastElementChild?.textContent.endsWith('\n');
   for (const piece of pieces) {
-    const span = document.createElement('span');
-    span.className = originClass(piece);
-    span.textContent = piece.text;
-    span.dataset.origin = originText(piece);
-    if (piece.round >= 0) span.dataset.round = piece.round;
-    fragment.append(span);
+    if (room <= 0 && newLine) {
+      block.append(spans);
+      spans = document.createDocumentFragment();
+      block = startBlock(element);
+      room = BLOCK_TOKENS;
+    }
+    spans.append(tokenSpan(piece));
+    room -= 1;
+    newLine = piece.text.endsWith('\n');
   }
-  element.append(fragment);
+  block.append(spans);
+  if (block.childElementCount >= (nextBreak.get(block) ?? PARAGRAPH_TOKENS)) breakAtLine(element, block);
+}
+
+function startBlock(element) {
+  const block = document.createElement('div');
+  block.className = 'block';
+  element.append(block);
+  return block;
+}
+
+function tokenSpan(piece) {
+  const span = document.createElement('span');
+  span.className = originClass(piece);
+  span.textContent = piece.text;
+  span.dataset.origin = originText(piece);
+  if (piece.round >= 0) span.dataset.round = piece.round;
+  return span;
+}
+
+// Moves the last line of a very long paragraph to a new block, where the next tokens continue it. If the page
+// becomes wider or narrower later, the line before the new block stays shorter than the others.
+function breakAtLine(element, block) {
+  nextBreak.set(block, block.childElementCount + BLOCK_TOKENS);
+  const bottom = block.lastElementChild.getClientRects();
+  if (!bottom.length) return;
+  const line = bottom[bottom.length - 1].top - LINE_TOLERANCE;
+  let span = block.lastElementChild;
+  while (span && span.getClientRects()[0]?.top >= line) span = span.previousElementSibling;
+  // The whole block is one line, or a token without a place of its own is in the way.
+  if (!span?.getClientRects().length) return;
+  const moved = [];
+  for (let next = span.nextElementSibling; next; next = next.nextElementSibling) moved.push(next);
+  const rest = splitAtLine(span, line);
+  if (rest) moved.unshift(rest);
+  if (moved.length) startBlock(element).append(...moved);
+}
+
+// Splits a token that begins above `line` and ends below it, usually after its leading blank. Returns the part
+// below, or null if there is none.
+function splitAtLine(span, line) {
+  const text = span.firstChild;
+  const range = document.createRange();
+  for (let at = 1; at < text.length; at += 1) {
+    range.setStart(text, at);
+    range.setEnd(text, at + 1);
+    if (range.getBoundingClientRect().top < line) continue;
+    const rest = span.cloneNode(false);
+    rest.append(text.splitText(at));
+    return rest;
+  }
+  return null;
+}
+
+// Copies exactly the selected text of an answer. Browsers would add a line break between two blocks.
+export function copyExactly() {
+  document.addEventListener('copy', (event) => {
+    const selection = getSelection();
+    if (selection.isCollapsed || selection.rangeCount !== 1) return;
+    const range = selection.getRangeAt(0);
+    const around = range.commonAncestorContainer;
+    if (!(around.nodeType === Node.ELEMENT_NODE ? around : around.parentElement).closest('.text')) return;
+    const copied = range.cloneContents();
+    copied.querySelector('.reasoning')?.append('\n\n');
+    event.clipboardData.setData('text/plain', copied.textContent);
+    event.preventDefault();
+  });
 }
 
 // Shows the origin of the token under the pointer in `output`. A click, a tap and the arrow keys select a token, whose

@@ -45,6 +45,10 @@ export function describeRound(round) {
 export class TreeView {
   // `frame` is the scrolling element, and `detail` announces the node under the pointer or the selection.
   constructor(frame, detail) {
+    this.marking = 0;
+    this.wide = false;
+    this.room = 0;
+    new ResizeObserver(([entry]) => { this.room = entry.contentRect.width; }).observe(frame);
     this.frame = frame;
     this.detail = detail;
     this.nodes = [];
@@ -90,10 +94,11 @@ export class TreeView {
 
   // A chain continues on the next line. A deep tree shrinks to the frame, but stays readable; the frame scrolls.
   _fit(round) {
-    const room = this.frame.clientWidth;
+    const room = this.room || this.frame.clientWidth;
     const placed = layoutRound(round, room);
     const scale = Math.max(SMALLEST, Math.min(1, room / placed.width));
-    const bar = placed.width * scale > room ? SCROLLBAR : 0;
+    this.wide = placed.width * scale > room;
+    const bar = this.wide ? SCROLLBAR : 0;
     return { ...placed, scale, frameHeight: Math.ceil(placed.height * scale) + bar + 2 };
   }
 
@@ -123,8 +128,15 @@ export class TreeView {
     this._markRest();
   }
 
-  // Fades the right edge while there is more of the tree to the right.
+  // Fades the right edge while there is more of the tree to the right. Reading the sizes at once would cost a layout
+  // of the page, which the next frame makes anyway.
   _markRest() {
+    if (!this.wide && !this.frame.classList.contains('more')) return;
+    cancelAnimationFrame(this.marking);
+    this.marking = requestAnimationFrame(() => this._fade());
+  }
+
+  _fade() {
     const { scrollLeft, clientWidth, scrollWidth } = this.frame;
     this.frame.classList.toggle('more', scrollLeft + clientWidth < scrollWidth - 2);
   }
