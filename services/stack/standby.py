@@ -28,9 +28,13 @@ class Standby:
 
     Args:
         process: The process, started with `VARIABLE` and a pipe as its standard input.
+
+    Attributes:
+        output: What the process has printed, if it ended before it could take over.
     """
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
+        self.output = ""
         self._process = process
         self._lock = threading.Lock()
         self._closed = False
@@ -44,8 +48,15 @@ class Standby:
         self._tell(SERVE, last=True)
         if self._process.poll() is None:
             return self._process
+        assert self._process.stdout is not None
+        self.output = self._process.stdout.read()
         self._reap()
         return None
+
+    @property
+    def exit_code(self) -> int | None:
+        """The exit code of the process. None while the process runs."""
+        return self._process.poll()
 
     def end(self) -> None:
         """End the process, and wait until it has ended."""

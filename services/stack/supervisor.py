@@ -8,8 +8,9 @@ purpose. Linux sends this signal when the thread that started the child ends.
 from __future__ import annotations
 
 import contextlib
-import ctypes
+import errno
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -183,10 +184,14 @@ class Child:
         self._around.before_start()
         standby, self._standby = self._standby, None
         process = None if standby is None else standby.take_over()
-        if process is None:
-            process = _spawn(self.spec, self._around.variables)
-        else:
+        if process is not None:
             self._say("a standby process takes over")
+        else:
+            if standby is not None and standby.exit_code is not None:
+                self._say(f"the standby process had ended with {_describe_exit(standby.exit_code)}")
+                for line in standby.output.splitlines()[-KEPT_LINES:]:
+                    self._say(printable(line))
+            process = _spawn(self.spec, self._around.variables)
         if self.spec.standby:
             variables = {**self._around.variables, VARIABLE: "1"}
             self._standby = Standby(_spawn(self.spec, variables, stdin=subprocess.PIPE))
@@ -267,16 +272,37 @@ class Supervisor:
             child.join()
 
 
+_DIE_WITH_PARENT = f"""
+import ctypes, os, signal, sys
+signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # Python ignores this signal, and programs inherit that
+ctypes.CDLL(None).prctl({PR_SET_PDEATHSIG}, {int(signal.SIGKILL)})
+if os.getppid() != int(sys.argv[1]):
+    sys.exit("the supervisor has ended")
+os.execvp(sys.argv[2], sys.argv[2:])
+"""
+
+
 def _spawn(
     spec: ChildSpec, variables: Mapping[str, str], stdin: int = subprocess.DEVNULL
 ) -> subprocess.Popen[str]:
     """Start a child process that Linux kills when the calling thread ends.
 
     The child gets its own session, so that Ctrl-C in a terminal reaches only the supervisor.
+
+    Raises:
+        OSError: The command does not exist.
     """
+    if shutil.which(spec.command[0]) is None:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+    command = list(spec.command)
+    if sys.platform == "linux":
+        # A small program sets the parent-death signal and then becomes the child. `preexec_fn` could set the
+        # signal too, but then Python would fork this process. gRPC, which probes the services from other
+        # threads, sometimes aborts the forked process.
+        command = [sys.executable, "-I", "-S", "-c", _DIE_WITH_PARENT, str(os.getpid()), *command]
     env = {**os.environ, **variables, **spec.secrets}
     return subprocess.Popen(
-        spec.command,
+        command,
         stdin=stdin,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -284,17 +310,7 @@ def _spawn(
         text=True,
         errors="replace",
         start_new_session=True,
-        preexec_fn=_die_with_parent if sys.platform == "linux" else None,
     )
-
-
-_libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
-
-
-def _die_with_parent() -> None:
-    """Ask the kernel to kill this process when its parent thread ends. Runs in the child before exec."""
-    assert _libc is not None
-    _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _describe_exit(code: int) -> str:

@@ -71,6 +71,7 @@ def test_a_standby_process_that_has_died_is_replaced() -> None:
         supervisor.settle()
         os.kill(first, signal.SIGKILL)
         assert "exited with signal SIGKILL" in lines.next_of("draft")
+        assert lines.next_of("draft") == "the standby process had ended with code 3"
         assert lines.next_of("draft").split()[1] == "first", "a fresh process must be started"
 
 

@@ -72,6 +72,34 @@ def test_a_death_while_starting_is_reported_and_not_repeated() -> None:
         assert failed.starts == 1
 
 
+def test_children_start_without_a_fork_of_this_process() -> None:
+    """A fork runs gRPC's handlers in the child, which may abort it before it becomes the service."""
+    forks: list[str] = []
+    os.register_at_fork(before=lambda: forks.append("fork"))
+    lines = Lines()
+    with Supervisor([python("draft", WAITING)], lines):
+        assert int(lines.next_of("draft")) > 0
+    assert not forks
+
+
+def test_a_child_dies_with_its_supervisor() -> None:
+    supervises = f"""
+import sys, threading
+from outrider.services.stack.supervisor import ChildSpec, Supervisor
+spec = ChildSpec("draft", (sys.executable, "-c", {WAITING!r}), 10.0)
+with Supervisor([spec], lambda name, line: print(line, flush=True)):
+    threading.Event().wait()
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", supervises], stdout=subprocess.PIPE, text=True
+    ) as supervisor:
+        assert supervisor.stdout is not None
+        child = int(supervisor.stdout.readline())
+        assert is_running(child)
+        supervisor.kill()
+    assert wait_until(lambda: None if is_running(child) else True)
+
+
 def test_a_missing_program_counts_as_a_failed_start() -> None:
     lines = Lines()
     with Supervisor([ChildSpec("draft", ("/nonexistent/outrider",))], lines) as supervisor:
