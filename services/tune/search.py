@@ -178,7 +178,7 @@ class TuneResult:
         """Return the measured tree shape with the best mean speed-up over all batch sizes.
 
         A speed-up below 1 counts as 1, because mode `auto` then decodes without drafts. The result is
-        `NO_DRAFT` if no shape is faster than plain decoding.
+        `NO_DRAFT` if no shape is faster than plain decoding at any batch size at which it was measured.
         """
         best, most = NO_DRAFT, 1.0
         for shape in self.accept_lengths:
@@ -187,8 +187,7 @@ class TuneResult:
                 speedup = one.speedup(shape)
                 product *= max(1.0, one.predicted[shape] if speedup is None else speedup)
             mean = product ** (1 / len(self.batches))
-            measured = any(shape in one.measured for one in self.batches)
-            if measured and mean > most:
+            if mean > most and any((one.speedup(shape) or 0.0) > 1 for one in self.batches):
                 best, most = shape, mean
         return best
 

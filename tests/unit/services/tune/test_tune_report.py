@@ -14,6 +14,7 @@ from outrider.services.tune.candidates import AutoLimits
 from outrider.services.tune.command import TuneOptions, introduction
 from outrider.services.tune.report import print_result, slower_note
 from outrider.services.tune.search import BatchResult, TuneResult
+from outrider.shared.base.generation import SpeculationMode
 from outrider.shared.spec.tree import NO_DRAFT, DraftShape
 
 CHAIN, TREE, WIDE = DraftShape(10, 1, 11), DraftShape(10, 8, 16), DraftShape(12, 8, 64)
@@ -39,6 +40,13 @@ def test_mode_auto_has_a_row_and_the_mode_a_line() -> None:
     assert "best mode: on, with chain 10" in printed(replace(found, batches=[won]), 100)
     lost = replace(batch(1, 0.8), auto=99.0, to_auto={CHAIN: [0.8], NO_DRAFT: [1.01]})
     assert "best mode: off" in printed(replace(found, batches=[lost]), 100)
+
+
+def test_a_prediction_alone_recommends_no_draft() -> None:
+    slow = batch(1, 0.9)
+    predicted = replace(batch(4, 0.9), predicted={CHAIN: 0.9, TREE: 1.5, WIDE: 0.7})
+    found = result(replace(slow, measured={**slow.measured, TREE: 80.0}), predicted)
+    assert (found.shape, found.mode) == (NO_DRAFT, SpeculationMode.OFF)
 
 
 def printed(found: TuneResult, width: int) -> list[str]:
