@@ -20,9 +20,11 @@ from outrider.services.tune.live import LiveClient
 from outrider.services.tune.plot import write_pictures
 from outrider.services.tune.profile import profile_text, write_profile
 from outrider.services.tune.report import print_result, result_json
+from outrider.services.tune.run_count import RunCount
 from outrider.services.tune.search import TuneSizes, search
 from outrider.shared.base.errors import ConfigurationError
 from outrider.shared.nn.open import read_model_config
+from outrider.shared.obs.progress import Progress
 from outrider.shared.spec.tree import DraftShape
 
 SHOWN_LINES_ON_FAILURE = 30
@@ -88,8 +90,10 @@ def run_tune(options: TuneOptions) -> int:
             exhaustive=options.exhaustive,
             check=options.check,
         )
-        live = LiveClient(url, client.model, options.api_key)
-        result = search(live, prompts, sizes, lambda line: _print_step(progress, line))
+        with Progress("tune", 1.0, counts=False, console=progress) as bar:
+            count = RunCount(bar, sizes)
+            live = LiveClient(url, client.model, options.api_key, count.ran)
+            result = search(live, prompts, sizes, lambda line: _print_step(progress, line), count.batch_done)
         target = client.model
     draft = options.stack.draft.name if options.stack.draft else options.stack.algorithm.value
     write_profile(options.output, profile_text(result, target, draft))

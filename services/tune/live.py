@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -63,15 +63,19 @@ class LiveClient:
         url: REST address of the server.
         model: Name of the model.
         api_key: API key to send, if any.
+        on_run: Called after each run.
 
     Raises:
         UnavailableError: The server cannot be reached, or the connection breaks.
         OutriderError: The server refuses a request. The exception has the server's message.
     """
 
-    def __init__(self, url: str, model: str, api_key: str | None = None) -> None:
+    def __init__(
+        self, url: str, model: str, api_key: str | None = None, on_run: Callable[[], None] = lambda: None
+    ) -> None:
         self._url = url
         self._model = model
+        self._on_run = on_run
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
 
     def run(
@@ -93,7 +97,9 @@ class LiveClient:
             tokens: Largest length of each answer, in tokens.
             trace: True to request the trace of each round.
         """
-        return asyncio.run(self._run(list(prompts), shape, streams, tokens, trace))
+        done = asyncio.run(self._run(list(prompts), shape, streams, tokens, trace))
+        self._on_run()
+        return done
 
     async def _run(
         self, prompts: list[Sequence[int]], shape: DraftShape, streams: int, tokens: int, trace: bool

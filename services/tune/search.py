@@ -197,6 +197,7 @@ def search(
     prompts: Sequence[Sequence[int]],
     sizes: TuneSizes,
     progress: Callable[[str], None] = lambda _: None,
+    batch_done: Callable[[], None] = lambda: None,
 ) -> TuneResult:
     """Find the best tree shapes for each batch size, and the best mode for all batch sizes.
 
@@ -205,6 +206,7 @@ def search(
         prompts: Prompts as token ids.
         sizes: The amount of work.
         progress: Called with a text line at each step.
+        batch_done: Called when the measurements of a batch size are complete.
 
     Raises:
         OutriderError: A request failed.
@@ -257,6 +259,7 @@ def search(
                 f"{shape_name(found.check.best)}, the best of all shapes"
             )
         results.append(found)
+        batch_done()
     return TuneResult(lengths, results, time.perf_counter() - started, limits)
 
 

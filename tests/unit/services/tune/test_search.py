@@ -14,8 +14,10 @@ from outrider.services.tune.live import LiveAnswer, LiveRun
 from outrider.services.tune.modes import shapes_within
 from outrider.services.tune.profile import profile_text, profile_values
 from outrider.services.tune.report import result_json
+from outrider.services.tune.run_count import RunCount
 from outrider.services.tune.search import FINALISTS, TuneResult, TuneSizes, search
 from outrider.shared.base.generation import SpeculationMode
+from outrider.shared.obs.progress import Progress
 from outrider.shared.spec.tree import NO_DRAFT, DraftShape
 
 LIMITS = DraftShape(8, 8, 64)
@@ -202,3 +204,28 @@ def test_the_profile_has_the_shape_and_the_speeds() -> None:
     assert report["batches"][0]["tokens_per_s"]["auto"] > 0
     assert len(report["batches"][0]["ratios_to_auto"]["plain"]) == 3
     assert len(report["accept_lengths"]) == len(candidate_shapes(LIMITS))
+
+
+@pytest.mark.parametrize("check", [0, 1])
+def test_the_progress_of_a_search_grows_with_its_runs_up_to_the_end(check: int) -> None:
+    told: list[float] = []
+
+    class Kept(Progress):
+        def tell(self, done: float, total: float | None = None, step: str = "") -> None:
+            told.append(done)
+
+    sizes = TuneSizes((1, 4), 48, LIMITS, check=check)
+    count = RunCount(Kept("tune", 1.0), sizes)
+
+    class Counted(SyntheticServer):
+        def run(self, *given, **options):  # type: ignore[no-untyped-def]
+            done = super().run(*given, **options)
+            count.ran()
+            return done
+
+    search(Counted(0.8, 0.002), PROMPTS, sizes, batch_done=count.batch_done)  # type: ignore[arg-type]
+    assert told == sorted(told)
+    assert 0 < told[0] < 0.1
+    assert told[-1] == 1.0
+    # The estimate before the end of the last batch size is near the end.
+    assert told[-2] > 0.9
