@@ -34,13 +34,12 @@ from outrider.shared.rpc.target_version import TargetFeature, agree_with_target
 from outrider.target.v1 import target_pb2
 
 MODE_TO_PROTO = {
+    None: common_pb2.SPECULATION_MODE_UNSPECIFIED,
     SpeculationMode.AUTO: common_pb2.SPECULATION_MODE_AUTO,
     SpeculationMode.ON: common_pb2.SPECULATION_MODE_ON,
     SpeculationMode.OFF: common_pb2.SPECULATION_MODE_OFF,
 }
-MODE_FROM_PROTO = {value: mode for mode, value in MODE_TO_PROTO.items()} | {
-    common_pb2.SPECULATION_MODE_UNSPECIFIED: SpeculationMode.AUTO,
-}
+MODE_FROM_PROTO = {value: mode for mode, value in MODE_TO_PROTO.items()}
 REASON_TO_PROTO = {
     FinishReason.STOP: common_pb2.FINISH_REASON_STOP,
     FinishReason.LENGTH: common_pb2.FINISH_REASON_LENGTH,

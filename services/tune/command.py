@@ -41,7 +41,7 @@ class TuneOptions:
         prompts: JSON lines file with prompts. None selects the built-in prompts.
         num_prompts, tokens: Number of prompts, and largest length of each answer in tokens.
         batches: Numbers of concurrent requests.
-        exhaustive: True to measure every shape instead of predicting.
+        exhaustive: True to measure every shape instead of those with the best predictions.
         check: Number of passes that compare the chosen shape with the best of all shapes; 0 for no check.
         output: The profile file to write.
         plot: Name of the SVG pictures to write, or None. The name of the colour theme is added to this name.
@@ -63,7 +63,7 @@ class TuneOptions:
 
 
 def run_tune(options: TuneOptions) -> int:
-    """Run `outrider tune`: search for the best tree shapes, write the profile file and print the result.
+    """Run `outrider tune`: search for the best mode and shapes, write the profile, and print the result.
 
     Returns:
         The exit code, 0.
@@ -115,7 +115,7 @@ def introduction(options: TuneOptions, num_prompts: int) -> list[str]:
     what = "every tree shape" if options.exhaustive else "the most promising tree shapes"
     extra = " --check adds a measurement of every shape." if options.check else ""
     return [
-        f"Measures plain decoding and {what} on {num_prompts} prompts, with answers of up to "
+        f"Measures plain decoding, mode auto and {what} on {num_prompts} prompts, with answers of up to "
         f"{options.tokens} tokens, for {batches} requests at a time.{extra}",
         "With the default flags and the embedded pair, this takes two to four minutes on two CPU cores. "
         "Larger models take longer. Ctrl-C stops it.",

@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx
 
+from outrider.services.tune.candidates import AutoLimits
 from outrider.shared.base.errors import OutriderError, UnavailableError
 from outrider.shared.spec.tree import DraftShape
 
@@ -90,7 +91,8 @@ class LiveClient:
 
         Args:
             prompts: Prompts as token ids.
-            shape: Shape of the draft trees. `NO_DRAFT` switches speculation off.
+            shape: Shape of the draft trees. `NO_DRAFT` switches speculation off. `AutoLimits` selects mode
+                `auto` within these limits.
             streams: Number of concurrent requests.
             tokens: Largest length of each answer, in tokens.
             trace: True to request the trace of each round.
@@ -122,7 +124,7 @@ class LiveClient:
         speculation: dict[str, Any] = {"mode": "off", "trace": trace}
         if shape.drafts:
             sizes = {"depth": shape.depth, "topk": shape.topk, "max_nodes": shape.max_nodes}
-            speculation |= {"mode": "on", **sizes}
+            speculation |= {"mode": "auto" if isinstance(shape, AutoLimits) else "on", **sizes}
         return {
             "model": self._model,
             "prompt": list(prompt),

@@ -9,7 +9,7 @@ from outrider.shared.obs.progress import Progress
 
 
 class RunCount:
-    """Counts the runs of a search.
+    """Counts the runs of a search: those for predictions, and then those that measure each batch size.
 
     The number of runs is not known in advance, because the measurements of a batch size end as soon as its
     fastest shape is known. The end of each batch size therefore corrects the count.
@@ -22,17 +22,20 @@ class RunCount:
     def __init__(self, progress: Progress, sizes: TuneSizes) -> None:
         self._progress = progress
         self._sizes = sizes
-        self._runs = 0
-        self._batches = 0
+        self._predictions = self._runs = self._batches = 0
         candidates = candidate_shapes(sizes.largest)
-        probes = 0 if sizes.exhaustive else len(probe_shapes(candidates))
+        self._most_predictions = 1 + len(sizes.batches) * len(probe_shapes(candidates))
         finalists = len(candidates) if sizes.exhaustive else FINALISTS
         checks = len(candidates) + 1 + sizes.check * (CHECKED + 2) if sizes.check else 0
-        self._runs_per_batch = probes + sizes.passes * (finalists + 1) + checks
+        # Plain decoding and mode auto take part in every pass.
+        self._runs_per_batch = sizes.passes * (finalists + 2) + checks
 
     def ran(self) -> None:
         """Count one run of prompts."""
-        self._runs = min(self._runs + 1, self._runs_per_batch)
+        if self._predictions < self._most_predictions:
+            self._predictions += 1
+        else:
+            self._runs = min(self._runs + 1, self._runs_per_batch)
         self._tell()
 
     def batch_done(self) -> None:
@@ -43,5 +46,8 @@ class RunCount:
 
     def _tell(self) -> None:
         number, total = self._batches, len(self._sizes.batches)
+        done = self._predictions + number * self._runs_per_batch + self._runs
         step = f"{self._sizes.batches[number]} at a time" if number < total else ""
-        self._progress.tell((number + self._runs / self._runs_per_batch) / total, step=step)
+        if self._predictions < self._most_predictions:
+            step = "predictions"
+        self._progress.tell(done / (self._most_predictions + total * self._runs_per_batch), step=step)
