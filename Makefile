@@ -91,7 +91,7 @@ playground-cost: $(DEV_STAMP)
 
 # Makes the pictures of recorded results in docs/images again.
 pictures: $(SERVE_STAMP)
-	$(BIN)/outrider bench plot
+	$(BIN)/outrider bench plot --output docs/images --force
 
 # litellm, LangChain, lm-eval and GuideLLM against the embedded pair. The clients have an environment of their
 # own, which adds their packages to those of $(VENV).
@@ -108,7 +108,7 @@ $(CLIENTS_STAMP): $(DEV_STAMP)
 	@touch $@
 
 bench: $(SERVE_STAMP)
-	$(BIN)/outrider bench --force
+	$(BIN)/outrider bench
 
 lint: $(DEV_STAMP)
 	$(BIN)/ruff check .

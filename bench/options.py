@@ -58,7 +58,7 @@ Output = Annotated[
     Path | None,
     typer.Option(
         help="JSON file, or the folder to write it to.",
-        show_default="bench/results/<benchmark>-<device>.json",
+        show_default="bench-results/<benchmark>-<device>-<date>.json",
     ),
 ]
 Force = Annotated[bool, typer.Option("--force", help="Overwrite the JSON file if it exists.")]
@@ -146,7 +146,8 @@ def result_file(output: Path | None, name: str, device: str, force: bool) -> Pat
     """Return the path of the JSON file for the result of a run. Call this before anything is measured.
 
     Args:
-        output: Value of `--output`: a .json file or a folder. With None, the folder is `bench/results`.
+        output: Value of `--output`: a .json file or a folder. With None, the file is in `bench-results`, and
+            its name contains the date and the time.
         name: Name of the benchmark.
         device: The measured device, such as ``cpu``, ``cuda:1`` or ``remote``. If `output` is a folder, the
             file's name contains the device.

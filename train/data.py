@@ -10,6 +10,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from outrider.shared.obs.progress import Progress
 from outrider.train.corpus import gsm8k
 from outrider.train.corpus.base import Split
 from outrider.train.corpus.conversations import Mix, conversation
@@ -106,9 +107,18 @@ def build_rows(
         )
         for start in range(0, count, shard)
     ]
+    parts: list[bytes] = []
     if workers <= 1:
-        parts = [_run(job) for job in jobs]
+        with Progress("making conversations", len(jobs), counts=False) as progress:
+            for job in jobs:
+                parts.append(_run(job))
+                progress.advance()
     else:
+        # The bar starts after the pool, because worker processes must not be forked beside its thread.
         with ProcessPoolExecutor(workers, mp_context=get_context("fork")) as pool:
-            parts = list(pool.map(_run, jobs))
+            results = pool.map(_run, jobs)
+            with Progress("making conversations", len(jobs), counts=False) as progress:
+                for part in results:
+                    parts.append(part)
+                    progress.advance()
     return torch.frombuffer(bytearray(b"".join(parts)), dtype=torch.int16).view(count, length)

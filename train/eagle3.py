@@ -17,6 +17,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
+from outrider.shared.obs.progress import Progress
 from outrider.train.corpus.base import Split
 from outrider.train.data import build_rows, read_rows
 from outrider.train.generate import continue_rows, cut_points
@@ -58,10 +59,13 @@ def _parser() -> argparse.ArgumentParser:
     return p
 
 
-def regenerate(target: Llama, tokenizer: Tokenizer, rows: Tensor, batch: int, seed: int) -> Tensor:
+def regenerate(
+    target: Llama, tokenizer: Tokenizer, rows: Tensor, batch: int, seed: int, progress: Progress
+) -> Tensor:
     """Keep the start of each row of tokens as a prompt, and let the target generate the rest of the row.
 
-    The temperature is 0 (greedy) for a quarter of the rows, 0.7 for a quarter and 1.0 for half.
+    The temperature is 0 (greedy) for a quarter of the rows, 0.7 for a quarter and 1.0 for half. `progress`
+    shows the number of finished batches.
     """
     header = tokenizer.encode(START + "assistant\n").ids
     device = target.model.embed_tokens.weight.device
@@ -69,7 +73,9 @@ def regenerate(target: Llama, tokenizer: Tokenizer, rows: Tensor, batch: int, se
     cuts = cut_points(rows, generator, header[1], len(header), rows.shape[1] // 2)
     levels = torch.tensor([0.0, 0.7, 1.0, 1.0])
     parts = []
-    for i, part in enumerate(torch.split(rows, batch)):
+    pieces = torch.split(rows, batch)
+    for i, part in enumerate(pieces):
+        progress.tell(i, len(pieces))
         temperature = levels[torch.arange(len(part)) % 4].to(device)
         parts.append(
             continue_rows(
@@ -147,9 +153,9 @@ def main(argv: list[str] | None = None) -> dict[str, object]:
     target = load_target(args.target).to(device).requires_grad_(False)
     if device == "cuda":
         target = target.bfloat16()
-    rows = regenerate(
-        target, Tokenizer.from_file(str(tokenizer_file)), corpus, args.generate_batch, args.seed
-    )
+    tokenizer = Tokenizer.from_file(str(tokenizer_file))
+    with Progress("generating text", counts=False) as progress:
+        rows = regenerate(target, tokenizer, corpus, args.generate_batch, args.seed, progress)
     print(f"target wrote {rows.numel() / 1e6:.1f} M tokens, {time.monotonic() - started:.0f} s", flush=True)
     held, rows = (
         rows[: args.batch * 2],
@@ -169,20 +175,22 @@ def main(argv: list[str] | None = None) -> dict[str, object]:
     # 3. Train the head.
     clock = Clock(args.steps, args.minutes)
     order = torch.randperm(len(rows), device=device)
-    while clock.progress() < 1:
-        at = clock.done * args.batch % (len(rows) - args.batch + 1)
-        if at < args.batch:
-            order = torch.randperm(len(rows), device=device)
-        loss, hits = step_of(rows[order[at : at + args.batch]].long())
-        torch.autograd.backward(loss)
-        optimiser.step(clock.factor())
-        if clock.done % 200 == 0:
-            print(
-                f"step {clock.done} loss {float(loss.detach()):.4f} "
-                f"accuracy {[round(h, 3) for h in hits.tolist()]}",
-                flush=True,
-            )
-        clock.tick()
+    with Progress("training", 1.0, counts=False) as progress:
+        while clock.progress() < 1:
+            at = clock.done * args.batch % (len(rows) - args.batch + 1)
+            if at < args.batch:
+                order = torch.randperm(len(rows), device=device)
+            loss, hits = step_of(rows[order[at : at + args.batch]].long())
+            torch.autograd.backward(loss)
+            optimiser.step(clock.factor())
+            if clock.done % 200 == 0:
+                print(
+                    f"step {clock.done} loss {float(loss.detach()):.4f} "
+                    f"accuracy {[round(h, 3) for h in hits.tolist()]}",
+                    flush=True,
+                )
+            clock.tick()
+            progress.tell(min(1.0, clock.progress()), step=f"step {clock.done}")
     # 4. Write the checkpoint and the measurements.
     save_head(head, target, args.out)
     with torch.no_grad():

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from outrider.shared.obs.progress import Progress
 from outrider.train import tokenizer as tok
 from outrider.train.corpus.base import Split
 from outrider.train.data import build_rows, make_mix, read_rows, sample_texts
@@ -120,19 +121,21 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     clock = Clock(args.steps, args.minutes)
     order = torch.randperm(len(train), device=device)
     loss = torch.zeros(())
-    while clock.progress() < 1:
-        at = clock.done * args.batch % (len(train) - args.batch + 1)
-        if at < args.batch:
-            order = torch.randperm(len(train), device=device)
-        loss = loss_of(model, train[order[at : at + args.batch]])
-        torch.autograd.backward(loss)
-        optimiser.step(clock.factor())
-        if clock.done % 200 == 0:
-            print(
-                f"step {clock.done} loss {float(loss.detach()):.4f} progress {clock.progress():.3f}",
-                flush=True,
-            )
-        clock.tick()
+    with Progress("training", 1.0, counts=False) as progress:
+        while clock.progress() < 1:
+            at = clock.done * args.batch % (len(train) - args.batch + 1)
+            if at < args.batch:
+                order = torch.randperm(len(train), device=device)
+            loss = loss_of(model, train[order[at : at + args.batch]])
+            torch.autograd.backward(loss)
+            optimiser.step(clock.factor())
+            if clock.done % 200 == 0:
+                print(
+                    f"step {clock.done} loss {float(loss.detach()):.4f} progress {clock.progress():.3f}",
+                    flush=True,
+                )
+            clock.tick()
+            progress.tell(min(1.0, clock.progress()), step=f"step {clock.done}")
     # 4. Checkpoint and measurements.
     save_target(model, args.out)
     seconds = time.monotonic() - clock.start

@@ -58,6 +58,7 @@ from outrider.shared.kv.pool import KVPool
 from outrider.shared.nn.decoder import Decoder
 from outrider.shared.nn.dummy import random_decoder
 from outrider.shared.nn.layers.modules import Linear
+from outrider.shared.obs.progress import Progress
 from outrider.shared.spec.tree import DraftShape
 
 
@@ -82,19 +83,23 @@ def run_kernels(options: KernelOptions) -> int:
     }
     result = Result("kernels", settings, rows, {"failed": failed})
     compile_ahead(options.device, [partial(_rehearse, options)])
-    for kind, kind_cases in cases(options):
-        name = kind
-        try:
-            for case in kind_cases:
-                name = case.name
-                rows.append(_row(case, options, ceilings, launch))
-        except (
-            OutriderError,
-            RuntimeError,
-        ) as error:  # e.g. a step that cannot be captured; the other kinds are still valid
-            failed[name] = f"{type(error).__name__}: {error}"[:500]
-            print(f"{name} failed: {failed[name]}", file=sys.stderr)
-        result.save(options.output)
+    kinds = list(cases(options))
+    # A thread that redraws the bar would disturb the measurement.
+    with Progress("kernels", len(kinds), still=True) as progress:
+        for number, (kind, kind_cases) in enumerate(kinds):
+            name = kind
+            try:
+                for case in kind_cases:
+                    name = case.name
+                    progress.tell(number, step=name)
+                    rows.append(_row(case, options, ceilings, launch))
+            except (
+                OutriderError,
+                RuntimeError,
+            ) as error:  # e.g. a step that cannot be captured; the other kinds are still valid
+                failed[name] = f"{type(error).__name__}: {error}"[:500]
+                print(f"{name} failed: {failed[name]}", file=sys.stderr)
+            result.save(options.output)
     if not rows and not failed:
         raise ConfigurationError(
             f"--only {options.only}: no kind of case matches. Kinds: {', '.join(KINDS)}.", field="--only"

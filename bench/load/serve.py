@@ -21,8 +21,6 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from rich.progress import Progress
-
 from outrider.bench.load.open_loop import (
     PERCENTILES,
     Experience,
@@ -44,6 +42,7 @@ from outrider.bench.report.surroundings import compiled_kernels
 from outrider.services.stack.launch import running_stack
 from outrider.services.stack.options import StackOptions
 from outrider.shared.base.errors import ConfigurationError, UnavailableError
+from outrider.shared.obs.progress import Progress
 
 ALONE = 5
 """Number of counted requests sent one at a time before the load. One uncounted request precedes them."""
@@ -229,15 +228,22 @@ async def _measure(
         lone = [await ask(client, requests(1 + index)) for index in range(ALONE)]
         if all(experience.error for experience in lone):
             raise UnavailableError(f"The server answered no request: {lone[0].error}", field="url")
-        with Progress(transient=True) as progress:
-            total = len(options.load.arrivals()) if options.concurrency is None else None
-            task = progress.add_task("answered", total=total)
+        duration_s, arrivals = options.load.duration_s, len(options.load.arrivals())
+        # With a fixed number of clients, only the time of the load is known in advance.
+        timed = options.concurrency is not None
+        with Progress("load", duration_s if timed else arrivals, counts=not timed) as progress:
+            began = time.perf_counter()
+
+            def tell(answered: int) -> None:
+                lasted_s = min(time.perf_counter() - began, duration_s)
+                progress.tell(lasted_s if timed else answered, step=f"{answered} answered")
+
             loaded = await _run(
                 client,
                 options.load,
                 options.concurrency,
                 lambda index: requests(ALONE + 1 + index),
-                lambda answered: progress.update(task, completed=answered),
+                tell,
             )
     finally:
         await client.close()

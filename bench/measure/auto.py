@@ -13,6 +13,7 @@ import statistics
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from outrider.bench.report.record import Result, Row, finish
 from outrider.bench.stacks.engine_stack import BenchEngine, EngineOptions, placement, running_engine
 from outrider.shared.base.errors import ConfigurationError, OutriderError
 from outrider.shared.base.generation import SpeculationMode
+from outrider.shared.obs.progress import Progress
 from outrider.shared.spec.tree import DraftShape
 
 LEVELS = 16
@@ -79,16 +81,18 @@ def run_auto(options: AutoOptions) -> int:
     }
     result = Result("auto", settings, rows, {"failed": failed}, "synthetic acceptance")
     with running_engine(options.engine) as engine:
-        for accept_length in options.accept_lengths:
-            for batch in options.batches:
-                for new_tokens in options.new_tokens:
-                    case = f"accept length {accept_length:g}, batch {batch}, {new_tokens} tokens"
-                    try:
-                        rows.append(_measured(engine, options, case, accept_length, batch, new_tokens))
-                    except (OutriderError, RuntimeError) as error:  # the other cases are still valid
-                        failed[case] = f"{type(error).__name__}: {error}"[:500]
-                        print(f"{case} failed: {failed[case]}", file=sys.stderr)
-                    result.save(options.output)
+        cases = list(product(options.accept_lengths, options.batches, options.new_tokens))
+        # A thread that redraws the bar would disturb the measurement.
+        with Progress("auto", len(cases), still=True) as progress:
+            for number, (accept_length, batch, new_tokens) in enumerate(cases):
+                case = f"accept length {accept_length:g}, batch {batch}, {new_tokens} tokens"
+                progress.tell(number, step=case)
+                try:
+                    rows.append(_measured(engine, options, case, accept_length, batch, new_tokens))
+                except (OutriderError, RuntimeError) as error:  # the other cases are still valid
+                    failed[case] = f"{type(error).__name__}: {error}"[:500]
+                    print(f"{case} failed: {failed[case]}", file=sys.stderr)
+                result.save(options.output)
     shown = ("auto_tok_s", "best", "best_tok_s", "first_ratio", "goal")
     return finish(result, options.output, shown) or int(bool(failed))
 

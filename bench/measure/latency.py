@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ from outrider.bench.report.surroundings import (
     process_age_s,
     under_mps,
 )
-from outrider.bench.stacks.answers import TimedAnswer
+from outrider.bench.stacks.answers import delivery_gaps
 from outrider.bench.stacks.engine_stack import (
     BenchEngine,
     EngineOptions,
@@ -46,6 +47,7 @@ from outrider.bench.stacks.engine_stack import (
 )
 from outrider.services.stack.option_checks import check_mps_device
 from outrider.shared.base.errors import ConfigurationError, OutriderError
+from outrider.shared.obs.progress import Progress
 from outrider.shared.spec.tree import DraftShape
 
 SYNTHETIC = "synthetic acceptance"
@@ -187,17 +189,26 @@ def _run(options: LatencyOptions) -> int:
             "kernels_compiled": compiled_kernels() - cached,
         }
         bench = Latency(engine, options, ceilings, profiles)
-        for case, measured in bench.cases():
-            try:
-                rows.append(measured())
-            except (OutriderError, RuntimeError) as error:  # the other cases are still valid
-                failed[case] = f"{type(error).__name__}: {error}"[:500]
-                print(f"{case} failed: {failed[case]}", file=sys.stderr)
-            more["graphs"] = engine.graphs
-            result.save(options.output)
+        cases = list(bench.cases())
+        # A thread that redraws the bar would disturb the measurement.
+        with Progress("latency", len(cases), counts=False, still=True) as progress:
+            for number, (case, measured) in enumerate(cases):
+                progress.tell(number, step=case)
+                bench.on_run = partial(_tell, progress, number, case)
+                try:
+                    rows.append(measured())
+                except (OutriderError, RuntimeError) as error:  # the other cases are still valid
+                    failed[case] = f"{type(error).__name__}: {error}"[:500]
+                    print(f"{case} failed: {failed[case]}", file=sys.stderr)
+                more["graphs"] = engine.graphs
+                result.save(options.output)
     return finish(
         result, options.output, ("tok_s", "accept_length", "gap_p99_ms", "gpu_idle_between")
     ) or int(bool(failed))
+
+
+def _tell(progress: Progress, number: int, case: str, share: float) -> None:
+    progress.tell(number + share, step=case)
 
 
 def _settings(
@@ -230,6 +241,9 @@ class Latency:
         options: The options, which define the cases to measure.
         ceilings: Measured limits of this machine. The floors (best possible times) are computed from them.
         profiles: Mapping that receives the profile of each profiled case, by the case's name.
+
+    Attributes:
+        on_run: Called after each run of a batch with the finished share of the case.
     """
 
     def __init__(
@@ -240,6 +254,7 @@ class Latency:
         self._options = options
         self._ceilings = ceilings
         self._random = random.Random(0)
+        self.on_run: Callable[[float], None] = lambda share: None
 
     def cases(self) -> Iterator[tuple[str, Callable[[], Row]]]:
         """Yield each case's name and the function that measures the case, in the order of measurement."""
@@ -252,10 +267,11 @@ class Latency:
     def prefill(self, tokens: int) -> Row:
         """Return the row for the prefill of a prompt of this length, from submission to the first token."""
         work = prefill(self._engine.decoder.config, tokens, self._itemsize).times(1 / self._options.engine.tp)
-        seconds = []
-        for _ in range(self._options.repeats + 3):
+        seconds, runs = [], self._options.repeats + 3
+        for number in range(runs):
             taken, _answers = self._engine.run_batch(self._prompts(1, tokens), 1, None)
             seconds.append(taken)
+            self.on_run((number + 1) / runs)
         times = summarise(seconds[2:])
         rate = work.flops / times.median
         more = {
@@ -274,27 +290,27 @@ class Latency:
 
     def round(self, shape: MeasuredShape, batch: int) -> Row:
         """Return the row for one kind of round at one batch size."""
-        # 1. Warm up: capture the graphs of all batch sizes, and let the draft join.
         options, engine = self._options, self._engine
         acceptance = engine.set_accept_length(shape.accept_length) if shape.tree else "none"
-        for _ in range(WARM_UP_RUNS):
-            engine.run_batch(self._prompts(batch), shrinking_lengths(batch, options.new_tokens), shape.tree)
-        # 2. Measure. A run precedes the prefill, as in the peers' runs, because an earlier run can bring a
-        #    GPU to its power limit and slow down the prefill. The run of N tokens has the same condition.
-        engine.run_batch(self._prompts(batch), 2, shape.tree)
-        first = min(engine.run_batch(self._prompts(batch), 1, shape.tree)[0] for _ in range(2))
-        total, answers = min(
-            (
-                engine.run_batch(self._prompts(batch), options.new_tokens, shape.tree)
-                for _ in range(options.repeats)
-            ),
-            key=_taken,
-        )
+        # 1. List the runs by their lengths of answers. First, three runs warm up: they capture the graphs of
+        #    all batch sizes, and let the draft join. A run precedes the prefill, as in the peers' runs,
+        #    because an earlier run can bring a GPU to its power limit and slow down the prefill. The run of
+        #    N tokens has the same condition.
+        lengths = shrinking_lengths(batch, options.new_tokens)
+        runs: list[int | list[int]] = [lengths] * WARM_UP_RUNS
+        runs += [2, 1, 1, *[options.new_tokens] * options.repeats]
+        # 2. Measure.
+        done = []
+        for number, tokens in enumerate(runs, 1):
+            done.append(engine.run_batch(self._prompts(batch), tokens, shape.tree))
+            self.on_run(number / len(runs))
+        first = min(taken for taken, _answers in done[-options.repeats - 2 : -options.repeats])
+        total, answers = min(done[-options.repeats :], key=itemgetter(0))
         # 3. Summarise the fastest run.
         rounds = statistics.mean(answer.rounds for answer in answers)
         decoded = sum(answer.tokens - 1 for answer in answers)
         works = self._works(shape, batch)
-        gaps = _gaps(answers)
+        gaps = delivery_gaps(answers)
         more: dict[str, Any] = {
             "batch": batch,
             "kind": shape.label,
@@ -381,20 +397,3 @@ def shrinking_lengths(batch: int, most: int) -> list[int]:
     """
     halvings = [(batch // place).bit_length() - 1 for place in range(1, batch + 1)]
     return [min(WARM_UP_TOKENS + HALVING_TOKENS * survived, most) for survived in halvings]
-
-
-def _taken(run: tuple[float, list[TimedAnswer]]) -> float:
-    return run[0]
-
-
-def _gaps(answers: Sequence[TimedAnswer]) -> list[float]:
-    """Return the seconds between successive deliveries of tokens of each answer.
-
-    The wait for the first token is left out, and so is the first gap, which may contain prefills.
-    """
-    gaps = [
-        later - earlier
-        for answer in answers
-        for earlier, later in zip(answer.arrivals[1:], answer.arrivals[2:], strict=False)
-    ]
-    return gaps or [0.0]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -23,6 +23,7 @@ from outrider.shared.base.errors import ConfigurationError
 from outrider.shared.nn.decoder import Decoder
 from outrider.shared.nn.open import load_decoder
 from outrider.shared.nn.quantized import quantize_decoder
+from outrider.shared.obs.progress import Progress
 
 WIDE = "as it is"
 """Name of the row of the unquantized model. Its perplexity is the floor of the other rows."""
@@ -42,7 +43,7 @@ class PerplexityOptions:
         kv_cache_dtype: ``auto`` or ``fp8_e4m3``.
         tokens: Maximum number of tokens to count.
         window: Number of tokens per pass.
-        output: JSON file or folder to write to. With None, the folder is bench/results.
+        output: JSON file or folder to write to. With None, the folder is bench-results.
     """
 
     text: Path
@@ -75,13 +76,9 @@ def run_perplexity(options: PerplexityOptions) -> int:
         raise ConfigurationError(
             f"--text {options.text}: the text has fewer than two tokens.", field="--text"
         )
-    counted = {"tokens": sum(len(window) - 1 for window in windows)}
-    plain = perplexity(_load(options, changed=False), windows)
-    rows = [Row(WIDE, plain, "perplexity", plain, WIDE, counted)]
-    if options.changes:
-        other = perplexity(_load(options, changed=True), windows)
-        more = {**counted, "increase_percent": round(100 * (other / plain - 1), 4)}
-        rows.append(Row(options.changes, other, "perplexity", plain, WIDE, more))
+    passes = len(windows) * (2 if options.changes else 1)
+    with Progress("perplexity", passes, counts=False) as progress:
+        rows = _measure(options, windows, progress.advance)
     settings = {
         **asdict(options),
         "text": options.text.name,
@@ -93,11 +90,27 @@ def run_perplexity(options: PerplexityOptions) -> int:
     return finish(Result("perplexity", settings, rows), options.output, ("tokens", "increase_percent"))
 
 
+def _measure(
+    options: PerplexityOptions, windows: Sequence[list[int]], on_window: Callable[[], None]
+) -> list[Row]:
+    counted = {"tokens": sum(len(window) - 1 for window in windows)}
+    plain = perplexity(_load(options, changed=False), windows, on_window)
+    rows = [Row(WIDE, plain, "perplexity", plain, WIDE, counted)]
+    if options.changes:
+        other = perplexity(_load(options, changed=True), windows, on_window)
+        more = {**counted, "increase_percent": round(100 * (other / plain - 1), 4)}
+        rows.append(Row(options.changes, other, "perplexity", plain, WIDE, more))
+    return rows
+
+
 @torch.inference_mode()
-def perplexity(decoder: Decoder, windows: Iterable[list[int]]) -> float:
+def perplexity(
+    decoder: Decoder, windows: Iterable[list[int]], on_window: Callable[[], None] = lambda: None
+) -> float:
     """Return the perplexity: the exponential of the mean negative log-likelihood.
 
-    The mean is over all tokens that have a predecessor in their window.
+    The mean is over all tokens that have a predecessor in their window. `on_window` is called after each
+    window.
     """
     narrow = decoder.kv_dtype is not None
     attention = create_backend(AttentionKind.TRITON if narrow else AttentionKind.AUTO, decoder.device)
@@ -117,6 +130,7 @@ def perplexity(decoder: Decoder, windows: Iterable[list[int]]) -> float:
         total += float(torch.nn.functional.cross_entropy(logits, ids[1:], reduction="sum"))
         count += len(window) - 1
         lease.release()
+        on_window()
     return math.exp(total / count)
 
 

@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 
 from outrider.bench.measure.near_tie import Judge
@@ -36,6 +35,7 @@ from outrider.bench.report.surroundings import recorded_environment
 from outrider.services.clients.rest import Reply, RestClient
 from outrider.services.stack.launch import free_port, running_stack
 from outrider.services.stack.options import StackOptions, Transport
+from outrider.shared.obs.progress import Progress
 
 TEMPERATURES = (0.0, 1.0)
 SEED = 20_000
@@ -198,8 +198,7 @@ def _start_one(
 def _measure(options: BenchOptions, prompts: Sequence[Messages], clients: Clients) -> Runs:
     runs: Runs = {}
     kinds = list(Kind)
-    with Progress(transient=True) as progress:
-        task = progress.add_task("measuring", total=len(prompts) * len(TEMPERATURES) * len(kinds))
+    with Progress("measuring", len(prompts) * len(TEMPERATURES) * len(kinds)) as progress:
         for messages in prompts[:WARM_UP_PROMPTS]:
             for kind in kinds:
                 _ask(options, clients, messages, 0, 0.0, kind)
@@ -209,7 +208,7 @@ def _measure(options: BenchOptions, prompts: Sequence[Messages], clients: Client
                     runs[index, temperature, kind] = _ask(
                         options, clients, messages, index, temperature, kind
                     )
-                    progress.advance(task)
+                    progress.advance()
     return runs
 
 

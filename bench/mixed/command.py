@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import Progress
 
 from outrider.bench.load.server import Server, find_server
 from outrider.bench.mixed.cases import FORM_GOALS, Section
@@ -32,6 +31,7 @@ from outrider.bench.report.record import WIDTH, Result
 from outrider.services.stack.launch import running_stack
 from outrider.services.stack.options import StackOptions
 from outrider.shared.base.errors import ConfigurationError, OutriderError, UnavailableError
+from outrider.shared.obs.progress import Progress
 
 DRAFT_WAIT_S = 60.0
 POLL_S = 0.25
@@ -138,18 +138,16 @@ def _run(options: MixedOptions, url: str) -> int:
         client = MixedClient(server, options.api, vocab, options.omitted, options.api_key, sizes.seed)
         try:
             await _check_kinds(client, cases)
-            with Progress(transient=True) as progress:
-                task = progress.add_task("", total=len(cases))
-                for case in cases:
+            with Progress("mixed", len(cases)) as progress:
+                for number, case in enumerate(cases):
                     name = f"{case.section.value}: {case.name}"
-                    progress.update(task, description=name)
+                    progress.tell(number, step=name)
                     try:
                         figures.extend(await case.measure(client))
                     except OutriderError as error:  # the other cases are still valid
                         failed[name] = error.message[:500]
                         print(f"{name} failed: {failed[name]}", file=sys.stderr)
                     save()
-                    progress.advance(task)
         finally:
             await client.close()
 

@@ -20,7 +20,8 @@ from outrider.bench.report.machine import describe_machine
 from outrider.bench.report.source import recorded_source
 from outrider.bench.report.surroundings import recorded_environment
 
-RESULTS = Path("bench/results")
+NEW_RESULTS = Path("bench-results")
+"""Default folder of new results, below the current folder. The recorded results are in bench/results."""
 WIDTH = 160
 """Columns of a table that is not printed to a terminal."""
 API_KEY, HIDDEN = "--api-key", "***"
@@ -81,11 +82,13 @@ def recorded_command() -> list[str]:
 def result_path(output: Path | None, name: str, device: str) -> Path:
     """Return the path of the file to write a result to.
 
-    If `output` ends in .json, that path is returned. Otherwise `output` is a folder, by default
-    `bench/results`, and the file is named ``<name>-<device>.json``.
+    If `output` ends in .json, that path is returned. If `output` is a folder, the file is named
+    ``<name>-<device>.json``. If `output` is None, the folder is `NEW_RESULTS`, and the file's name also
+    contains the date and the time in UTC.
     """
-    folder = output or RESULTS
-    return folder if folder.suffix == ".json" else folder / f"{name}-{device}.json"
+    if output is None:
+        return NEW_RESULTS / f"{name}-{device}-{time.strftime('%Y-%m-%dT%H%M%SZ', time.gmtime())}.json"
+    return output if output.suffix == ".json" else output / f"{name}-{device}.json"
 
 
 @dataclass(frozen=True, slots=True)

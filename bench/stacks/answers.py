@@ -86,3 +86,16 @@ class AnswerSink(EventSink):
             accept_length=report.accept_length,
             fallback=report.fallback_reason,
         )
+
+
+def delivery_gaps(answers: Sequence[TimedAnswer]) -> list[float]:
+    """Return the seconds between successive deliveries of tokens of each answer.
+
+    The wait for the first token is left out, and so is the first gap, which may contain prefills.
+    """
+    gaps = [
+        later - earlier
+        for answer in answers
+        for earlier, later in zip(answer.arrivals[1:], answer.arrivals[2:], strict=False)
+    ]
+    return gaps or [0.0]

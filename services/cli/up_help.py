@@ -17,7 +17,7 @@ GROUPS: Mapping[str, Sequence[str]] = {
     "Models": ("target", "draft", "revision", "draft_revision", "skip_tokenizer"),
     "Speculation": (
         *("algorithm", "num_steps", "topk", "num_draft_tokens", "max_steps", "max_topk", "max_nodes"),
-        *("token_map", "ngram_corpus", "transport", "mps"),
+        *("token_map", "ngram_corpus", "speculation_mode", "transport", "mps"),
     ),
     "Hardware and memory": (
         *("device", "dtype", "tp", "max_running_requests", "mem_fraction_static", "kv_tokens"),

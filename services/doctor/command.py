@@ -4,26 +4,23 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.progress import Progress as ProgressBar
 from rich.table import Table
 from rich.text import Text
 
 from outrider.services.doctor.examine import examine
 from outrider.services.doctor.finding import DoctorReport, Finding, Severity
 from outrider.services.doctor.pair import Pair
-from outrider.services.doctor.probe import Progress, judge_probe, probe_numbers, run_probe
+from outrider.services.doctor.probe import judge_probe, probe_numbers, run_probe
 from outrider.services.doctor.prompts import read_prompts
 from outrider.shared.base.errors import ConfigurationError, OutriderError
 from outrider.shared.nn.decoder import default_dtype
 from outrider.shared.obs.logging import configure_logging
+from outrider.shared.obs.progress import Progress
 from outrider.shared.spec.algorithm import Algorithm
 from outrider.shared.spec.tree import DraftShape
 
@@ -124,23 +121,19 @@ def _probed(report: DoctorReport, pair: Pair, options: DoctorOptions) -> DoctorR
             prompts = read_prompts(
                 options.prompts, pair.target, pair.target_config.vocab_size, options.num_prompts
             )
-            with _progress_bar() as progress:
-                measured = run_probe(pair, prompts, options.tokens, options.shape, progress)
+            with Progress("probe", 1.0, counts=False) as progress:
+                measured = run_probe(
+                    pair,
+                    prompts,
+                    options.tokens,
+                    options.shape,
+                    lambda step, share: progress.tell(share, step=step),
+                )
             found, numbers = list(judge_probe(measured)), {"probe": probe_numbers(measured)}
         except OutriderError as error:
             found, numbers = [Finding.of_error(error)], {}
     findings = (*report.findings, *(replace(finding, check="probe") for finding in found))
     return replace(report, findings=findings, numbers={**report.numbers, **numbers})
-
-
-@contextmanager
-def _progress_bar() -> Iterator[Progress]:
-    """Show the steps of a probe and the time left on standard error, if standard error is a terminal."""
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    console = Console(stderr=True)
-    with ProgressBar(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("probe", total=1.0)
-        yield lambda step, share: bar.update(task, description=f"probe: {step}", completed=share)
 
 
 def torch_device(name: str) -> torch.device:

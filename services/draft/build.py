@@ -37,6 +37,7 @@ from outrider.shared.kv.pool import CacheSizing, KVPool, token_bytes
 from outrider.shared.nn.checkpoint.checkpoint_reader import CheckpointReader
 from outrider.shared.nn.open import load_decoder, read_model_config
 from outrider.shared.obs.logging import get_logger
+from outrider.shared.obs.progress import loading
 
 log = get_logger("outrider.draft")
 
@@ -198,7 +199,8 @@ def _build_mtp(build: Build) -> DraftStrategy:
 
 def _build_standalone(build: Build) -> DraftStrategy:
     settings, folder = build.settings, build.choice.require_folder()
-    decoder = load_decoder(folder, build.device, build.dtype)
+    with loading(folder, log, to_console=not settings.log_json) as progress:
+        decoder = load_decoder(folder, build.device, build.dtype, progress)
     pages = build.num_pages(decoder.make_pool(1, settings.page_size).bytes_per_token)
     pool = decoder.make_pool(pages, settings.page_size)
     return StandaloneStrategy(

@@ -28,6 +28,7 @@ from outrider.shared.spec.drafter import (
     Commits,
     Drafter,
     DrafterState,
+    DraftRoute,
     FeatureSpec,
     ProposalRequest,
     ProposalRow,
@@ -87,6 +88,9 @@ class InprocDrafter(Drafter, DeviceDrafter):
     def on_device(self) -> DeviceDrafter | None:
         """Return this drafter if its strategy drafts on the device."""
         return None if self._engine.strategy.rounds is None else self
+
+    def route(self) -> DraftRoute:
+        return DraftRoute("inproc")
 
     def feature_spec(self) -> FeatureSpec | None:
         return self._spec

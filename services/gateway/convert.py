@@ -13,7 +13,13 @@ from outrider.gateway.v1 import gateway_pb2
 from outrider.services.gateway.options.table import READ_OPTIONS, grpc_path
 from outrider.services.gateway.options.values import OptionValues
 from outrider.services.gateway.request import GenerationRequest, TargetDelta, TargetFinish, Usage
-from outrider.services.gateway.served_target import AutoDecision, PrefixCacheStats, ServedTarget, TargetStats
+from outrider.services.gateway.served_target import (
+    AutoDecision,
+    PrefixCacheStats,
+    ResourceStats,
+    ServedTarget,
+    TargetStats,
+)
 from outrider.shared.base.generation import (
     FinishReason,
     RoundTrace,
@@ -28,13 +34,12 @@ from outrider.shared.rpc.target_version import TargetFeature, agree_with_target
 from outrider.target.v1 import target_pb2
 
 MODE_TO_PROTO = {
+    None: common_pb2.SPECULATION_MODE_UNSPECIFIED,
     SpeculationMode.AUTO: common_pb2.SPECULATION_MODE_AUTO,
     SpeculationMode.ON: common_pb2.SPECULATION_MODE_ON,
     SpeculationMode.OFF: common_pb2.SPECULATION_MODE_OFF,
 }
-MODE_FROM_PROTO = {value: mode for mode, value in MODE_TO_PROTO.items()} | {
-    common_pb2.SPECULATION_MODE_UNSPECIFIED: SpeculationMode.AUTO,
-}
+MODE_FROM_PROTO = {value: mode for mode, value in MODE_TO_PROTO.items()}
 REASON_TO_PROTO = {
     FinishReason.STOP: common_pb2.FINISH_REASON_STOP,
     FinishReason.LENGTH: common_pb2.FINISH_REASON_LENGTH,
@@ -186,6 +191,23 @@ def target_stats_from_proto(reply: target_pb2.GetStatsReply) -> TargetStats:
             reply.prefix_cache.pages,
             reply.prefix_cache.evicted_pages,
         ),
+        resources=_resources_from_proto(reply.resources),
+    )
+
+
+def _resources_from_proto(stats: target_pb2.ResourceStats) -> ResourceStats:
+    return ResourceStats(
+        weight_bytes=stats.weight_bytes,
+        kv_bytes=stats.kv_bytes,
+        process_bytes=stats.process_bytes,
+        gpu_used_bytes=stats.gpu_used_bytes,
+        gpu_total_bytes=stats.gpu_total_bytes,
+        graphs_recorded=stats.graphs_recorded,
+        graph_bytes=stats.graph_bytes,
+        graphs_left=stats.graphs_left,
+        draft_transport=stats.draft_transport,
+        draft_on_device=stats.draft_on_device if stats.HasField("draft_on_device") else None,
+        draft_features=tuple(stats.draft_features),
     )
 
 
@@ -224,4 +246,5 @@ def round_from_proto(one: common_pb2.RoundTrace) -> RoundTrace:
         emitted=tuple(one.emitted),
         draft_ms=one.draft_ms,
         verify_ms=one.verify_ms,
+        reason=one.reason,
     )

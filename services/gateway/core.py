@@ -208,7 +208,7 @@ class GatewayCore:
         caller = current_caller.get()
         if caller is not None:
             note.key = caller.name
-            job = _allowed(job, caller)
+            job = _allowed(job, caller, self.settings)
         with (
             caller.admit(job.sequences) if caller is not None else nullcontext(),
             self.admission.admit(
@@ -369,7 +369,7 @@ async def named(prompts: Awaitable[Result], field: str) -> Result:
         raise InvalidRequestError(f"{field}: {error.message}", field=field, reason=error.reason) from None
 
 
-def _allowed(job: Job, caller: Caller) -> Job:
+def _allowed(job: Job, caller: Caller, settings: GatewaySettings) -> Job:
     """Return the job with the priority, mode of speculation and cache salt that the caller's API key allows.
 
     Raises:
@@ -380,14 +380,14 @@ def _allowed(job: Job, caller: Caller) -> Job:
         return replace(
             p,
             priority=caller.priority(p.priority),
-            speculation=replace(p.speculation, mode=caller.mode(p.speculation.mode)),
+            speculation=replace(
+                p.speculation, mode=caller.mode(p.speculation.mode, settings.speculation_mode)
+            ),
             cache_salt=caller.salt(p.cache_salt),
         )
 
     return replace(
-        job,
-        parameters=limited(job.parameters),
-        per_prompt=tuple(limited(one) for one in job.per_prompt),
+        job, parameters=limited(job.parameters), per_prompt=tuple(limited(one) for one in job.per_prompt)
     )
 
 

@@ -87,9 +87,9 @@ GRPC_COMPLETE = replace(GRPC_CHAT, prompt="prompt", default_max_tokens=16)
 class Parameters:
     """Unchecked parameters of a client's request. None marks an absent parameter.
 
-    Fields that accept one value or several, such as `stop`, are tuples here. For a request without a
-    `speculation` object, `speculation` has mode AUTO. `may_be_empty` allows a `max_tokens` of 0, for replies
-    that contain the prompt or its logprobs. `constraint` restricts the form of the output.
+    Fields that accept one value or several, such as `stop`, are tuples here. `may_be_empty` allows
+    a `max_tokens` of 0, for replies that contain the prompt or its logprobs. `constraint` restricts the form
+    of the output.
     """
 
     max_tokens: int | None = None
@@ -263,6 +263,7 @@ class RequestBuilder:
             )
         with _named(surface):
             rules = parameters.rules.build(self._encode, info.vocab_size)
+        mode = parameters.speculation.mode or self._settings.speculation_mode
         seed = secrets.randbits(DRAWN_SEED_BITS) if parameters.seed is None else parameters.seed & MASK_64
         request_id = uuid.uuid4().hex
         requests: list[GenerationRequest] = []
@@ -282,7 +283,7 @@ class RequestBuilder:
                         prompt_ids=prompt_ids,
                         max_new_tokens=max_new_tokens,
                         sampling=_sampling(parameters, seed, choice, rules),
-                        speculation=parameters.speculation,
+                        speculation=replace(parameters.speculation, mode=mode),
                         stop=StopRules(
                             strings=parameters.stop,
                             token_ids=frozenset(parameters.stop_token_ids),

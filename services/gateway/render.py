@@ -68,6 +68,7 @@ def trace_object(one: RoundTrace) -> dict[str, Any]:
         "emitted_text": list(one.emitted_text),
         "draft_ms": _finite(one.draft_ms),
         "verify_ms": _finite(one.verify_ms),
+        "reason": one.reason or None,
     }
 
 

@@ -33,20 +33,18 @@ MASK_64 = (1 << 64) - 1
 
 @dataclass(frozen=True, slots=True)
 class RequestedSpeculation:
-    """The speculation options that a client sets for a request. None selects the target's default.
-
-    A request without a `speculation` object has mode AUTO. For REST, `schemas.common.SpeculationOptions` sets
-    this default. For gRPC, `convert.MODE_FROM_PROTO` sets it.
+    """The speculation options that a client sets for a request. None selects the server's default.
 
     Attributes:
-        mode: Whether the request uses speculation, or lets the server decide (AUTO).
+        mode: Whether the request uses speculation, or lets the server decide (AUTO). For None,
+            `RequestBuilder.build` uses the gateway's setting `speculation_mode`.
         depth: Depth of the draft tree.
         topk: Branching factor of the draft tree.
         max_nodes: Largest number of tree nodes per round, including the root.
         trace: Whether the reply includes a trace of every round.
     """
 
-    mode: SpeculationMode = SpeculationMode.AUTO
+    mode: SpeculationMode | None = None
     depth: int | None = None
     topk: int | None = None
     max_nodes: int | None = None

@@ -319,15 +319,14 @@ def _parameters(options: gateway_pb2.GenerationOptions) -> Parameters:
             "options.sampling.choice_index is set by the server. Leave it out.",
             field="options.sampling.choice_index",
         )
-    mode = MODE_FROM_PROTO.get(speculation.mode)
-    if mode is None:
+    if speculation.mode not in MODE_FROM_PROTO:
         raise InvalidRequestError(
             "options.speculation.mode is not a known mode.", field="options.speculation.mode"
         )
     return Parameters.of(
         options_from_proto(options),
         speculation=RequestedSpeculation(
-            mode=mode,
+            mode=MODE_FROM_PROTO[speculation.mode],
             depth=speculation.depth if speculation.HasField("depth") else None,
             topk=speculation.topk if speculation.HasField("topk") else None,
             max_nodes=speculation.max_nodes if speculation.HasField("max_nodes") else None,

@@ -11,6 +11,7 @@ from outrider.services.gateway.keys.keys_file import read_keys_file
 from outrider.services.gateway.parsers.registry import AUTO, REASONING_NAMES, TOOL_NAMES
 from outrider.services.gateway.target_sources import TargetSource
 from outrider.shared.base.errors import ConfigurationError
+from outrider.shared.base.generation import SpeculationMode
 from outrider.shared.base.settings import settings_config
 from outrider.shared.rpc.address import is_local
 from outrider.shared.rpc.peer_security import PeerSecurity, load_security
@@ -63,6 +64,10 @@ class GatewaySettings(PeerSettings):
         description="Source of the sampling parameters that a request leaves out. `model`: temperature, "
         "top_k, top_p, min_p and repetition_penalty come from the model's generation_config.json. "
         "`openai`: all come from OpenAI's defaults.",
+    )
+    speculation_mode: SpeculationMode = Field(
+        SpeculationMode.AUTO,
+        description="Mode of speculation of requests that name none: auto, on or off.",
     )
     served_model_name: tuple[str, ...] = Field(
         (),

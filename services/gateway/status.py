@@ -10,7 +10,8 @@ from typing import Any
 from prometheus_client.parser import text_string_to_metric_families
 
 from outrider.services.gateway.core import GatewayCore
-from outrider.services.gateway.served_target import PrefixCacheStats, ServedTarget, TargetStats
+from outrider.services.gateway.render import decision_object
+from outrider.services.gateway.served_target import PrefixCacheStats, ResourceStats, ServedTarget, TargetStats
 from outrider.shared.base.version import installed_version
 
 HIDDEN_SUFFIXES = ("_created", "_bucket")
@@ -80,7 +81,7 @@ def _model(core: GatewayCore, info: ServedTarget) -> dict[str, Any]:
 
 
 def _total(found: Sequence[tuple[ServedTarget, TargetStats]]) -> dict[str, Any]:
-    """Return the combined load of the targets. The draft's data are those of the first target."""
+    """Return the combined load of the targets. Draft and controller are those of the first target."""
     first, first_stats = found[0]
     all_stats = [stats for _, stats in found]
     lengths = [one.accept_length for one in all_stats]
@@ -97,6 +98,8 @@ def _total(found: Sequence[tuple[ServedTarget, TargetStats]]) -> dict[str, Any]:
             "held": sum(one.pages_held for one in all_stats),
         },
         "prefix_cache": PrefixCacheStats.total(one.prefix_cache for one in all_stats).as_json(),
+        "resources": ResourceStats.total(one.resources for one in all_stats).as_json(),
+        "auto": decision_object(first_stats.auto),
         "draft": {
             "state": first_stats.draft_state,
             "algorithm": first.algorithm or None,

@@ -43,7 +43,7 @@ from outrider.services.target.startup.numerics import (
     prepare_decoder,
 )
 from outrider.services.target.startup.parity_check import check_parity
-from outrider.services.target.startup.stage_times import StageTimes, progress_logger
+from outrider.services.target.startup.stage_times import StageTimes
 from outrider.services.target.startup.warmup import prompt_rehearsals, run_through
 from outrider.shared.attn.create import waits_for_device
 from outrider.shared.base.errors import OutriderError
@@ -56,6 +56,7 @@ from outrider.shared.kv.pool import CacheSizing
 from outrider.shared.nn.checkpoint.tokenizer_file import tokenizer_fingerprint
 from outrider.shared.nn.decoder import Decoder
 from outrider.shared.obs.logging import configure_logging, get_logger
+from outrider.shared.obs.progress import loading
 from outrider.shared.parallel.lead import FailureHandler
 from outrider.shared.parallel.lead_decoder import graph_observer
 from outrider.shared.rpc.server import aio_server
@@ -280,10 +281,10 @@ class Target:
 
     def _load(self, settings: TargetSettings, on_rank_lost: FailureHandler) -> Decoder:
         """Load the model. With tensor parallelism, load it on all ranks."""
-        progress = progress_logger(settings.model)
-        if settings.tp == 1:
-            return load_target_model(settings, progress)
-        self._ranks = start_group(settings, on_rank_lost, progress)
+        with loading(settings.model, _log, to_console=not settings.log_json) as progress:
+            if settings.tp == 1:
+                return load_target_model(settings, progress)
+            self._ranks = start_group(settings, on_rank_lost, progress)
         return self._ranks.decoder
 
     def _warm_up(self, settings: TargetSettings, runner: ModelRunner, plan: GraphPlan) -> None:

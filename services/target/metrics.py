@@ -44,9 +44,15 @@ MAX_DEPTHS = 16
 
 
 class TargetMetrics:
-    """The metrics of one engine, in a separate registry. Engine thread only, except for `render`."""
+    """The metrics of one engine, in a separate registry. Engine thread only, except for `render`.
+
+    Attributes:
+        drafted_on_device: True if the trees of the last drafted round stayed on the devices, and False if
+            they passed through the host. None before the first drafted round.
+    """
 
     def __init__(self) -> None:
+        self.drafted_on_device: bool | None = None
         self.reset()
 
     def reset(self) -> None:
@@ -172,6 +178,7 @@ class TargetMetrics:
         if answer_s is not None:
             self._rpc_s.observe(answer_s)
         if step.requested:
+            self.drafted_on_device = step.path is not DraftPath.HOST
             self._draft_s.observe(step.draft_s or draft_s)
             self._count_drafts(step)
 

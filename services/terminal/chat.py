@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
+from dataclasses import replace
 
 from rich.console import Console
 from rich.text import Text
@@ -76,37 +77,59 @@ class Chat:
             print_summary(reply, self._notes)
 
     def _answer(self, reply: Reply) -> None:
-        """Stream an answer. If the context is full, drop the oldest turns until the answer fits."""
+        """Stream an answer. If the context is full, drop the oldest turns until the answer fits.
+
+        The turns are dropped from a copy. The conversation changes only once the server has begun to answer,
+        so a message that is too long by itself leaves the conversation as it was.
+        """
         conversation = self._state.conversation
-        dropped = 0
+        shorter = replace(conversation, messages=list(conversation.messages))
         without_limit = False
+
+        def begun() -> None:
+            dropped = shorter.dropped_turns - conversation.dropped_turns
+            if dropped:
+                turns = "the oldest turn" if dropped == 1 else f"the {dropped} oldest turns"
+                total = shorter.dropped_turns
+                self._notes.print(f"[dim]The context is full: dropped {turns} ({total} so far).[/]")
+            conversation.messages[:] = shorter.messages
+            conversation.dropped_turns = shorter.dropped_turns
+            if without_limit:
+                self._notes.print("[dim]The context is almost full: the answer may be cut short.[/]")
+
         while True:
-            messages, options = conversation.request(self._trace)
+            messages, options = shorter.request(self._trace)
             if without_limit:
                 options.pop("max_tokens", None)
             try:
-                self._stream(messages, options, reply)
+                self._stream(messages, options, reply, begun)
                 return
             except OutriderError as error:
                 if error.reason != CONTEXT_FULL:
                     raise
-                if conversation.drop_oldest_turn():
-                    dropped += 1
-                    self._notes.print(
-                        f"[dim]The context is full: dropped the oldest turn ({dropped} so far).[/]"
-                    )
-                elif error.field == "max_tokens" and not without_limit:
-                    without_limit = True
-                    self._notes.print("[dim]The context is almost full: the answer may be cut short.[/]")
-                else:
+                if shorter.drop_oldest_turn():
+                    continue
+                if error.field != "max_tokens" or without_limit:
                     raise
+                without_limit = True
 
-    def _stream(self, messages: list[dict[str, str]], options: dict[str, object], reply: Reply) -> None:
+    def _stream(
+        self,
+        messages: list[dict[str, str]],
+        options: dict[str, object],
+        reply: Reply,
+        begun: Callable[[], None],
+    ) -> None:
+        """Print an answer as it arrives. Before the first piece is printed, `begun` is called."""
+        has_begun = False
         printer = WrappedPrinter(self._console) if self._console.is_terminal else None
         colours = OriginColours()
         try:
             with closing(self._client.stream_chat_events(messages, options, reply)) as events:
                 for piece, trace in events:
+                    if not has_begun:
+                        has_begun = True
+                        begun()
                     if trace is not None:
                         self._state.conversation.last_round = trace
                     for part, style in colours.pieces(piece, trace):
@@ -114,6 +137,8 @@ class Chat:
                             printer.add(part, style)
                         else:
                             self._console.file.write(part)
+            if not has_begun:
+                begun()
         finally:
             if printer and reply.text:
                 printer.finish()

@@ -34,6 +34,7 @@ class Conversation:
         system: System prompt; empty for none.
         messages: The messages so far, without the system prompt.
         last_round: The most recent traced round, or None.
+        dropped_turns: Number of turns that were dropped because the context was full.
     """
 
     options: dict[str, int | float] = field(default_factory=dict)
@@ -41,6 +42,7 @@ class Conversation:
     system: str = ""
     messages: list[dict[str, str]] = field(default_factory=list)
     last_round: dict[str, Any] | None = None
+    dropped_turns: int = 0
 
     def set_option(self, name: str, value: str) -> None:
         """Set an option from text; the value `default` removes it.
@@ -80,6 +82,7 @@ class Conversation:
         del self.messages[0]
         while len(self.messages) > 1 and self.messages[0]["role"] == "assistant":
             del self.messages[0]
+        self.dropped_turns += 1
         return True
 
     def save(self, path: Path) -> None:
@@ -124,6 +127,7 @@ class Conversation:
         self.system = str(body.get("system") or "")
         self.messages = [{"role": one["role"], "content": one["content"]} for one in body["messages"]]
         self.last_round = None
+        self.dropped_turns = 0
 
 
 def _are_messages(body: dict[str, Any]) -> bool:

@@ -60,6 +60,7 @@ def _help(state: ChatState, argument: str, console: Console) -> None:
 def _reset(state: ChatState, argument: str, console: Console) -> None:
     state.conversation.messages.clear()
     state.conversation.last_round = None
+    state.conversation.dropped_turns = 0
     console.print("[dim]The chat is empty.[/]")
 
 

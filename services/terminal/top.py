@@ -16,10 +16,15 @@ from rich.text import Text
 
 from outrider.services.clients.rest import RestClient
 from outrider.services.terminal.keys import typed_keys
+from outrider.services.terminal.reasons import chosen, why_decided, why_no_draft
 from outrider.shared.base.errors import ErrorCode, OutriderError
 
 STATUS = "/status.json"
 SHOWN_ERRORS = 5
+SHOWN_DEPTHS = 6
+NO_DRAFT = 'outrider_draft_fallback_total{reason="'
+LABEL_END = '"}'
+TRANSPORTS = {"inproc": "in process", "ipc": "IPC", "grpc": "gRPC"}
 REFRESH_S = 0.1
 FATAL = (ErrorCode.UNAUTHENTICATED, ErrorCode.NOT_FOUND)
 
@@ -79,9 +84,12 @@ def render(status: Mapping[str, Any], before: Mapping[str, Any] | None) -> Rende
     panels.add_column(ratio=1)
     panels.add_row(_panel("Services", _services(status)), _panel("Load", _load(status, before)))
     panels.add_row(_panel("KV cache", _memory(status)), _panel("Speculation", _speculation(status, before)))
+    panels.add_row(_panel("Memory and graphs", _resources(status)), _panel("Acceptance", _depths(status)))
     model = status["model"]
     title = f"{', '.join(model['names'])} on {model['device']}, {model['dtype']}" if model else "no target"
     parts: list[RenderableType] = [Text.assemble(("outrider top  ", "bold"), (title, "dim")), panels]
+    if decided := _decision(status):
+        parts.append(_panel("What the controller chose", decided))
     if len(status.get("targets", ())) > 1:
         parts.append(_panel("Targets", _targets(status["targets"])))
     if status["errors"]:
@@ -161,6 +169,8 @@ def _load(status: Mapping[str, Any], before: Mapping[str, Any] | None) -> Table:
         ("running", f"{target['running']} of {target['max_running_requests']}" if target else None),
         ("waiting, target", target["waiting"] if target else None),
         ("waiting, gateway", f"{gateway['waiting']} of {gateway['max_queued_requests']}"),
+        ("prompt tokens waiting", gateway.get("waiting_prompt_tokens")),
+        ("generated tokens", target["generated_tokens"] if target else None),
     )
 
 
@@ -185,12 +195,68 @@ def _found(metrics: Mapping[str, float]) -> str | None:
 
 def _speculation(status: Mapping[str, Any], before: Mapping[str, Any] | None) -> Table:
     target, metrics = status["target"], status["metrics"]
+    speedup = metrics.get("outrider_estimated_speedup")
     return _pairs(
         ("algorithm", target["draft"]["algorithm"] if target else None),
         ("accept length", f"{target['accept_length']:.2f}" if target and target["accept_length"] else None),
+        ("estimated speed-up", f"{speedup:.2f} ×" if speedup else None),
         ("draft time", _mean_ms("draft_seconds", metrics, before)),
         ("verify time", _mean_ms("verify_seconds", metrics, before)),
     )
+
+
+def _resources(status: Mapping[str, Any]) -> Table:
+    used = (status["target"] or {}).get("resources")
+    if not used:
+        return _pairs(("target", None))
+    gpu = f"{_size(used['gpu_used_bytes'])} of {_size(used['gpu_total_bytes'])}"
+    return _pairs(
+        ("weights", _size(used["weight_bytes"])),
+        ("KV cache", _size(used["kv_bytes"])),
+        ("process", _size(used["process_bytes"])),
+        ("GPU", gpu if used["gpu_total_bytes"] else "none"),
+        ("CUDA graphs", f"{used['graphs_recorded']} recorded, {used['graphs_left']} left"),
+        ("memory of graphs", _size(used["graph_bytes"])),
+        ("transport of drafts", _transport(used)),
+    )
+
+
+def _size(number: int) -> str | None:
+    """Return a number of bytes in GiB or MiB, or None for 0. The operator's page uses the same form."""
+    if not number:
+        return None
+    return f"{number / 2**30:.1f} GiB" if number >= 2**30 else f"{number / 2**20:.1f} MiB"
+
+
+def _transport(used: Mapping[str, Any]) -> str:
+    name = TRANSPORTS.get(used["draft_transport"])
+    way = {True: ", on the device", False: ", through the host"}.get(used["draft_on_device"], "")
+    return name + way if name else "no draft"
+
+
+def _depths(status: Mapping[str, Any]) -> Table:
+    """Return the share of drafted rounds that accepted each depth."""
+    metrics: Mapping[str, float] = status["metrics"]
+    shares: list[float] = []
+    drafts = metrics.get("outrider_spec_decode_num_drafts_total", 0.0)
+    while accepted := metrics.get(f'outrider_accepted_tokens_total{{depth="{len(shares) + 1}"}}'):
+        shares.append(accepted / drafts)
+    rows = [(f"depth {depth}", f"{share:.1%}") for depth, share in enumerate(shares[:SHOWN_DEPTHS], 1)]
+    return _pairs(*rows) if rows else _pairs(("drafted rounds", None))
+
+
+def _decision(status: Mapping[str, Any]) -> Table | None:
+    """Return the controller's last decision and the rounds without a draft, in words."""
+    auto = (status["target"] or {}).get("auto")
+    missing = [
+        f"{why_no_draft(name[len(NO_DRAFT) : -len(LABEL_END)])} ({count:.0f})"
+        for name, count in status["metrics"].items()
+        if name.startswith(NO_DRAFT) and count
+    ]
+    rows = [("last choice", chosen(auto)), ("reason", why_decided(auto))] if auto else []
+    if missing:
+        rows.append(("rounds that got no draft", "; ".join(missing)))
+    return _pairs(*rows) if rows else None
 
 
 def _mean_ms(name: str, metrics: Mapping[str, float], before: Mapping[str, Any] | None) -> str | None:

@@ -10,6 +10,20 @@ TREE_WIDTHS = (2, 4, 8)
 TREE_NODES = (8, 16, 32, 64)
 
 
+class AutoLimits(DraftShape):
+    """Mode `auto` within limits: the largest depth, width and number of nodes of a round.
+
+    In measurements, mode `auto` with its limits takes the place of a shape.
+    """
+
+    __slots__ = ()
+
+    @property
+    def shape(self) -> DraftShape:
+        """The largest shape within the limits."""
+        return DraftShape(self.depth, self.topk, self.max_nodes)
+
+
 def candidate_shapes(largest: DraftShape) -> list[DraftShape]:
     """Return the shapes of chains and trees that a server allows.
 
@@ -35,7 +49,12 @@ def candidate_shapes(largest: DraftShape) -> list[DraftShape]:
 
 
 def shape_name(shape: DraftShape) -> str:
-    """Return the name of a shape: ``plain``, ``chain 3`` or ``tree 5/4/16`` (depth, topk, nodes)."""
+    """Return the name of a shape: ``plain``, ``chain 3`` or ``tree 5/4/16`` (depth, topk, nodes).
+
+    The name of mode `auto` is ``auto``, whatever its limits are.
+    """
+    if isinstance(shape, AutoLimits):
+        return "auto"
     if not shape.drafts:
         return "plain"
     if shape.topk == 1:

@@ -61,7 +61,10 @@ def tune(
     ),
     exhaustive: Annotated[
         bool,
-        typer.Option("--exhaustive", help="Measure every shape instead of predicting. This takes long."),
+        typer.Option(
+            "--exhaustive",
+            help="Measure every shape instead of those with the best predictions. This takes long.",
+        ),
     ] = False,
     check: Annotated[
         int,
@@ -76,7 +79,8 @@ def tune(
     plot: Annotated[
         Path | None,
         typer.Option(
-            help="Draw the speed-up of the shapes: with speed.svg, write speed-light.svg and speed-dark.svg.",
+            help="Draw the speed-up of mode auto and the shapes: with speed.svg, write speed-light.svg and "
+            "speed-dark.svg.",
             metavar="FILE",
             show_default="none",
         ),
@@ -85,10 +89,10 @@ def tune(
         bool, typer.Option("--json", help="Print one JSON object instead of a table.")
     ] = False,
 ) -> None:
-    """Find the best tree shape for your pair, device and prompts, and write a profile.
+    """Find the best mode and tree shape for your pair, device and prompts, and write a profile.
 
-    Records the trees of one run to predict the accept length of every shape, and measures the best shapes on
-    a running server. `outrider up --profile FILE` loads the profile.
+    Records the trees of one run to predict the accept length of every shape. Measures plain decoding, mode
+    auto and the best shapes on a running server. `outrider up --profile FILE` loads the profile.
     """
     from outrider.services.hub.pair import demo_name, pair_folders
     from outrider.services.stack.options import StackOptions

@@ -20,9 +20,11 @@ from outrider.services.tune.live import LiveClient
 from outrider.services.tune.plot import write_pictures
 from outrider.services.tune.profile import profile_text, write_profile
 from outrider.services.tune.report import print_result, result_json
+from outrider.services.tune.run_count import RunCount
 from outrider.services.tune.search import TuneSizes, search
 from outrider.shared.base.errors import ConfigurationError
 from outrider.shared.nn.open import read_model_config
+from outrider.shared.obs.progress import Progress
 from outrider.shared.spec.tree import DraftShape
 
 SHOWN_LINES_ON_FAILURE = 30
@@ -39,7 +41,7 @@ class TuneOptions:
         prompts: JSON lines file with prompts. None selects the built-in prompts.
         num_prompts, tokens: Number of prompts, and largest length of each answer in tokens.
         batches: Numbers of concurrent requests.
-        exhaustive: True to measure every shape instead of predicting.
+        exhaustive: True to measure every shape instead of those with the best predictions.
         check: Number of passes that compare the chosen shape with the best of all shapes; 0 for no check.
         output: The profile file to write.
         plot: Name of the SVG pictures to write, or None. The name of the colour theme is added to this name.
@@ -61,7 +63,7 @@ class TuneOptions:
 
 
 def run_tune(options: TuneOptions) -> int:
-    """Run `outrider tune`: search for the best tree shapes, write the profile file and print the result.
+    """Run `outrider tune`: search for the best mode and shapes, write the profile, and print the result.
 
     Returns:
         The exit code, 0.
@@ -88,8 +90,10 @@ def run_tune(options: TuneOptions) -> int:
             exhaustive=options.exhaustive,
             check=options.check,
         )
-        live = LiveClient(url, client.model, options.api_key)
-        result = search(live, prompts, sizes, lambda line: _print_step(progress, line))
+        with Progress("tune", 1.0, counts=False, console=progress) as bar:
+            count = RunCount(bar, sizes)
+            live = LiveClient(url, client.model, options.api_key, count.ran)
+            result = search(live, prompts, sizes, lambda line: _print_step(progress, line), count.batch_done)
         target = client.model
     draft = options.stack.draft.name if options.stack.draft else options.stack.algorithm.value
     write_profile(options.output, profile_text(result, target, draft))
@@ -111,7 +115,7 @@ def introduction(options: TuneOptions, num_prompts: int) -> list[str]:
     what = "every tree shape" if options.exhaustive else "the most promising tree shapes"
     extra = " --check adds a measurement of every shape." if options.check else ""
     return [
-        f"Measures plain decoding and {what} on {num_prompts} prompts, with answers of up to "
+        f"Measures plain decoding, mode auto and {what} on {num_prompts} prompts, with answers of up to "
         f"{options.tokens} tokens, for {batches} requests at a time.{extra}",
         "With the default flags and the embedded pair, this takes two to four minutes on two CPU cores. "
         "Larger models take longer. Ctrl-C stops it.",

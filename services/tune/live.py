@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
 
+from outrider.services.tune.candidates import AutoLimits
 from outrider.shared.base.errors import OutriderError, UnavailableError
 from outrider.shared.spec.tree import DraftShape
 
@@ -62,15 +63,19 @@ class LiveClient:
         url: REST address of the server.
         model: Name of the model.
         api_key: API key to send, if any.
+        on_run: Called after each run.
 
     Raises:
         UnavailableError: The server cannot be reached, or the connection breaks.
         OutriderError: The server refuses a request. The exception has the server's message.
     """
 
-    def __init__(self, url: str, model: str, api_key: str | None = None) -> None:
+    def __init__(
+        self, url: str, model: str, api_key: str | None = None, on_run: Callable[[], None] = lambda: None
+    ) -> None:
         self._url = url
         self._model = model
+        self._on_run = on_run
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
 
     def run(
@@ -86,12 +91,15 @@ class LiveClient:
 
         Args:
             prompts: Prompts as token ids.
-            shape: Shape of the draft trees. `NO_DRAFT` switches speculation off.
+            shape: Shape of the draft trees. `NO_DRAFT` switches speculation off. `AutoLimits` selects mode
+                `auto` within these limits.
             streams: Number of concurrent requests.
             tokens: Largest length of each answer, in tokens.
             trace: True to request the trace of each round.
         """
-        return asyncio.run(self._run(list(prompts), shape, streams, tokens, trace))
+        done = asyncio.run(self._run(list(prompts), shape, streams, tokens, trace))
+        self._on_run()
+        return done
 
     async def _run(
         self, prompts: list[Sequence[int]], shape: DraftShape, streams: int, tokens: int, trace: bool
@@ -116,7 +124,7 @@ class LiveClient:
         speculation: dict[str, Any] = {"mode": "off", "trace": trace}
         if shape.drafts:
             sizes = {"depth": shape.depth, "topk": shape.topk, "max_nodes": shape.max_nodes}
-            speculation |= {"mode": "on", **sizes}
+            speculation |= {"mode": "auto" if isinstance(shape, AutoLimits) else "on", **sizes}
         return {
             "model": self._model,
             "prompt": list(prompt),

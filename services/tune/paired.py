@@ -3,7 +3,8 @@
 The speed of a single run varies by several percent on a busy machine. Each pass therefore runs all shapes one
 after the other, and only speeds of the same pass are compared. Every other pass runs the shapes in reverse
 order, so that a machine that becomes faster or slower favours no shape. A shape is dropped after some passes
-if another shape was faster in every pass.
+if another shape was faster in every pass. Mode `auto` takes part in every pass, but does not prolong the
+measurement.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from statistics import median
 
+from outrider.services.tune.candidates import AutoLimits
 from outrider.shared.spec.tree import NO_DRAFT, DraftShape
 
 EQUAL = 0.02
@@ -45,21 +47,23 @@ class PairedSpeeds:
         return {shape: plain * median(self.ratios(shape)) for shape in self.shapes}
 
     def contenders(self) -> list[DraftShape]:
-        """Return `NO_DRAFT` and the shapes that may still turn out to be the fastest ones.
+        """Return `NO_DRAFT`, mode `auto`, and the shapes that may still turn out to be the fastest ones.
 
         If the speeds of all these shapes differ by less than `EQUAL`, it does not matter which of them is
         chosen. No shape is then left to measure, and only `NO_DRAFT` is returned.
         """
         speeds = self.speeds()
-        first = max(self.passes[-1], key=lambda shape: speeds[shape])
+        auto = [shape for shape in self.passes[-1] if isinstance(shape, AutoLimits)]
+        shapes = [shape for shape in self.passes[-1] if not isinstance(shape, AutoLimits)]
+        first = max(shapes, key=lambda shape: speeds[shape])
         left = []
-        for shape in self.passes[-1]:
+        for shape in shapes:
             ratios = self.ratios(shape, first)
             if max(ratios) >= 1 or median(ratios) > 1 - EQUAL:
                 left.append(shape)
         if all(abs(ratio - 1) < EQUAL for shape in left for ratio in self.ratios(shape, first)):
             return [NO_DRAFT]
-        return list(dict.fromkeys([NO_DRAFT, *left]))
+        return list(dict.fromkeys([NO_DRAFT, *left, *auto]))
 
 
 def measure_paired(run: Run, shapes: Sequence[DraftShape], least: int, most: int) -> PairedSpeeds:
@@ -67,7 +71,7 @@ def measure_paired(run: Run, shapes: Sequence[DraftShape], least: int, most: int
 
     Args:
         run: Function that answers the prompts with a given shape.
-        shapes: The shapes, without `NO_DRAFT`.
+        shapes: The shapes, without `NO_DRAFT`. `AutoLimits` stands for mode `auto`.
         least: Number of passes in which all shapes take part.
         most: Largest number of passes. Measuring ends earlier if the fastest shape is known.
     """

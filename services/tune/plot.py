@@ -17,7 +17,7 @@ MOST_TICKS = 8
 
 
 def picture(result: TuneResult, target: str, draft: str, theme: Theme) -> str:
-    """Return an SVG bar chart of the speeds of tree shapes.
+    """Return an SVG bar chart of the speeds of mode `auto` and of tree shapes.
 
     Args:
         result: The result of the search.

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from outrider.services.tune.candidates import shape_name
 from outrider.services.tune.search import TuneResult
 from outrider.shared.base.errors import ConfigurationError
-from outrider.shared.spec.tree import NO_DRAFT
+from outrider.shared.base.generation import SpeculationMode
+from outrider.shared.spec.tree import DraftShape
+
+EXPLANATIONS = {
+    SpeculationMode.AUTO: "The server chooses shapes within these limits, or decodes without drafts.",
+    SpeculationMode.ON: "This shape was faster than mode auto for every number of requests.",
+    SpeculationMode.OFF: "Drafting did not pay. Requests can still ask for drafts with mode auto or on.",
+}
+"""Mode → comment in the profile."""
 
 
 def profile_text(result: TuneResult, target: str, draft: str) -> str:
@@ -30,19 +39,26 @@ def profile_text(result: TuneResult, target: str, draft: str) -> str:
             key=lambda found: -found[1],
         )
         found = ", ".join(f"{shape_name(shape)} {speedup:.2f}" for shape, speedup in speedups)
+        if one.auto_speedup is not None:
+            found = f"auto {one.auto_speedup:.2f}, {found}"
         lines.append(f"# {one.batch} requests at a time: {found}")
-    shape = result.shape
-    if shape == NO_DRAFT:
-        return "\n".join([*lines, "#", "# Drafting did not pay for any number of requests.", ""])
-    return "\n".join(
-        [
-            *lines,
-            f"num_steps = {shape.depth}",
-            f"topk = {shape.topk}",
-            f"num_draft_tokens = {shape.max_nodes}",
-            "",
-        ]
-    )
+    lines += ["#", f"# {EXPLANATIONS[result.mode]}"]
+    for name, value in profile_values(result).items():
+        lines.append(f"{name} = {json.dumps(value)}")
+    return "\n".join([*lines, ""])
+
+
+def profile_values(result: TuneResult) -> dict[str, str | int]:
+    """Return the options of `outrider up` in the profile: the mode, and the shape unless the mode is off."""
+    values: dict[str, str | int] = {"speculation_mode": result.mode.value}
+    if result.mode is SpeculationMode.OFF:
+        return values
+    return values | shape_json(result.default_shape)
+
+
+def shape_json(shape: DraftShape) -> dict[str, int]:
+    """Return a shape under the names of the options of `outrider up`."""
+    return {"num_steps": shape.depth, "topk": shape.topk, "num_draft_tokens": shape.max_nodes}
 
 
 def write_profile(path: Path, text: str) -> None:

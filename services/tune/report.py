@@ -1,14 +1,17 @@
-"""Prints the result of `outrider tune`: a table of shapes, and the speed-up of each as bars."""
+"""Prints the result of `outrider tune`: a table of mode `auto` and the shapes, with speed-ups as bars."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from outrider.services.tune.candidates import shape_name
+from outrider.services.tune.candidates import AutoLimits, shape_name
+from outrider.services.tune.profile import profile_values, shape_json
 from outrider.services.tune.search import BatchResult, Check, TuneResult
+from outrider.shared.base.generation import SpeculationMode
 from outrider.shared.spec.tree import NO_DRAFT, DraftShape
 
 SHOWN = 12
@@ -48,12 +51,14 @@ def print_result(result: TuneResult, console: Console) -> None:
             speedups = (shown_speedup(one, shape)[0] for one in result.batches)
             bars = ("█" * max(1, round(bar_chars * speedup / most)) for speedup in speedups)
             cells = [f"{value} {bar}" for value, bar in zip(row, bars, strict=True)]
-        table.add_row(name, f"{result.accept_lengths.get(shape, 1.0):.2f}", *cells)
+        length = "" if shape == result.limits else f"{result.accept_lengths.get(shape, 1.0):.2f}"
+        table.add_row(name, length, *cells)
     console.print(table)
     if result.shape == NO_DRAFT:
-        console.print("Drafting does not pay for this pair, device and prompts. Mode auto decodes plainly.")
+        console.print("Drafting does not pay for this pair, device and prompts.")
     else:
         console.print(f"best shape for these numbers of requests: [bold]{shape_name(result.shape)}[/]")
+    console.print(mode_line(result))
     if note := slower_note(result):
         console.print(note)
     for one in result.batches:
@@ -65,22 +70,35 @@ def print_result(result: TuneResult, console: Console) -> None:
     console.print(f"searched for {result.seconds:.0f} s")
 
 
+def mode_line(result: TuneResult) -> str:
+    """Return a line with the best mode and, unless the mode is off, the default shape of the profile."""
+    name = shape_name(result.default_shape)
+    return {
+        SpeculationMode.AUTO: f"best mode: [bold]auto[/], with shapes up to {name}",
+        SpeculationMode.ON: f"best mode: [bold]on[/], with {name}",
+        SpeculationMode.OFF: "best mode: [bold]off[/]",
+    }[result.mode]
+
+
 def slower_note(result: TuneResult) -> str:
     """Return a line with the batch sizes at which the best shape is slower than plain decoding, or ''."""
     if result.shape == NO_DRAFT:
         return ""
+    there = " There, mode auto decodes plainly or with a smaller shape."
     speedups = [(one.batch, shown_speedup(one, result.shape)[0]) for one in result.batches]
     slower = [f"{batch} ({speedup:.2f} ×)" for batch, speedup in speedups if round(speedup, 2) < 1]
     if not slower:
         return ""
     return (
         f"{shape_name(result.shape)} is slower than plain decoding for these numbers of requests at a time: "
-        f"{', '.join(slower)}. There, mode auto decodes plainly or with a smaller shape."
+        f"{', '.join(slower)}." + (there if result.mode is SpeculationMode.AUTO else "")
     )
 
 
 def shown_speedup(one: BatchResult, shape: DraftShape) -> tuple[float, bool]:
     """Return the speed-up of a shape, and whether it was measured instead of predicted."""
+    if isinstance(shape, AutoLimits):
+        return one.auto_speedup or 1.0, one.auto is not None
     speedup = one.speedup(shape)
     return (one.predicted.get(shape, 1.0), False) if speedup is None else (speedup, True)
 
@@ -88,7 +106,10 @@ def shown_speedup(one: BatchResult, shape: DraftShape) -> tuple[float, bool]:
 def result_json(result: TuneResult) -> dict[str, Any]:
     """Return the result as JSON values."""
     return {
+        "mode": result.mode.value,
+        "limits": None if result.limits is None else shape_json(result.limits),
         "shape": shape_json(result.shape),
+        "profile": profile_values(result),
         "seconds": round(result.seconds, 2),
         "accept_lengths": {
             shape_name(shape): round(length, 3) for shape, length in result.accept_lengths.items()
@@ -98,11 +119,10 @@ def result_json(result: TuneResult) -> dict[str, Any]:
                 "batch": one.batch,
                 "best": shape_name(one.best),
                 "seconds": round(one.seconds, 2),
-                "tokens_per_s": {shape_name(shape): round(speed, 2) for shape, speed in one.measured.items()},
-                "ratios_to_plain": {
-                    shape_name(shape): [round(ratio, 3) for ratio in ratios]
-                    for shape, ratios in one.ratios.items()
-                },
+                "tokens_per_s": {shape_name(shape): round(speed, 2) for shape, speed in one.measured.items()}
+                | ({} if one.auto is None else {"auto": round(one.auto, 2)}),
+                "ratios_to_plain": rounded(one.ratios),
+                "ratios_to_auto": rounded(one.to_auto),
                 "predicted_speedup": {
                     shape_name(shape): round(speed, 3) for shape, speed in one.predicted.items()
                 },
@@ -111,6 +131,11 @@ def result_json(result: TuneResult) -> dict[str, Any]:
             for one in result.batches
         ],
     }
+
+
+def rounded(ratios: Mapping[DraftShape, Sequence[float]]) -> dict[str, list[float]]:
+    """Return the ratios of each pass by the names of the shapes."""
+    return {shape_name(shape): [round(ratio, 3) for ratio in passes] for shape, passes in ratios.items()}
 
 
 def check_json(check: Check) -> dict[str, Any]:
@@ -124,13 +149,8 @@ def check_json(check: Check) -> dict[str, Any]:
     }
 
 
-def shape_json(shape: DraftShape) -> dict[str, int]:
-    """Return a shape as JSON values."""
-    return {"num_steps": shape.depth, "topk": shape.topk, "num_draft_tokens": shape.max_nodes}
-
-
 def shown_shapes(result: TuneResult) -> list[DraftShape]:
-    """Return plain decoding, the measured shapes, and the shapes with the best predictions."""
+    """Return plain decoding, mode `auto`, the measured shapes, and the shapes with the best predictions."""
     measured = {shape for one in result.batches for shape in one.measured}
     first = result.batches[0]
 
@@ -141,4 +161,5 @@ def shown_shapes(result: TuneResult) -> list[DraftShape]:
         (shape for shape in result.accept_lengths if shape not in measured), key=lambda s: -value(s)
     )
     shown = sorted(measured - {NO_DRAFT}, key=lambda s: -value(s))
-    return [NO_DRAFT, *(shown + rest)[:SHOWN]]
+    auto = [] if result.limits is None else [result.limits]
+    return [NO_DRAFT, *auto, *(shown + rest)[:SHOWN]]

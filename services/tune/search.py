@@ -1,15 +1,16 @@
-"""Finds the best tree shape for each batch size: predicts the speed of all shapes, and measures the best.
+"""Finds the best tree shapes and the best mode: predicts the speed of all shapes, and measures the best.
 
 1. Answer the prompts once with the largest tree, and record the trees of all rounds. From these trees,
    predict the accept length of every shape (`replay`).
 2. For each batch size, run a few rounds of a few shapes. From the times of these rounds, predict the time of
-   a round of every shape (`round_times`).
-3. The predicted speed of a shape is its accept length, divided by the time of its round. Measure plain
-   decoding and the shapes with the best predictions in alternating passes over the prompts (`paired`).
+   a round of every shape (`round_times`). The predicted speed of a shape is its accept length, divided by the
+   time of its round. From the predicted speeds, choose the limits of mode `auto` (`modes`).
+3. For each batch size, measure plain decoding, mode `auto` and the shapes with the best predictions in
+   alternating passes over the prompts (`paired`).
 4. If the user requests a check, measure all shapes. Then compare the shape chosen in step 3 with the best of
    all shapes, again in alternating passes.
 
-The server is never restarted, because every request can have its own shape.
+The server is never restarted, because every request can have its own mode and shape.
 """
 
 from __future__ import annotations
@@ -19,11 +20,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
 
-from outrider.services.tune.candidates import candidate_shapes, shape_name
+from outrider.services.tune.candidates import AutoLimits, candidate_shapes, shape_name
 from outrider.services.tune.live import LiveClient, LiveRun
+from outrider.services.tune.modes import choose_limits, faster
 from outrider.services.tune.paired import Run, measure_paired
 from outrider.services.tune.replay import RecordedTree, accept_length
 from outrider.services.tune.round_times import RoundTimes, probe_shapes
+from outrider.shared.base.generation import SpeculationMode
 from outrider.shared.spec.tree import NO_DRAFT, DraftShape
 
 LARGEST_RECORDED = DraftShape(10, 8, 64)
@@ -92,6 +95,8 @@ class BatchResult:
             predictions of measured shapes match the measured speeds.
         measured: Shape → measured speed, in tokens per second of all requests together. Includes `NO_DRAFT`.
         ratios: Shape → speed relative to plain decoding in each pass.
+        auto: Measured speed of mode `auto`, in tokens per second. None if it was not measured.
+        to_auto: Shape → speed relative to mode `auto` in each pass. Includes `NO_DRAFT`.
         seconds: Duration of the search for this batch size, without the check.
         check: The comparison with the best of all shapes. None if no check was requested.
     """
@@ -100,12 +105,14 @@ class BatchResult:
     predicted: Mapping[DraftShape, float]
     measured: Mapping[DraftShape, float]
     ratios: Mapping[DraftShape, Sequence[float]] = field(default_factory=dict)
+    auto: float | None = None
+    to_auto: Mapping[DraftShape, Sequence[float]] = field(default_factory=dict)
     seconds: float = 0.0
     check: Check | None = None
 
     @property
     def best(self) -> DraftShape:
-        """The fastest measured choice, which may be plain decoding."""
+        """The fastest measured shape, which may be plain decoding."""
         return max(self.measured, key=lambda shape: self.measured[shape])
 
     def speedup(self, shape: DraftShape) -> float | None:
@@ -113,6 +120,11 @@ class BatchResult:
         if shape not in self.measured:
             return None
         return self.measured[shape] / self.measured[NO_DRAFT]
+
+    @property
+    def auto_speedup(self) -> float | None:
+        """The measured speed of mode `auto` relative to plain decoding; None if it was not measured."""
+        return None if self.auto is None else self.auto / self.measured[NO_DRAFT]
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,21 +135,50 @@ class TuneResult:
         accept_lengths: Shape → predicted accept length.
         batches: The results for each batch size.
         seconds: Duration of the search.
+        limits: The limits of mode `auto`. None if mode `auto` was not measured.
+        shape: The measured shape that is the best one over all batch sizes.
+        mode: The best mode. With `ON`, requests use `shape`, and with `AUTO`, shapes within `limits`.
     """
 
     accept_lengths: Mapping[DraftShape, float]
     batches: Sequence[BatchResult]
     seconds: float = 0.0
+    limits: AutoLimits | None = None
     shape: DraftShape = field(init=False)
+    mode: SpeculationMode = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "shape", self._overall())
+        object.__setattr__(self, "mode", self._best_mode())
+
+    @property
+    def default_shape(self) -> DraftShape:
+        """The default shape of a server in the best mode. It also limits the shapes of mode `auto`."""
+        return self.limits.shape if self.mode is SpeculationMode.AUTO and self.limits else self.shape
+
+    def _best_mode(self) -> SpeculationMode:
+        """Return the best mode.
+
+        The mode is `OFF` if no draft pays at any batch size. Otherwise, it is `AUTO`, unless the best shape
+        or plain decoding is faster than mode `auto` at every batch size by more than the noise.
+        """
+        gains = [[1 / ratio for ratio in one.to_auto.get(NO_DRAFT, ())] for one in self.batches]
+        if self.shape == NO_DRAFT and not any(faster(gain) for gain in gains):
+            return SpeculationMode.OFF
+        better = [
+            shape
+            for shape in (self.shape, NO_DRAFT)
+            if all(faster(one.to_auto.get(shape, ())) for one in self.batches)
+        ]
+        if not better:
+            return SpeculationMode.AUTO
+        return SpeculationMode.ON if better[0].drafts else SpeculationMode.OFF
 
     def _overall(self) -> DraftShape:
         """Return the measured tree shape with the best mean speed-up over all batch sizes.
 
-        A speed-up below 1 counts as 1, because the speculation mode ``auto`` then decodes without drafts. The
-        result is `NO_DRAFT` if no shape is faster than plain decoding.
+        A speed-up below 1 counts as 1, because mode `auto` then decodes without drafts. The result is
+        `NO_DRAFT` if no shape is faster than plain decoding at any batch size at which it was measured.
         """
         best, most = NO_DRAFT, 1.0
         for shape in self.accept_lengths:
@@ -146,8 +187,7 @@ class TuneResult:
                 speedup = one.speedup(shape)
                 product *= max(1.0, one.predicted[shape] if speedup is None else speedup)
             mean = product ** (1 / len(self.batches))
-            measured = any(shape in one.measured for one in self.batches)
-            if measured and mean > most:
+            if mean > most and any((one.speedup(shape) or 0.0) > 1 for one in self.batches):
                 best, most = shape, mean
         return best
 
@@ -157,14 +197,16 @@ def search(
     prompts: Sequence[Sequence[int]],
     sizes: TuneSizes,
     progress: Callable[[str], None] = lambda _: None,
+    batch_done: Callable[[], None] = lambda: None,
 ) -> TuneResult:
-    """Find the best tree shape for each batch size.
+    """Find the best tree shapes for each batch size, and the best mode for all batch sizes.
 
     Args:
         client: Client of the running server.
         prompts: Prompts as token ids.
         sizes: The amount of work.
         progress: Called with a text line at each step.
+        batch_done: Called when the measurements of a batch size are complete.
 
     Raises:
         OutriderError: A request failed.
@@ -172,36 +214,41 @@ def search(
     started = time.perf_counter()
     candidates = candidate_shapes(sizes.largest)
     # 1. Record trees, and predict accept lengths.
-    lengths: dict[DraftShape, float] = {}
-    if not sizes.exhaustive:
-        lengths = _accept_lengths(client, prompts, sizes, candidates)
-        progress(f"recorded trees: {len(candidates)} shapes have a predicted accept length")
-    results = []
+    lengths = _accept_lengths(client, prompts, sizes, candidates)
+    progress(f"recorded trees: {len(candidates)} shapes have a predicted accept length")
+    # 2. Predict speeds.
+    predicted: dict[int, dict[DraftShape, float]] = {}
+    predicting_s: dict[int, float] = {}
     for batch in sizes.batches:
         began = time.perf_counter()
-        # 2. Predict speeds.
-        predicted: dict[DraftShape, float] = dict.fromkeys(candidates, 1.0)
-        finalists: Sequence[DraftShape] = candidates
-        if not sizes.exhaustive:
-            times = _round_times(client, prompts, candidates, batch)
-            predicted = _speeds(lengths, times)
-            finalists = _finalists(predicted)
-            progress(f"batch {batch}: the best predictions are {', '.join(map(shape_name, finalists))}")
+        predicted[batch] = _speeds(lengths, _round_times(client, prompts, candidates, batch))
+        predicting_s[batch] = time.perf_counter() - began
+        best = ", ".join(map(shape_name, _finalists(predicted[batch])))
+        progress(f"batch {batch}: the best predictions are {best}")
+    limits = choose_limits(predicted)
+    progress(f"the limits of mode auto are those of {shape_name(limits.shape)}")
+    results = []
+    for batch in sizes.batches:
+        began = time.perf_counter() - predicting_s[batch]
         # 3. Measure.
+        finalists = candidates if sizes.exhaustive else _finalists(predicted[batch])
         run = _runner(client, prompts, batch, sizes)
         most = sizes.passes if sizes.exhaustive else sizes.most_passes
-        paired = measure_paired(run, finalists, sizes.passes, most)
+        paired = measure_paired(run, [*finalists, limits], sizes.passes, most)
         measured = paired.speeds()
+        auto = measured.pop(limits)
         found = BatchResult(
             batch,
-            predicted if sizes.exhaustive else _calibrated(predicted, measured),
+            _calibrated(predicted[batch], measured),
             measured,
             {shape: paired.ratios(shape) for shape in measured},
+            auto,
+            {shape: paired.ratios(shape, limits) for shape in measured},
             time.perf_counter() - began,
         )
         progress(
-            f"batch {batch}: the fastest choice is {shape_name(found.best)}, "
-            f"{measured[found.best]:.0f} tokens/s"
+            f"batch {batch}: the fastest shape is {shape_name(found.best)}, "
+            f"{measured[found.best]:.0f} tokens/s; auto has {auto:.0f}"
         )
         # 4. Check the choice.
         if sizes.check:
@@ -212,9 +259,8 @@ def search(
                 f"{shape_name(found.check.best)}, the best of all shapes"
             )
         results.append(found)
-    if sizes.exhaustive:
-        lengths = dict.fromkeys(candidates, 1.0)
-    return TuneResult(lengths, results, time.perf_counter() - started)
+        batch_done()
+    return TuneResult(lengths, results, time.perf_counter() - started, limits)
 
 
 def _finalists(predicted: Mapping[DraftShape, float]) -> list[DraftShape]:

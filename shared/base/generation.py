@@ -117,6 +117,8 @@ class RoundTrace:
         verify_ms: Time spent on verification, in milliseconds.
         emitted_text: For each emitted token, the text that the token completes. The gateway sets this field
             if it has a tokenizer.
+        reason: The fallback reason if the round requested a draft and got none. Otherwise, in mode `auto`,
+            the reason of the controller's decision. Empty if neither applies.
     """
 
     round: int
@@ -127,6 +129,7 @@ class RoundTrace:
     draft_ms: float
     verify_ms: float
     emitted_text: Sequence[str] = ()
+    reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -157,5 +157,6 @@ def round_to_proto(one: RoundTrace) -> common_pb2.RoundTrace:
         emitted=one.emitted,
         draft_ms=one.draft_ms,
         verify_ms=one.verify_ms,
+        reason=one.reason,
         emitted_text=one.emitted_text,
     )

@@ -155,14 +155,27 @@ AWAITED = "awaited"
 requests the tree again in the next round, with the same `ProposalRow`."""
 
 
+@dataclass(frozen=True, slots=True)
+class DraftRoute:
+    """How a target reaches its drafter.
+
+    Attributes:
+        transport: ``none``, ``inproc``, ``ipc`` or ``grpc``.
+        features: Names of the protocol features that both sides use. Empty without a connection.
+    """
+
+    transport: str = "none"
+    features: tuple[str, ...] = ()
+
+
 class Drafter(Protocol):
     """Interface that proposes draft trees.
 
     An engine step uses only this interface for speculation.
 
     A failure of the draft never makes a method raise an error. After a failure, `propose` returns trees of
-    one node (the root), and `fallback_reason` returns the cause. All methods except `state`, `describe` and
-    `refusal` are called from the engine thread only.
+    one node (the root), and `fallback_reason` returns the cause. All methods except `state`, `describe`,
+    `route` and `refusal` are called from the engine thread only.
 
     Attributes:
         slots: Interface to the slots of a drafter in another process, if rounds are exchanged with the
@@ -175,6 +188,10 @@ class Drafter(Protocol):
     def on_device(self) -> DeviceDrafter | None:
         """This drafter, if it drafts on the target's device. None if its trees come from elsewhere."""
         return None
+
+    def route(self) -> DraftRoute:
+        """Return how the target reaches this drafter. By default, there is no transport."""
+        return DraftRoute()
 
     def describe(self) -> tuple[str, str]:
         """Return the algorithm and the model id. By default, they are empty."""

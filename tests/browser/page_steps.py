@@ -38,7 +38,7 @@ def answer_with(
     events: Sequence[tuple[dict[str, str], list[str] | None]],
     *,
     cut: int = 0,
-    speculation: dict[str, float] | None = None,
+    speculation: dict[str, Any] | None = None,
 ) -> None:
     """Answer all chats of the page with one delivery of several events.
 

@@ -24,6 +24,8 @@ def test_the_status_page_shows_services_load_charts_and_errors(
     expect(status.locator("#model")).to_contain_text("LlamaForCausalLM")
     expect(status.locator("#speculation")).to_contain_text("EAGLE3")
     expect(status.locator("#memory")).to_contain_text("of")
+    for words in ("Weights", "MiB", "0 recorded", "gRPC"):
+        expect(status.locator("#resources")).to_contain_text(words)
     row = status.locator("#errors tr").first
     expect(row).to_contain_text("max_tokens must be at least 1")
     expect(row.locator("td").nth(5)).to_have_text("2")
@@ -32,6 +34,7 @@ def test_the_status_page_shows_services_load_charts_and_errors(
     ask(page)
     expect(speed.locator("svg")).not_to_have_attribute("aria-label", "Tokens/s: 0, at most 0 in two minutes")
     expect(status.locator("#depths")).to_contain_text("Depth 5")
+    expect(status.locator("#resources")).to_contain_text("gRPC, through the host")
 
 
 def test_the_charts_begin_with_what_the_gateway_remembers(open_page: OpenPage, page: Page) -> None:

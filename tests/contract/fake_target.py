@@ -312,6 +312,13 @@ class FakeTarget(target_pb2_grpc.TargetServicer):
             running=self.live,
             draft_state="on",
             prometheus_text=self.prometheus_text,
+            resources=target_pb2.ResourceStats(
+                weight_bytes=2**30,
+                graphs_recorded=7,
+                draft_transport="ipc",
+                draft_on_device=True,
+                draft_features=["mailbox"],
+            ),
         )
 
 

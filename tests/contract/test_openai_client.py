@@ -196,6 +196,7 @@ def test_a_trace_says_every_round(client: openai.OpenAI, stack: Stack) -> None:
             "emitted_text",
             "draft_ms",
             "verify_ms",
+            "reason",
         }
         assert all(isinstance(node["text"], str) for node in one["nodes"])
         assert one["nodes"][0]["parent"] == -1

@@ -17,6 +17,8 @@ from http_calls import CHAT, client_of, error_of
 from support.toy_text import make_tokenizer
 from tool_chat import WEATHER, make_tool_tokenizer
 
+from outrider.common.v1 import common_pb2
+
 ORIGIN = {"Origin": "https://example.com"}
 PREFLIGHT = {**ORIGIN, "Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "x-a"}
 
@@ -54,6 +56,22 @@ def test_pages_of_other_origins_may_call_if_the_setting_allows_them(
         reply = open_http.get("/v1/models", headers={**ORIGIN, "Authorization": "Bearer right"})
         assert reply.headers["access-control-allow-origin"] == ORIGIN["Origin"]
         assert "X-Outrider-Ignored" in reply.headers["access-control-expose-headers"]
+
+
+def test_requests_without_a_mode_get_the_mode_of_the_gateway(
+    fake: FakeTarget, make_gateway: Callable[..., GatewayThread]
+) -> None:
+    asked = ({}, {"speculation": {"depth": 2}}, {"speculation": {"mode": "auto"}})
+    with client_of(make_gateway(speculation_mode="off")) as http:
+        for fields in asked:
+            body = {"model": "toy", "prompt": [5, 6], "max_tokens": 2, **fields}
+            assert http.post("/v1/completions", json=body).status_code == 200
+        assert http.get("/server_info").json()["speculation_mode"] == "off"
+    assert [one.speculation.mode for one in fake.seen] == [
+        common_pb2.SPECULATION_MODE_OFF,
+        common_pb2.SPECULATION_MODE_OFF,
+        common_pb2.SPECULATION_MODE_AUTO,
+    ]
 
 
 def test_the_version_and_the_documentation_are_there(http: httpx.Client) -> None:

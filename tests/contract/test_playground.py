@@ -91,6 +91,14 @@ def test_the_status_names_load_memory_speculation_and_metrics(http: httpx.Client
         "num_draft_tokens": 16,
     }
     assert status["target"]["kv_pages"].keys() == {"total", "free", "held"}
+    assert status["target"]["auto"]["reason"] == "idle"
+    used = status["target"]["resources"]
+    assert (used["weight_bytes"], used["graphs_recorded"], used["graphs_left"]) == (2**30, 7, 0)
+    assert (used["draft_transport"], used["draft_on_device"], used["draft_features"]) == (
+        "ipc",
+        True,
+        ["mailbox"],
+    )
     assert {"enabled", "hit_tokens"} <= status["target"]["prefix_cache"].keys()
     assert status["metrics"]["outrider_gateway_target_ready"] == 1
     assert not any("_bucket" in name or "_created" in name for name in status["metrics"])

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
+import httpx
 import pytest
 from support.gateway_client import Result
 from support.stack import PROMPTS, Stack, supervised
@@ -47,6 +48,15 @@ def test_alone_and_batched_agree_in_fp32(stack: Stack) -> None:
         stack.client.chat(prompt, mode=ON, max_tokens=96, seed=seed) for seed, prompt in enumerate(PROMPTS)
     ]
     assert [result.token_ids for result in batched] == [result.token_ids for result in alone]
+
+
+def test_the_status_names_memory_graphs_and_transport(stack: Stack, request: pytest.FixtureRequest) -> None:
+    run(stack, ON, 0.0)
+    used = httpx.get(f"{stack.base_url}/status.json", timeout=30).json()["target"]["resources"]
+    assert used["draft_transport"] == request.node.callspec.params["stack"]
+    assert used["draft_on_device"] is not None
+    assert used["graphs_recorded"] > 0
+    assert 0 < used["weight_bytes"] + used["kv_bytes"] < used["gpu_used_bytes"] < used["gpu_total_bytes"]
 
 
 def test_nothing_leaks(stack: Stack) -> None:

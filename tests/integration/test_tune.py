@@ -1,4 +1,4 @@
-"""`outrider tune` against a running stack: its profile starts a server with the shape that it found."""
+"""`outrider tune` against a running stack: its profile sets the mode and the shape that it found."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def tune(stack: Stack, output: Path, *flags: str) -> subprocess.CompletedProcess
     )
 
 
-def test_the_profile_has_the_best_shape(stack: Stack, tmp_path: Path) -> None:
+def test_the_profile_has_the_best_mode_and_shape(stack: Stack, tmp_path: Path) -> None:
     output = tmp_path / "profile.toml"
     done = tune(stack, output, "--json", "--plot", str(tmp_path / "speed.svg"))
     assert done.returncode == 0, done.stderr
@@ -37,10 +37,12 @@ def test_the_profile_has_the_best_shape(stack: Stack, tmp_path: Path) -> None:
     for theme in ("light", "dark"):
         assert "chain" in (tmp_path / f"speed-{theme}.svg").read_text()
     profile = tomllib.loads(output.read_text())
-    if found["shape"]["num_steps"]:
-        assert profile == found["shape"]
-    else:
-        assert profile == {}
+    assert profile == found["profile"]
+    assert profile["speculation_mode"] == found["mode"]
+    # Which mode is best depends on measured times.
+    shape = {"auto": found["limits"], "on": found["shape"], "off": {}}[found["mode"]]
+    assert profile == {"speculation_mode": found["mode"], **shape}
+    assert all(one["tokens_per_s"]["auto"] > 0 for one in found["batches"])
 
 
 def test_a_check_compares_the_choice_with_the_best_of_all_shapes(stack: Stack, tmp_path: Path) -> None:
@@ -64,6 +66,7 @@ def test_without_a_url_a_server_of_the_pair_is_started(stack: Stack, tmp_path: P
     assert done.returncode == 0, done.stderr
     # Which shapes are in the table and which one is best depends on measured times.
     assert "best shape for these numbers of requests: " in done.stdout
+    assert "best mode: " in done.stdout
     assert output.read_text().startswith("# Written by `outrider tune`.")
 
 

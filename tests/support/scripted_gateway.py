@@ -34,6 +34,7 @@ class ScriptedGateway:
     Attributes:
         bodies: Bodies of the chat requests.
         max_messages: Requests with more messages are refused, because the context is full.
+        max_characters: Requests with a longer message are refused for the same reason.
         hold: If set, an answer stops before its end until the client disconnects.
         disconnected: Set when a client closed a held answer.
         status: Reply of GET /status.json; None for an error.
@@ -43,6 +44,7 @@ class ScriptedGateway:
     def __init__(self) -> None:
         self.bodies: list[dict[str, Any]] = []
         self.max_messages = 100
+        self.max_characters = 1000
         self.hold = False
         self.disconnected = threading.Event()
         self.status: dict[str, Any] | None = None
@@ -64,7 +66,8 @@ def _handler(script: ScriptedGateway) -> type[BaseHTTPRequestHandler]:
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["content-length"])))
             script.bodies.append(body)
-            if len(body["messages"]) > script.max_messages:
+            longest = max(len(one["content"]) for one in body["messages"])
+            if len(body["messages"]) > script.max_messages or longest > script.max_characters:
                 self._error(400, "context_length_exceeded", "The prompt is too long.", "messages")
                 return
             self.send_response(200)

@@ -157,22 +157,28 @@ class Caller:
             raise self._denied(f"may set the priority {allowed}, not {asked}", "priority")
         return min(max(asked, lowest), highest)
 
-    def mode(self, asked: SpeculationMode) -> SpeculationMode:
+    def mode(
+        self, asked: SpeculationMode | None, default: SpeculationMode = SpeculationMode.AUTO
+    ) -> SpeculationMode:
         """Return the speculation mode of a request.
 
         In mode AUTO, the server decides. For an API key that may not use AUTO, the key's first allowed mode
-        is used instead of AUTO.
+        is used instead of AUTO. The same applies to a default mode that the key may not use.
+
+        Args:
+            asked: The mode that the request names, or None.
+            default: The server's mode for requests that name none.
 
         Raises:
             OutriderError: PERMISSION_DENIED, if the key may not use the requested mode.
         """
         modes = self.entry.modes
-        if asked in modes:
-            return asked
-        if asked is SpeculationMode.AUTO:
+        if (wanted := asked or default) in modes:
+            return wanted
+        if asked in (None, SpeculationMode.AUTO):
             return modes[0]
         allowed = ", ".join(mode.value for mode in modes)
-        raise self._denied(f"may use the modes {allowed}, not {asked.value}", "speculation.mode")
+        raise self._denied(f"may use the modes {allowed}, not {wanted.value}", "speculation.mode")
 
     def check_model(self, model: str) -> None:
         """Raise OutriderError (PERMISSION_DENIED) if the key may not use this model."""

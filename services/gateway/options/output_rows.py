@@ -18,7 +18,7 @@ SPECULATION_ROWS = (
         "mode",
         "auto: the server decides in which rounds it drafts; on: in every round; off: in none.",
         grpc("SpeculationOptions.mode", "SpeculationMode", 1),
-        rest("mode", _SPECULATION_MODE, Group.SPECULATION, default='"auto"'),
+        rest("mode", _SPECULATION_MODE, Group.SPECULATION),
     ),
     option(
         "depth",

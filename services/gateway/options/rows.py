@@ -37,8 +37,8 @@ class Group(Enum):
         "speculation",
         "SpeculationOptions",
         "The `speculation` object of a request. The number `max_nodes` includes the root of the draft tree."
-        "\n\nA request without this object is treated like a request with an empty object: the mode is "
-        "``auto``.",
+        "\n\nWithout this object or without a mode, the mode is that of the gateway's setting "
+        "`speculation_mode`.",
     )
     FORMS = ("sampling", "FormFields", "SGLang's fields that restrict the form of the answer.")
     SAMPLING = (

@@ -163,11 +163,13 @@ $('composer').addEventListener('submit', async (event) => {
   remember();
 });
 
+// Moves the focus only if the user has not moved it meanwhile.
 function setBusy(busy) {
+  const waits = [$('stop'), document.body].includes(document.activeElement);
   $('send').hidden = busy;
   $('stop').hidden = !busy;
   if (busy) $('stop').focus();
-  else $('prompt').focus();
+  else if (waits) $('prompt').focus();
 }
 
 $('stop').addEventListener('click', () => running?.abort());

@@ -1,5 +1,10 @@
 // Shows the numbers of a record: speed, accept length, times, the histogram by depth, and the chosen shapes.
 
+import { chosen, whyDecided, whyNoDraft } from './reasons.js';
+
+// Reasons that concern all rounds without a draft.
+const CHOICES = ['controller', 'length', 'user'];
+
 function set(id, text) {
   const element = document.getElementById(id);
   if (element.textContent !== text) element.textContent = text;
@@ -48,14 +53,15 @@ function showHistogram({ histogram }) {
   chart.setAttribute('aria-label', said.length ? `Rounds by accepted tokens. ${said.join(', ')}` : 'No rounds yet');
 }
 
-function showChoices({ shapes, settings, speculation }, raced) {
+function showChoices(record, raced) {
+  const { shapes, settings, speculation } = record;
   const list = [...shapes].sort((a, b) => b[1] - a[1]).slice(0, 4)
     .map(([shape, rounds]) => `${shape}: ${rounds} ${rounds === 1 ? 'round' : 'rounds'}`);
   const why = [];
   const mode = settings.speculation?.mode;
   if (mode === 'on') why.push('Mode “on” fixes this shape.');
   if (mode === 'off') why.push('Mode “off” decodes plainly.');
-  if (mode === 'auto') why.push('Mode “auto” lets the controller choose the shape of each round.');
+  if (mode === 'auto') why.push('Mode “auto” lets the controller choose the shape of each round.', ...decisionsOf(record));
   if (speculation?.speedup_estimate) {
     why.push(`The controller expects ${speculation.speedup_estimate.toFixed(2)} times the tokens per second of plain decoding, `
       + 'from the rounds that it has measured.');
@@ -64,7 +70,30 @@ function showChoices({ shapes, settings, speculation }, raced) {
         + 'Its result can therefore be higher or lower.');
     }
   }
-  if (speculation?.fallback_reason) why.push(`Some rounds had no draft: ${speculation.fallback_reason}.`);
+  if (mode !== 'off') why.push(...missingDrafts(record));
   set('choices', list.length ? list.join('\n') : 'No rounds yet.');
   set('choices-why', list.length ? why.join(' ') : '');
+}
+
+const counted = (counts, words) => [...counts].sort((a, b) => b[1] - a[1])
+  .map(([reason, rounds]) => `${words(reason)} (${rounds} ${rounds === 1 ? 'round' : 'rounds'})`).join('; ');
+
+// Why the rounds of an answer drafted, and the controller's last decision on this server.
+function decisionsOf({ auto, reasons }) {
+  const why = [];
+  if (reasons.drafted.size) why.push(`Why rounds drafted: ${counted(reasons.drafted, (reason) => whyDecided({ reason }))}.`);
+  if (auto) why.push(`Last decision: ${chosen(auto)}, because ${whyDecided(auto)}.`);
+  return why;
+}
+
+// How many rounds had no draft, and why. In traces of older servers, only the report of the answer names a reason.
+function missingDrafts({ numRounds, totals, speculation, settings, reasons }) {
+  const missing = numRounds - totals.draftingRounds;
+  if (!missing) return [];
+  const count = `${missing} of ${numRounds} rounds had no draft`;
+  if (reasons.missing.size) return [`${count}: ${counted(reasons.missing, whyNoDraft)}.`];
+  if (!speculation) return [];
+  const reason = speculation.fallback_reason ?? (settings.speculation?.mode === 'auto' ? 'controller' : null);
+  const where = CHOICES.includes(reason) ? 'In these rounds' : 'In at least one of them';
+  return [`${count}.`, ...(reason ? [`${where}, ${whyNoDraft(reason)}.`] : [])];
 }

@@ -32,6 +32,10 @@ export class Record {
     this.totals = { drafted: 0, accepted: 0, draftMs: 0, verifyMs: 0, draftingRounds: 0 };
     this.histogram = [];
     this.shapes = new Map();
+    // The last decision of the controller on this server, at the end of the answer.
+    this.auto = null;
+    // Number of rounds by reason: of the rounds with a draft, and of those without one.
+    this.reasons = { drafted: new Map(), missing: new Map() };
     this._queue = [];
   }
 
@@ -109,6 +113,10 @@ export class Record {
       totals.accepted += round.accepted.length;
       this.histogram[round.accepted.length] = (this.histogram[round.accepted.length] ?? 0) + 1;
     }
+    if (round.reason) {
+      const counts = drafted > 0 ? this.reasons.drafted : this.reasons.missing;
+      counts.set(round.reason, (counts.get(round.reason) ?? 0) + 1);
+    }
     const shape = shapeOf(round);
     this.shapes.set(shape, (this.shapes.get(shape) ?? 0) + 1);
   }
@@ -151,8 +159,8 @@ export class Record {
 
   // The record as the plain object that a saved trace contains.
   toObject() {
-    const { messages, settings, model, parts, speculation, usage, seed, finishReason } = this;
-    return { format: FORMAT, model, messages, settings, seed, parts, speculation, usage, finishReason };
+    const { messages, settings, model, parts, speculation, usage, seed, finishReason, auto } = this;
+    return { format: FORMAT, model, messages, settings, seed, parts, speculation, usage, finishReason, auto };
   }
 
   // Reads a saved trace. Throws an Error that says what is wrong with the file.
@@ -173,6 +181,7 @@ export class Record {
     const record = new Record(saved.messages, saved.settings ?? {}, String(saved.model ?? ''));
     for (const part of saved.parts) record._add(checked(part));
     const { speculation, usage, seed, finishReason } = saved;
+    if (Array.isArray(saved.auto?.shapes)) record.auto = { ...saved.auto, reason: String(saved.auto.reason) };
     return Object.assign(record, { speculation, usage, seed, finishReason });
   }
 }

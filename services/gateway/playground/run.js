@@ -1,6 +1,7 @@
 // Runs one streamed request and hands its parts over in batches, so that fast streams stay smooth.
 
 import { streamChat } from './api.js';
+import { noteDecision } from './decisions.js';
 
 // Text and numbers that change some 8 times a second look continuous. Every batch costs a layout and a paint.
 const MS_BETWEEN_BATCHES = 115;
@@ -27,6 +28,7 @@ export async function runChat(record, body, signal, onParts) {
       const wait = MS_BETWEEN_BATCHES - (performance.now() - flushedAt);
       timer ||= setTimeout(() => requestAnimationFrame(flushOnce), Math.max(0, wait));
     }
+    await noteDecision(record, body);
   } finally {
     clearTimeout(timer);
     ended = true;

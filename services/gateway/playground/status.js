@@ -2,11 +2,13 @@
 
 import { CallError, getJson, setKey } from './api.js';
 import { Chart } from './chart.js';
+import { chosen, whyDecided, whyNoDraft } from './reasons.js';
 import { installTheme } from './theme.js';
 
 const $ = (id) => document.getElementById(id);
 const INTERVAL_MS = 1000;
 const number = new Intl.NumberFormat('en', { maximumFractionDigits: 1 });
+const TRANSPORTS = { inproc: 'in process', ipc: 'IPC', grpc: 'gRPC' };
 const ms = (seconds) => `${(seconds * 1000).toFixed(1)} ms`;
 
 let before = null;
@@ -47,6 +49,39 @@ function showDepths(shares) {
   if (!shares.length) $('depths').textContent = 'No drafted round yet.';
 }
 
+// A number of bytes, in the form of `outrider top`.
+function size(bytes) {
+  if (!bytes) return null;
+  return bytes >= 2 ** 30 ? `${(bytes / 2 ** 30).toFixed(1)} GiB` : `${(bytes / 2 ** 20).toFixed(1)} MiB`;
+}
+
+// How the draft's trees reach the target, such as “IPC, on the device”.
+function transport(resources) {
+  const name = TRANSPORTS[resources.draft_transport];
+  const way = { true: ', on the device', false: ', through the host' }[resources.draft_on_device] ?? '';
+  return name ? name + way : 'no draft';
+}
+
+function showResources(resources) {
+  show('resources', resources ? [
+    ['Weights', size(resources.weight_bytes)], ['KV cache', size(resources.kv_bytes)],
+    ['Process', size(resources.process_bytes)],
+    ['GPU', resources.gpu_total_bytes ? `${size(resources.gpu_used_bytes)} of ${size(resources.gpu_total_bytes)}` : 'none'],
+    ['CUDA graphs', `${resources.graphs_recorded} recorded, ${resources.graphs_left} left`],
+    ['Memory of graphs', size(resources.graph_bytes)],
+    ['Transport of drafts', transport(resources)],
+    ['Draft features', resources.draft_features.join(', ').replaceAll('_', ' ') || null],
+  ] : []);
+}
+
+function showDecision(auto) {
+  show('auto', auto ? [
+    ['Last choice', chosen(auto)], ['Reason', whyDecided(auto)],
+    ['Estimated speed', auto.estimated_speedup ? `${auto.estimated_speedup.toFixed(2)} × plain decoding` : null],
+    ['Estimated round', auto.round_ms ? `${auto.round_ms.toFixed(1)} ms` : null],
+  ] : [['Last choice', null]]);
+}
+
 // A duration in words, in the form of `outrider top`.
 function duration(seconds) {
   const minutes = Math.floor(seconds / 60);
@@ -84,14 +119,19 @@ function render(status) {
   ]);
   const pages = target?.kv_pages;
   $('kv').value = pages?.total ? 1 - pages.free / pages.total : 0;
+  const queried = metric('prefix_cache_queries_total');
+  const found = queried ? metric('prefix_cache_hits_total') / queried : null;
   show('memory', [
     ['Pages in use', pages ? `${number.format(pages.total - pages.free)} of ${number.format(pages.total)}` : null],
     ['Committed tokens', metric('kv_cache_tokens{kind="committed"}')],
     ['Reserved tokens', metric('kv_cache_tokens{kind="reserved"}')],
+    ['Prompt tokens found', found === null ? null : `${(found * 100).toFixed(0)} %`],
   ]);
+  showResources(target?.resources);
+  showDecision(target?.auto);
   const fallbacks = Object.entries(metrics)
     .filter(([name, value]) => name.startsWith('outrider_draft_fallback_total{') && value)
-    .map(([name, value]) => `${/reason="([^"]*)"/.exec(name)[1]} ${value}`).join(', ');
+    .map(([name, value]) => `${whyNoDraft(/reason="([^"]*)"/.exec(name)[1])} (${value})`).join('; ');
   const counted = (name) => number.format(metric(name) ?? 0);
   const drafts = metric('spec_decode_num_drafts_total') ?? 0;
   show('speculation', [

@@ -1,4 +1,4 @@
-// Draws the text of an answer as coloured tokens, and names the origin of the token under the pointer.
+// Draws the text of an answer as coloured tokens, and names the origin of the token under the pointer or selected.
 
 const DEEPEST = 6;
 // A block ends at the first line break after this number of tokens.
@@ -129,15 +129,36 @@ export function copyExactly() {
   });
 }
 
-// Shows the origin of the token under the pointer in `output`. Calls `onPick` with the round of a clicked token.
+// Shows the origin of the token under the pointer in `output`. A click, a tap and the arrow keys select a token, whose
+// origin stays shown. Calls `onPick` with a selected token and its round.
 export function explainTokens(root, output, onPick) {
-  root.addEventListener('pointerover', (event) => {
-    const span = event.target.closest?.('.token');
+  let selected = null;
+  const show = (span) => {
     output.textContent = span ? `“${span.textContent.replace(/\n/g, '⏎')}” was ${span.dataset.origin}.` : '';
-  });
-  root.addEventListener('pointerleave', () => { output.textContent = ''; });
+  };
+  const kept = () => (selected && root.contains(selected) ? selected : null);
+  const select = (span) => {
+    selected?.classList.remove('selected');
+    selected = span;
+    span.classList.add('selected');
+    show(span);
+    if (span.dataset.round !== undefined) onPick(span, Number(span.dataset.round));
+  };
+  root.addEventListener('pointerover', (event) => show(event.target.closest?.('.token') ?? kept()));
+  root.addEventListener('pointerleave', () => show(kept()));
   root.addEventListener('click', (event) => {
     const span = event.target.closest?.('.token');
-    if (span?.dataset.round !== undefined) onPick(span, Number(span.dataset.round));
+    if (span) select(span);
+  });
+  root.addEventListener('keydown', (event) => {
+    const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
+    if (!step || event.target !== root) return;
+    const answer = kept()?.closest('.text') ?? [...root.querySelectorAll('.assistant .text')].at(-1);
+    const tokens = [...answer?.querySelectorAll('.token') ?? []];
+    const next = kept() ? tokens[tokens.indexOf(selected) + step] : tokens.at(step > 0 ? 0 : -1);
+    event.preventDefault();
+    if (!next) return;
+    select(next);
+    next.scrollIntoView({ block: 'nearest' });
   });
 }

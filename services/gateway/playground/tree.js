@@ -1,6 +1,8 @@
-// Draws the tree of one round as SVG. Hovering or the arrow keys show a node's text and probabilities.
+// Draws the tree of one round as SVG. A hover shows a node's text and probabilities. A click, a tap and the arrow keys
+// select a node, which stays shown.
 
 import { PILL_HEIGHT, acceptedAfterEnd, edgePath, label, layoutRound, visible } from './layout.js';
+import { whyNoDraft } from './reasons.js';
 
 const SVG = 'http://www.w3.org/2000/svg';
 const SMALLEST = 0.75;
@@ -36,7 +38,7 @@ export function describeRound(round) {
   const what = drafted > 0
     ? `${drafted} drafted, ${round.accepted.length} accepted${late > 0 ? ` (${late} after the end of the answer)` : ''}, `
       + `${round.emitted_text.length} emitted`
-    : 'no draft, 1 emitted';
+    : `no draft${round.reason ? ` (${whyNoDraft(round.reason)})` : ''}, 1 emitted`;
   return took ? `${what}; ${took}` : what;
 }
 
@@ -51,21 +53,33 @@ export class TreeView {
     this.detail = detail;
     this.nodes = [];
     this.selected = -1;
+    this.round = null;
+    // Whether a pointer gives the focus. The click that follows then selects the node.
+    this.pointed = false;
     this.tallest = 0;
     frame.addEventListener('scroll', () => this._markRest());
     frame.addEventListener('pointerover', (event) => this._hover(event));
     frame.addEventListener('pointerleave', () => this._show(this.selected));
+    frame.addEventListener('pointerdown', () => { this.pointed = true; });
+    frame.addEventListener('pointercancel', () => { this.pointed = false; });
+    frame.addEventListener('click', (event) => this._click(event));
     frame.addEventListener('keydown', (event) => this._key(event));
-    frame.addEventListener('focus', () => { if (this.selected < 0 && this.nodes.length) this._select(0); });
-    frame.addEventListener('blur', () => this._select(-1));
+    frame.addEventListener('focus', () => {
+      if (!this.pointed && this.selected < 0 && this.nodes.length) this._select(0);
+    });
+    frame.addEventListener('blur', () => { this.pointed = false; });
   }
 
   clear(message) {
     this.nodes = [];
+    this.selected = -1;
+    this.round = null;
     const text = document.createElement('p');
     text.className = 'quiet';
     text.textContent = message;
     this.frame.replaceChildren(text);
+    this.frame.setAttribute('role', 'group');
+    this.frame.removeAttribute('aria-activedescendant');
     this.detail.textContent = '';
     this.tallest = 0;
     this.frame.style.height = '';
@@ -90,12 +104,13 @@ export class TreeView {
 
   draw(round) {
     const { nodes, width, height, scale, frameHeight } = this._fit(round);
+    const kept = round === this.round ? this.selected : -1;
     this.nodes = nodes;
-    this.selected = -1;
+    this.round = round;
     this.tallest = Math.max(this.tallest, frameHeight);
     this.frame.style.height = `${this.tallest}px`;
     const svg = svgElement('svg', {
-      viewBox: `0 0 ${width} ${height}`, width: width * scale, height: height * scale, role: 'img', 'aria-label': `Draft tree: ${describeRound(round)}`,
+      viewBox: `0 0 ${width} ${height}`, width: width * scale, height: height * scale, role: 'presentation',
     });
     const edges = svgElement('g', { class: 'edges' }, svg);
     for (const node of nodes.slice(1)) {
@@ -106,7 +121,10 @@ export class TreeView {
     }
     for (const node of nodes) this._drawNode(svg, node);
     this.frame.replaceChildren(svg);
+    // As a tree, the frame gets the arrow keys from screen readers too.
+    this.frame.setAttribute('role', 'tree');
     this.svg = svg;
+    this._select(kept);
     this._markRest();
   }
 
@@ -126,7 +144,10 @@ export class TreeView {
   _drawNode(svg, node) {
     const kind = node.index === 0 ? 'root' : node.bonus ? (node.plain ? 'plain' : 'bonus')
       : node.accepted ? `accepted d${Math.min(node.depth, 6)}` : 'rejected';
-    const group = svgElement('g', { class: `node ${kind}${node.after ? ' after' : ''}`, 'data-index': node.index, transform: `translate(${node.x} ${node.y})` }, svg);
+    const group = svgElement('g', {
+      class: `node ${kind}${node.after ? ' after' : ''}`, 'data-index': node.index, transform: `translate(${node.x} ${node.y})`,
+      id: `node-${node.index}`, role: 'treeitem', 'aria-level': node.depth + 1, 'aria-selected': 'false', 'aria-label': describeNode(node),
+    }, svg);
     svgElement('rect', { width: node.width, height: PILL_HEIGHT, rx: 6 }, group);
     const text = svgElement('text', { x: node.width / 2, y: PILL_HEIGHT / 2 + 4 }, group);
     text.textContent = label(node.text);
@@ -137,22 +158,41 @@ export class TreeView {
     if (group) this._show(Number(group.dataset.index));
   }
 
+  _click(event) {
+    const group = event.target.closest?.('.node');
+    this.pointed = false;
+    this._select(group ? Number(group.dataset.index) : -1);
+  }
+
   _show(index) {
     this.detail.textContent = this.nodes[index] ? describeNode(this.nodes[index]) : '';
   }
 
   _select(index) {
-    this.svg?.querySelector('.selected')?.classList.remove('selected');
+    this._mark(this.selected, false);
     this.selected = index;
     this._show(index);
-    const group = this.svg?.querySelector(`[data-index="${index}"]`);
-    group?.classList.add('selected');
+    const group = this._mark(index, true);
+    if (group) this.frame.setAttribute('aria-activedescendant', group.id);
+    else this.frame.removeAttribute('aria-activedescendant');
     group?.scrollIntoView({ block: 'nearest', inline: 'nearest' });
   }
 
+  _mark(index, selected) {
+    const group = this.svg?.querySelector(`[data-index="${index}"]`);
+    group?.classList.toggle('selected', selected);
+    group?.setAttribute('aria-selected', String(selected));
+    return group;
+  }
+
   _key(event) {
+    if (!event.key.startsWith('Arrow') || !this.nodes.length) return;
+    event.preventDefault();
     const node = this.nodes[this.selected];
-    if (!node) return;
+    if (!node) {
+      this._select(0);
+      return;
+    }
     const column = this.nodes.filter((one) => one.depth === node.depth).sort((a, b) => a.y - b.y);
     const next = {
       ArrowRight: node.children[0],
@@ -160,8 +200,6 @@ export class TreeView {
       ArrowDown: column[column.indexOf(node) + 1],
       ArrowUp: column[column.indexOf(node) - 1],
     }[event.key];
-    if (!event.key.startsWith('Arrow')) return;
-    event.preventDefault();
     if (next) this._select(next.index);
   }
 }

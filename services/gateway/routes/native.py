@@ -238,6 +238,7 @@ async def server_info(request: Request) -> Response:
             "weight_version": info.weight_version,
             "speculative_algorithm": info.algorithm or None,
             "speculative_draft_model_path": info.draft_model or None,
+            "speculation_mode": core.settings.speculation_mode.value,
             "speculative_num_steps": info.num_steps,
             "speculative_eagle_topk": info.topk,
             "speculative_num_draft_tokens": info.num_draft_tokens,

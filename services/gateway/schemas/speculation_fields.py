@@ -11,5 +11,9 @@ def requested_speculation(given: SpeculationOptions | None) -> RequestedSpeculat
     """Return the speculation options of a request. None is treated like an empty object."""
     options = given or SpeculationOptions()
     return RequestedSpeculation(
-        SpeculationMode(options.mode), options.depth, options.topk, options.max_nodes, options.trace
+        SpeculationMode(options.mode) if options.mode else None,
+        options.depth,
+        options.topk,
+        options.max_nodes,
+        options.trace,
     )

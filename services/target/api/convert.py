@@ -10,6 +10,7 @@ import secrets
 import time
 
 from outrider.common.v1 import common_pb2
+from outrider.services.target.engine.resources import ResourceStats
 from outrider.services.target.policy.verdict import Verdict
 from outrider.services.target.request import (
     Event,
@@ -165,6 +166,23 @@ def prefix_stats_to_proto(stats: PrefixStats) -> target_pb2.PrefixCacheStats:
         hit_tokens=stats.hit_tokens,
         pages=stats.pages,
         evicted_pages=stats.evicted_pages,
+    )
+
+
+def resources_to_proto(stats: ResourceStats) -> target_pb2.ResourceStats:
+    """Convert the memory, the graphs and the transport of a target to a message."""
+    return target_pb2.ResourceStats(
+        weight_bytes=stats.weight_bytes,
+        kv_bytes=stats.kv_bytes,
+        process_bytes=stats.process_bytes,
+        gpu_used_bytes=stats.gpu_used_bytes,
+        gpu_total_bytes=stats.gpu_total_bytes,
+        graphs_recorded=stats.graphs_recorded,
+        graph_bytes=stats.graph_bytes,
+        graphs_left=stats.graphs_left,
+        draft_transport=stats.draft_transport,
+        draft_on_device=stats.draft_on_device,
+        draft_features=stats.draft_features,
     )
 
 

@@ -19,6 +19,7 @@ from outrider.services.target.api.convert import (
     event_to_proto,
     prefix_stats_to_proto,
     request_from_proto,
+    resources_to_proto,
 )
 from outrider.services.target.api.draft_metrics import DraftMetrics
 from outrider.services.target.api.request_spans import RequestSpans
@@ -227,6 +228,7 @@ class TargetServicer(target_pb2_grpc.TargetServicer):
             ),
             auto=decision_to_proto(stats.verdict, stats.looks_lost_s),
             prefix_cache=prefix_stats_to_proto(stats.prefixes),
+            resources=resources_to_proto(serving.engine.resources()),
         )
 
     async def FlushPrefixCache(

@@ -30,11 +30,13 @@ from outrider.services.target.draft_client.slotted_rounds import SlottedRounds
 from outrider.services.target.draft_client.transport.create import carrier_of
 from outrider.services.target.draft_client.trees import fits
 from outrider.shared.base.errors import OutriderError, ProtocolError
+from outrider.shared.rpc.address import IpcAddress
 from outrider.shared.spec.drafter import (
     AWAITED,
     Commits,
     Drafter,
     DrafterState,
+    DraftRoute,
     FeatureSpec,
     ProposalRequest,
     ProposalRow,
@@ -84,6 +86,7 @@ class RemoteDrafter(Drafter):
         rounds: bool = False,
     ) -> None:
         self._identity = identity
+        self._transport = "grpc" if IpcAddress.parse(address, "draft") is None else "ipc"
         self._patience = AnswerDeadlines(fault_deadline_s)
         self._breaker = Breaker(fault_deadline_s)
         self._link = DraftLink(address, identity, weight, self._breaker, carrier_of(address, device, rounds))
@@ -125,6 +128,12 @@ class RemoteDrafter(Drafter):
     def describe(self) -> tuple[str, str]:
         """Return the draft's algorithm and model id, or two empty strings before the first connection."""
         return self._hello.algorithm, self._hello.model_id
+
+    def route(self) -> DraftRoute:
+        connection = self._link.connection
+        agreed = None if connection is None else connection.agreed
+        names = () if agreed is None else tuple(one.name.lower() for one in sorted(agreed.features))
+        return DraftRoute(self._transport, names)
 
     # ---- engine thread
 

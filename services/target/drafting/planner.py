@@ -60,7 +60,9 @@ class DraftPlanner:
         shapes = [shape or NO_DRAFT for shape in known]
         auto: list[int] = []
         away = 0
+        verdict = self._controller.verdict
         for index, sequence in enumerate(decodes):
+            sequence.stats.reason = "" if sequence.controller_row is None else verdict.reason.value
             if known[index] is not None or not sequence.wants_drafts:
                 continue
             reason = self._sessions.obstacle(sequence)
@@ -78,6 +80,7 @@ class DraftPlanner:
             chosen = self._controller.choose(rows, others, path)
             for index, shape in zip(auto, chosen, strict=True):
                 shapes[index] = shape.bounded() if shape.drafts else NO_DRAFT
+                decodes[index].stats.reason = self._controller.verdict.reason.value
         elif away:
             self._controller.draft_away(away, len(decodes))
         if not planned or all(shape is None for shape in planned):

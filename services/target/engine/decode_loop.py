@@ -25,6 +25,7 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 
 from outrider.services.target.drafting.draft_source import DraftSource, ProposalWait
 from outrider.services.target.drafting.planner import DraftPlanner
@@ -88,6 +89,8 @@ class DecodeLoop:
         self._read_at = 0.0
         # Numbers of the rounds in flight in which the drafter also processes earlier tokens.
         self._catching_up: set[int] = set()
+        # Per round in flight: the reasons for the traces, by session.
+        self._reasons: dict[int, dict[int, str]] = {}
         self.num_rounds = 0
 
     @property
@@ -133,6 +136,8 @@ class DecodeLoop:
             sequence.tokens_ahead += entry.columns
             sequence.passes_ahead += 1
             sequence.fresh_columns = entry.columns
+            if sequence.request.speculation.trace:
+                self._reasons.setdefault(started.number, {})[sequence.session_id] = sequence.stats.reason
         if prepared.may_run_ahead:
             self._ahead = self._lookahead
         self._complete()
@@ -155,6 +160,7 @@ class DecodeLoop:
         """Forget all passes after a failure that has ended all sequences."""
         self._in_flight.clear()
         self._catching_up.clear()
+        self._reasons.clear()
         self._drafts.abandon()
 
     def _stays_ahead(self) -> bool:
@@ -198,6 +204,7 @@ class DecodeLoop:
         steps: list[tuple[int, Outcome, Advance, int]] = []
         executed: list[ExecutedRow] = []
         entries = finished.round.entries
+        reasons = self._reasons.pop(finished.round.number, {})
         for index, (entry, outcome) in enumerate(zip(entries, finished.outcomes, strict=True)):
             if entry.void:
                 continue
@@ -230,6 +237,7 @@ class DecodeLoop:
             trace = None
             if sequence.request.speculation.trace:
                 trace = self._trace(finished, index, outcome, step, base_len, draft_s)
+                trace = replace(trace, reason=reasons.get(sequence.session_id, ""))
             logprobs = finished.round.logprobs_of(index, len(step.kept))
             states = finished.round.states_of(index, base_len - 1, len(step.kept))
             self._committer.emit(sequence, step, trace, logprobs, states)

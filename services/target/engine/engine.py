@@ -29,6 +29,7 @@ from outrider.services.target.engine.output_processor import OutputProcessor
 from outrider.services.target.engine.prefill import Prefill
 from outrider.services.target.engine.recorder import Recorder
 from outrider.services.target.engine.recordings import Recordings
+from outrider.services.target.engine.resources import ResourceStats, measure_resources
 from outrider.services.target.metrics import TargetMetrics
 from outrider.services.target.model.model_runner import ModelRunner
 from outrider.services.target.policy.acceptance import SamplingKind
@@ -208,6 +209,10 @@ class TargetEngine(Steppable):
             looks_lost_s=self.controller.lost_s,
             prefixes=scheduler.prefixes.stats(),
         )
+
+    def resources(self) -> ResourceStats:
+        """Return the memory and the CUDA graphs in use, and the transport of the drafts."""
+        return measure_resources(self._runner, self.recorder, self._drafter, self.metrics.drafted_on_device)
 
     @property
     def num_live(self) -> int:

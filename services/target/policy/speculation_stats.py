@@ -24,6 +24,7 @@ class SpeculationStats:
         "draft_tokens",
         "fallbacks",
         "histogram",
+        "reason",
         "rounds",
         "tokens_cut",
     )
@@ -36,6 +37,8 @@ class SpeculationStats:
         self.tokens_cut = 0
         self.histogram: list[int] = [0]
         self.fallbacks: dict[str, int] = {}
+        # Of the last planned round: why it has no draft, or the reason of the controller's decision.
+        self.reason = ""
 
     def record(self, num_nodes: int, num_accepted: int, num_cut: int) -> None:
         """Count a round that verified `num_nodes` nodes, including the root."""
@@ -52,6 +55,7 @@ class SpeculationStats:
     def fell_back(self, reason: str) -> None:
         """Count a round that requested draft nodes and got none."""
         self.fallbacks[reason] = self.fallbacks.get(reason, 0) + 1
+        self.reason = reason
 
     def merge(self, other: SpeculationStats) -> None:
         """Add another request's counters."""

@@ -10,9 +10,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
 from outrider.kernels.ahead import compile_ahead, compiled_or_soon
 from outrider.services.target.choices import OverlapSchedule
 from outrider.services.target.engine.engine import TargetEngine
@@ -31,6 +28,7 @@ from outrider.shared.base.generation import SpeculationMode
 from outrider.shared.engine.buckets import batch_buckets
 from outrider.shared.engine.graphs import GraphCache
 from outrider.shared.obs.logging import get_logger
+from outrider.shared.obs.progress import Progress, log_lines
 from outrider.shared.spec.drafter import Drafter, DrafterState
 from outrider.shared.spec.tree import NO_DRAFT, DraftShape
 
@@ -186,7 +184,7 @@ def record_graphs(
         # These kernels are compiled in the background, so that the first requests find them.
         compile_ahead(graphs.device, _recordings_of_one(engine.recordings, plan), limit_s=None)
     total = recorder.num_first
-    with _progress("recording CUDA graphs", to_console) as progress:
+    with Progress("recording CUDA graphs", bar=to_console, report=log_lines(_log)) as progress:
         while recorder.num_first:
             if stopped():
                 recorder.forget()
@@ -261,7 +259,7 @@ def compile_kernels(
         )
         return
     started = time.monotonic()
-    with _progress("compiling kernels", to_console) as progress:
+    with Progress("compiling kernels", bar=to_console, report=log_lines(_log)) as progress:
         listed = engine.recordings.rounds(plan.first_batches)
         recordings = [record for _, record in listed]
         # A rehearsal stops early if its first passes need no new kernel, so recordings of drafts go first.
@@ -275,39 +273,3 @@ def _recordings_of_one(recordings: Recordings, plan: GraphPlan) -> list[Callable
     """Return the recordings of all rounds of a single request, in every sampling mode."""
     batches = [(1, shape) for shape in plan.shapes_at(1)]
     return [record for _, record in recordings.rounds(batches, list(SamplingMode))]
-
-
-class _Meter:
-    """Shows the progress of some work on a progress bar, or logs the progress after each quarter."""
-
-    def __init__(self, title: str, progress: Progress | None) -> None:
-        self._title = title
-        self._progress = progress
-        self._task = None if progress is None else progress.add_task(title, total=None)
-        self._quarters = 0
-
-    def __enter__(self) -> _Meter:
-        if self._progress is not None:
-            self._progress.start()
-        return self
-
-    def __exit__(self, *_error: object) -> None:
-        if self._progress is not None:
-            self._progress.stop()
-
-    def tell(self, done: int, total: int, description: str = "") -> None:
-        """Show that `done` of `total` items are finished."""
-        if self._progress is not None and self._task is not None:
-            text = f"{self._title}: {description}" if description else self._title
-            self._progress.update(self._task, completed=done, total=total, description=text)
-        elif 4 * done // total > self._quarters:
-            self._quarters = 4 * done // total
-            _log.info(self._title, percent=25 * self._quarters)
-
-
-def _progress(title: str, to_console: bool) -> _Meter:
-    console = Console(stderr=True)
-    if not (to_console and console.is_terminal):
-        return _Meter(title, None)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    return _Meter(title, Progress(*columns, console=console, transient=True))

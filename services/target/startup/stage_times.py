@@ -1,16 +1,13 @@
-"""Measures how long the stages of a start take, and logs the progress of loading."""
+"""Measures how long the stages of a start take."""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 from outrider.shared.obs.logging import get_logger
 
-PROGRESS_S = 10.0
-"""Seconds between two log lines about the progress of loading."""
 _log = get_logger("outrider.target")
 
 
@@ -48,25 +45,3 @@ def process_age_s() -> float | None:
     except OSError:
         return None
     return uptime_s - int(fields[19]) / os.sysconf("SC_CLK_TCK")
-
-
-def progress_logger(model: Path) -> Callable[[int, int], None]:
-    """Return a function that logs the end of a model's loading, and its progress every `PROGRESS_S` seconds.
-
-    The function is called with the number of loaded bytes and the total.
-    """
-    started = last = time.monotonic()
-    ended = False
-
-    def report(loaded: int, total: int) -> None:
-        nonlocal last, ended
-        now = time.monotonic()
-        if loaded >= total:
-            if not ended:
-                _log.info("loaded", model=str(model), seconds=round(now - started, 1))
-            ended = True
-        elif now - last >= PROGRESS_S:
-            last = now
-            _log.info("loading", model=str(model), percent=100 * loaded // total)
-
-    return report

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from outrider.bench.measure.speculation import (
     first_differences,
     summarise,
 )
+from outrider.bench.options import result_file
 from outrider.bench.report.machine import describe_machine
 from outrider.services.gateway.tokenizer import TextCodec
 from outrider.services.hub.pair import DEMO_TARGET
@@ -126,3 +128,17 @@ def test_the_machine_is_described() -> None:
     machine = describe_machine()
     assert machine["cores"] >= 1
     assert machine["packages"]["torch"]
+
+
+def test_without_output_a_result_gets_a_new_file_outside_the_recorded_results(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorded = tmp_path / "bench" / "results" / "speculation-cpu.json"
+    recorded.parent.mkdir(parents=True)
+    recorded.write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    path = result_file(None, "speculation", "cpu", force=False)
+    assert path.parent == Path("bench-results")
+    assert re.fullmatch(r"speculation-cpu-\d{4}-\d\d-\d\dT\d{6}Z\.json", path.name)
+    with pytest.raises(ConfigurationError, match=r"speculation-cpu\.json exists"):
+        result_file(recorded.parent, "speculation", "cpu", force=False)

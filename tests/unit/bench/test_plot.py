@@ -37,7 +37,7 @@ def luminance(colour: str) -> float:
 def test_the_committed_pictures_are_current() -> None:
     arguments = ["bench", "plot", "--check", "--results", str(RESULTS), "--output", str(ROOT / "docs/images")]
     result = RUNNER.invoke(cli.app, arguments)
-    assert result.exit_code == 0, f"{result.output}: run outrider bench plot"
+    assert result.exit_code == 0, f"{result.output}: run make pictures"
 
 
 @pytest.mark.parametrize("theme", [LIGHT, DARK], ids=["light", "dark"])
@@ -111,3 +111,19 @@ def test_a_stale_picture_is_found(tmp_path: Path) -> None:
     assert RUNNER.invoke(cli.app, ["bench", "plot", "--check", *options]).exit_code == 0
     (tmp_path / "mixed-load-dark.svg").write_text("old")
     assert RUNNER.invoke(cli.app, ["bench", "plot", "--check", *options]).exit_code == 1
+
+
+def test_pictures_go_to_the_current_folder_and_are_overwritten_only_by_force(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    arguments = ["bench", "plot", "--results", str(RESULTS), "--only", "mixed-load"]
+    assert RUNNER.invoke(cli.app, arguments).exit_code == 0
+    assert {file.name for file in tmp_path.iterdir()} == {"mixed-load-light.svg", "mixed-load-dark.svg"}
+    (tmp_path / "mixed-load-light.svg").write_text("mine")
+    again = RUNNER.invoke(cli.app, arguments)
+    assert isinstance(again.exception, ConfigurationError)
+    assert "mixed-load-light.svg exists" in str(again.exception)
+    assert (tmp_path / "mixed-load-light.svg").read_text() == "mine"
+    assert RUNNER.invoke(cli.app, [*arguments, "--force"]).exit_code == 0
+    assert (tmp_path / "mixed-load-light.svg").read_text().startswith("<svg")

@@ -1,14 +1,19 @@
 """The trainer at toy sizes: corpus, tokenizer, loss masks, training-time test, export, reference drafter."""
 
+import contextlib
+import io
 import json
+import re
 from pathlib import Path
 from random import Random
+from unittest import mock
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from outrider.shared.obs import progress
 from outrider.train import eagle3, evaluate, prompts, target
 from outrider.train.corpus import gsm8k
 from outrider.train.corpus.base import Split
@@ -35,16 +40,28 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
         )
         + "\n"
     )
-    target.main(["--smoke", "--out", str(out / "target"), "--gsm8k", str(questions)])
-    eagle3.main(
-        ["--smoke", "--target", str(out / "target"), "--out", str(out / "eagle3"), "--draft-vocab", "256"]
-    )
+    lines = io.StringIO()
+    with mock.patch.object(progress, "LINE_S", 0.0), contextlib.redirect_stderr(lines):
+        target.main(["--smoke", "--out", str(out / "target"), "--gsm8k", str(questions)])
+        eagle3.main(
+            ["--smoke", "--target", str(out / "target"), "--out", str(out / "eagle3"), "--draft-vocab", "256"]
+        )
+    (out / "progress.txt").write_text(lines.getvalue())
     return out
 
 
 def _reference(pair: Path) -> tuple[ReferenceTarget, ReferenceHead]:
     reference = ReferenceTarget(pair / "target")
     return reference, ReferenceHead(pair / "eagle3", reference.model.get_input_embeddings().weight.detach())
+
+
+def test_training_tells_its_progress_and_the_time_left(pair: Path) -> None:
+    told = re.findall(r"^(.+): (\d+) %, about \d+ s left$", (pair / "progress.txt").read_text(), re.M)
+    assert {title for title, _percent in told} == {"training", "generating text"}
+    # 30 steps of the target, then 20 steps of the head. No line follows the last step.
+    steps = [int(percent) for title, percent in told if title == "training"]
+    assert steps[:29] == [100 * step // 30 for step in range(1, 30)]
+    assert steps[29:] == [100 * step // 20 for step in range(1, 20)]
 
 
 def test_countries_are_complete_and_split() -> None:

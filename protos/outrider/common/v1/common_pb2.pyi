@@ -298,11 +298,14 @@ class RoundTrace(_message.Message):
     DRAFT_MS_FIELD_NUMBER: _builtins.int
     VERIFY_MS_FIELD_NUMBER: _builtins.int
     EMITTED_TEXT_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
     round: _builtins.int
     base_len: _builtins.int
     """Committed length before the round. The root is the token at base_len - 1."""
     draft_ms: _builtins.float
     verify_ms: _builtins.float
+    reason: _builtins.str
+    """Why the round had no draft, or the reason of the controller's decision. Empty if neither applies."""
     @_builtins.property
     def nodes(self) -> _containers.RepeatedCompositeFieldContainer[Global___TraceNode]: ...
     @_builtins.property
@@ -326,10 +329,11 @@ class RoundTrace(_message.Message):
         draft_ms: _builtins.float = ...,
         verify_ms: _builtins.float = ...,
         emitted_text: _abc.Iterable[_builtins.str] | None = ...,
+        reason: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "base_len", b"base_len", "draft_ms", b"draft_ms", "emitted", b"emitted", "emitted_text", b"emitted_text", "nodes", b"nodes", "round", b"round", "verify_ms", b"verify_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "base_len", b"base_len", "draft_ms", b"draft_ms", "emitted", b"emitted", "emitted_text", b"emitted_text", "nodes", b"nodes", "reason", b"reason", "round", b"round", "verify_ms", b"verify_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

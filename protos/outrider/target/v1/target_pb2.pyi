@@ -543,6 +543,7 @@ class GetStatsReply(_message.Message):
     PROMETHEUS_TEXT_FIELD_NUMBER: _builtins.int
     AUTO_FIELD_NUMBER: _builtins.int
     PREFIX_CACHE_FIELD_NUMBER: _builtins.int
+    RESOURCES_FIELD_NUMBER: _builtins.int
     running: _builtins.int
     waiting: _builtins.int
     pages_total: _builtins.int
@@ -559,6 +560,8 @@ class GetStatsReply(_message.Message):
     def auto(self) -> Global___AutoDecision: ...
     @_builtins.property
     def prefix_cache(self) -> Global___PrefixCacheStats: ...
+    @_builtins.property
+    def resources(self) -> Global___ResourceStats: ...
     def __init__(
         self,
         *,
@@ -574,14 +577,78 @@ class GetStatsReply(_message.Message):
         prometheus_text: _builtins.str = ...,
         auto: Global___AutoDecision | None = ...,
         prefix_cache: Global___PrefixCacheStats | None = ...,
+        resources: Global___ResourceStats | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["auto", b"auto", "prefix_cache", b"prefix_cache", "speculation", b"speculation"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["auto", b"auto", "prefix_cache", b"prefix_cache", "resources", b"resources", "speculation", b"speculation"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["auto", b"auto", "draft_state", b"draft_state", "generated_tokens", b"generated_tokens", "pages_free", b"pages_free", "pages_held", b"pages_held", "pages_total", b"pages_total", "prefix_cache", b"prefix_cache", "prometheus_text", b"prometheus_text", "rounds", b"rounds", "running", b"running", "speculation", b"speculation", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["auto", b"auto", "draft_state", b"draft_state", "generated_tokens", b"generated_tokens", "pages_free", b"pages_free", "pages_held", b"pages_held", "pages_total", b"pages_total", "prefix_cache", b"prefix_cache", "prometheus_text", b"prometheus_text", "resources", b"resources", "rounds", b"rounds", "running", b"running", "speculation", b"speculation", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetStatsReply: _TypeAlias = GetStatsReply  # noqa: Y015
+
+@_typing.final
+class ResourceStats(_message.Message):
+    """Memory and CUDA graphs of the target's process, and the transport of its drafts."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WEIGHT_BYTES_FIELD_NUMBER: _builtins.int
+    KV_BYTES_FIELD_NUMBER: _builtins.int
+    PROCESS_BYTES_FIELD_NUMBER: _builtins.int
+    GPU_USED_BYTES_FIELD_NUMBER: _builtins.int
+    GPU_TOTAL_BYTES_FIELD_NUMBER: _builtins.int
+    GRAPHS_RECORDED_FIELD_NUMBER: _builtins.int
+    GRAPH_BYTES_FIELD_NUMBER: _builtins.int
+    GRAPHS_LEFT_FIELD_NUMBER: _builtins.int
+    DRAFT_TRANSPORT_FIELD_NUMBER: _builtins.int
+    DRAFT_ON_DEVICE_FIELD_NUMBER: _builtins.int
+    DRAFT_FEATURES_FIELD_NUMBER: _builtins.int
+    weight_bytes: _builtins.int
+    kv_bytes: _builtins.int
+    process_bytes: _builtins.int
+    """Resident host memory of the process."""
+    gpu_used_bytes: _builtins.int
+    """Memory of the GPU that is in use by all processes, and its size. Both are 0 on a CPU."""
+    gpu_total_bytes: _builtins.int
+    graphs_recorded: _builtins.int
+    """Recorded CUDA graphs, their device memory, and the planned graphs that are not recorded yet."""
+    graph_bytes: _builtins.int
+    graphs_left: _builtins.int
+    draft_transport: _builtins.str
+    """One of: none, inproc, ipc, grpc."""
+    draft_on_device: _builtins.bool
+    """True if the trees of the last drafted round stayed on the devices, false if they passed through the host.
+    Absent before the first drafted round.
+    """
+    @_builtins.property
+    def draft_features(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Names of the draft protocol's features that target and draft use. Empty without a connection."""
+
+    def __init__(
+        self,
+        *,
+        weight_bytes: _builtins.int = ...,
+        kv_bytes: _builtins.int = ...,
+        process_bytes: _builtins.int = ...,
+        gpu_used_bytes: _builtins.int = ...,
+        gpu_total_bytes: _builtins.int = ...,
+        graphs_recorded: _builtins.int = ...,
+        graph_bytes: _builtins.int = ...,
+        graphs_left: _builtins.int = ...,
+        draft_transport: _builtins.str = ...,
+        draft_on_device: _builtins.bool | None = ...,
+        draft_features: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_draft_on_device", b"_draft_on_device", "draft_on_device", b"draft_on_device"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_draft_on_device", b"_draft_on_device", "draft_features", b"draft_features", "draft_on_device", b"draft_on_device", "draft_transport", b"draft_transport", "gpu_total_bytes", b"gpu_total_bytes", "gpu_used_bytes", b"gpu_used_bytes", "graph_bytes", b"graph_bytes", "graphs_left", b"graphs_left", "graphs_recorded", b"graphs_recorded", "kv_bytes", b"kv_bytes", "process_bytes", b"process_bytes", "weight_bytes", b"weight_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__draft_on_device: _TypeAlias = _typing.Literal["draft_on_device"]  # noqa: Y015
+    _WhichOneofArgType__draft_on_device: _TypeAlias = _typing.Literal["_draft_on_device", b"_draft_on_device"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__draft_on_device) -> _WhichOneofReturnType__draft_on_device | None: ...
+
+Global___ResourceStats: _TypeAlias = ResourceStats  # noqa: Y015
 
 @_typing.final
 class PrefixCacheStats(_message.Message):

@@ -12,11 +12,11 @@ from outrider.services.gateway.schemas.base import StrictModel
 class SpeculationOptions(StrictModel):
     """The `speculation` object of a request. The number `max_nodes` includes the root of the draft tree.
 
-    A request without this object is treated like a request with an empty object: the mode is ``auto``.
+    Without this object or without a mode, the mode is that of the gateway's setting `speculation_mode`.
     """
 
-    mode: Literal["auto", "on", "off"] = Field(
-        default="auto",
+    mode: Literal["auto", "on", "off"] | None = Field(
+        default=None,
         description="auto: the server decides in which rounds it drafts; on: in every round; off: in none.",
     )
     depth: int | None = Field(default=None, description="The largest number of levels of the tree.")

@@ -111,6 +111,9 @@ def test_modes_of_speculation() -> None:
     assert plain.mode(SpeculationMode.AUTO) is SpeculationMode.OFF
     with pytest.raises(OutriderError, match="modes off, not on") as caught:
         plain.mode(SpeculationMode.ON)
+    assert caller_of().mode(None, SpeculationMode.ON) is SpeculationMode.ON
+    assert caller_of().mode(SpeculationMode.AUTO, SpeculationMode.ON) is SpeculationMode.AUTO
+    assert plain.mode(None, SpeculationMode.ON) is SpeculationMode.OFF, "the key may not draft"
     assert (caught.value.code, caught.value.field) == (ErrorCode.PERMISSION_DENIED, "speculation.mode")
 
 

@@ -77,12 +77,14 @@ def test_a_profile_gives_defaults_that_the_configuration_overrides(
     first: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     files = {"profile": tmp_path / "profile.toml", "config": tmp_path / "up.toml"}
-    files["profile"].write_text("num_steps = 6\ntopk = 4\nnum_draft_tokens = 24\n")
+    files["profile"].write_text('speculation_mode = "on"\nnum_steps = 6\ntopk = 4\nnum_draft_tokens = 24\n')
     files["config"].write_text("topk = 2\n")
     names = sorted(files, key=lambda name: name != first)
     flags = [text for name in names for text in (f"--{name}", str(files[name]))]
     options = up(monkeypatch, [*flags, "--num-draft-tokens", "12"])
     assert (options.num_steps, options.topk, options.num_draft_tokens) == (6, 2, 12)
+    gateway = plan_stack(options, Path("/run/x"), inproc=False).children[0]
+    assert "--speculation-mode on" in " ".join(gateway.command)
 
 
 def test_a_profile_may_not_name_another_profile(tmp_path: Path) -> None:

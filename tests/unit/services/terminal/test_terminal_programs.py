@@ -166,9 +166,29 @@ def test_a_full_context_drops_the_oldest_turn_and_says_so(
         answered(chat)
     served[0].max_messages = 3
     chat.send("three\r")
-    chat.expect("dropped the oldest turn")
+    chat.expect(r"dropped the oldest turn \(1 so far\)")
     answered(chat)
     assert [one["content"] for one in served[0].bodies[-1]["messages"]] == ["two", "The blue sky", "three"]
+    chat.send("four\r")
+    chat.expect(r"dropped the oldest turn \(2 so far\)")
+    answered(chat)
+
+
+def test_a_message_that_is_too_long_by_itself_leaves_the_chat_as_it_was(
+    chat: Any, served: tuple[ScriptedGateway, str]
+) -> None:
+    for line in ("one", "two"):
+        chat.send(f"{line}\r")
+        answered(chat)
+    served[0].max_characters = 20
+    chat.send("x" * 30 + "\r")
+    chat.expect("The prompt is too long")
+    assert "dropped" not in chat.before
+    chat.expect(PROMPT)
+    chat.send("three\r")
+    answered(chat)
+    kept = ["one", "The blue sky", "two", "The blue sky", "three"]
+    assert [one["content"] for one in served[0].bodies[-1]["messages"]] == kept
 
 
 def status(generated: int) -> dict[str, Any]:

@@ -22,7 +22,7 @@ def stats(running: int) -> dict[str, Any]:
     }
 
 
-def shown(targets: list[dict[str, Any]]) -> str:
+def shown(targets: list[dict[str, Any]], metrics: dict[str, float] | None = None) -> str:
     answering = [one["stats"] for one in targets if one["stats"]]
     status = {
         "at": 1.0,
@@ -33,7 +33,7 @@ def shown(targets: list[dict[str, Any]]) -> str:
         "model": {"names": ["m"], "device": "cpu", "dtype": "float32"} if answering else None,
         "target": answering[0] if answering else None,
         "targets": targets,
-        "metrics": {},
+        "metrics": metrics or {},
         "errors": [],
     }
     console = Console(width=100, color_system=None)
@@ -56,6 +56,43 @@ def test_each_target_has_a_line() -> None:
 def test_one_target_needs_no_list() -> None:
     one = {"address": "10.0.0.1:7001", "model": "m", "ready": True, "load_tokens": 9, "stats": stats(3)}
     assert "10.0.0.1:7001" not in shown([one])
+
+
+def test_memory_graphs_transport_and_the_decision_are_shown() -> None:
+    used = {
+        "weight_bytes": 3 * 2**30,
+        "kv_bytes": 5 * 2**29,
+        "process_bytes": 200 * 2**20,
+        "gpu_used_bytes": 40 * 2**30,
+        "gpu_total_bytes": 80 * 2**30,
+        "graphs_recorded": 31,
+        "graph_bytes": 2**28,
+        "graphs_left": 4,
+        "draft_transport": "ipc",
+        "draft_on_device": True,
+        "draft_features": [],
+    }
+    auto = {
+        "reason": "pays",
+        "shapes": [{"depth": 3, "topk": 1, "max_nodes": 4, "rows": 2}],
+        "plain_rows": 1,
+    }
+    one = {"address": "a:1", "model": "m", "ready": True, "load_tokens": 9}
+    metrics = {
+        'outrider_draft_fallback_total{reason="late"}': 4.0,
+        'outrider_draft_fallback_total{reason="budget"}': 0.0,
+        "outrider_spec_decode_num_drafts_total": 8.0,
+        'outrider_accepted_tokens_total{depth="1"}': 6.0,
+        "outrider_estimated_speedup": 1.5,
+    }
+    text = shown([one | {"stats": stats(3) | {"resources": used, "auto": auto}}], metrics)
+    sizes = ("3.0 GiB", "2.5 GiB", "200.0 MiB", "40.0 GiB of 80.0 GiB", "256.0 MiB")
+    assert all(part in text for part in (*sizes, "31 recorded, 4 left", "IPC, on the device"))
+    assert "2 × chain of 3, 1 × plain decoding" in text
+    assert "drafting is estimated to be faster than plain decoding" in text
+    assert "the draft answered too late (4)" in text
+    assert "no room" not in text
+    assert all(part in text for part in ("depth 1", "75.0%", "1.50 ×"))
 
 
 def test_without_any_answer_this_is_said() -> None:

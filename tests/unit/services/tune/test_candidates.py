@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from outrider.services.tune.candidates import candidate_shapes, shape_name
+from outrider.services.tune.candidates import AutoLimits, candidate_shapes, shape_name
 from outrider.shared.spec.tree import NO_DRAFT, DraftShape
 
 
@@ -26,3 +26,6 @@ def test_narrow_limits_leave_chains() -> None:
 def test_names() -> None:
     names = [shape_name(shape) for shape in (NO_DRAFT, DraftShape(3, 1, 4), DraftShape(5, 4, 16))]
     assert names == ["plain", "chain 3", "tree 5/4/16"]
+    limits = AutoLimits(5, 4, 16)
+    assert (shape_name(limits), shape_name(limits.shape)) == ("auto", "tree 5/4/16")
+    assert limits != limits.shape, "they are different choices in a measurement"

@@ -7,6 +7,7 @@ from collections import Counter
 
 import pytest
 
+from outrider.services.tune.candidates import AutoLimits
 from outrider.services.tune.paired import PairedSpeeds, measure_paired
 from outrider.shared.spec.tree import NO_DRAFT, DraftShape
 
@@ -44,6 +45,21 @@ def test_measuring_ends_once_the_fastest_shape_is_known() -> None:
     machine.rng.uniform = lambda low, high: 0.0  # type: ignore[method-assign]
     measure_paired(machine.run, [SLOW, SECOND, BEST], 3, 7)
     assert machine.runs == {NO_DRAFT: 3, SLOW: 3, SECOND: 3, BEST: 3}
+
+
+def test_mode_auto_takes_part_in_every_pass_but_prolongs_nothing() -> None:
+    machine = BusyMachine(0, noise=0.0)
+    machine.rng.uniform = lambda low, high: 0.0  # type: ignore[method-assign]
+    auto = AutoLimits(5, 4, 16)
+    speeds = {**SPEEDS, auto: SPEEDS[BEST]}
+
+    def run(shape: DraftShape) -> float:
+        machine.runs[shape] += 1
+        return speeds[shape] * (1 + 0.1 * (shape == auto) * machine.rng.random())
+
+    measured = measure_paired(run, [SLOW, SECOND, BEST, auto], 3, 7)
+    assert machine.runs == {NO_DRAFT: 3, SLOW: 3, SECOND: 3, BEST: 3, auto: 3}
+    assert measured.ratios(auto) != measured.ratios(BEST)
 
 
 def test_every_other_pass_runs_in_reverse_order() -> None:

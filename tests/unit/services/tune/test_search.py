@@ -1,17 +1,23 @@
-"""The search for the best shape, against a synthetic server whose best shape is known."""
+"""The search for the best shape and mode, against a synthetic server whose best shape is known."""
 
 from __future__ import annotations
 
 import random
+import tomllib
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
-from outrider.services.tune.candidates import candidate_shapes
+from outrider.services.tune.candidates import AutoLimits, candidate_shapes
 from outrider.services.tune.live import LiveAnswer, LiveRun
-from outrider.services.tune.profile import profile_text
+from outrider.services.tune.modes import shapes_within
+from outrider.services.tune.profile import profile_text, profile_values
 from outrider.services.tune.report import result_json
-from outrider.services.tune.search import FINALISTS, TuneSizes, search
+from outrider.services.tune.run_count import RunCount
+from outrider.services.tune.search import FINALISTS, TuneResult, TuneSizes, search
+from outrider.shared.base.generation import SpeculationMode
+from outrider.shared.obs.progress import Progress
 from outrider.shared.spec.tree import NO_DRAFT, DraftShape
 
 LIMITS = DraftShape(8, 8, 64)
@@ -21,10 +27,12 @@ VOCABULARY = 50
 class SyntheticServer:
     """Drafts chains that are right with a fixed probability, on a machine with known times."""
 
-    def __init__(self, rate: float, node_ms: float) -> None:
+    def __init__(self, rate: float, node_ms: float, auto_ms: float = 0.0) -> None:
         self.rate = rate
         self.node_ms = node_ms
+        self.auto_ms = auto_ms
         self.tokens = 0
+        self.limits: set[AutoLimits] = set()
 
     def round_ms(self, shape: DraftShape, streams: int) -> float:
         drafting = 0.4 + 0.2 * shape.depth if shape.drafts else 0.0
@@ -39,14 +47,26 @@ class SyntheticServer:
         tokens: int,
         trace: bool = False,
     ) -> LiveRun:
-        answers, rounds = [], 0
+        answers, rounds, extra_ms = [], 0, 0.0
+        if isinstance(shape, AutoLimits):
+            self.limits.add(shape)
+            shape, extra_ms = self._best_within(shape.shape, streams), self.auto_ms
         for number, prompt in enumerate(prompts):
             answer = self._answer(random.Random(number), prompt, shape, streams, tokens)
             rounds += len(answer.rounds)
             self.tokens += len(answer.token_ids)
             answers.append(answer if trace else LiveAnswer(len(prompt), answer.token_ids))
         waves = rounds / min(streams, len(prompts))
-        return LiveRun(answers, waves * self.round_ms(shape, streams) / 1e3)
+        return LiveRun(answers, waves * (self.round_ms(shape, streams) + extra_ms) / 1e3)
+
+    def _best_within(self, limits: DraftShape, streams: int) -> DraftShape:
+        """Return the shape that a perfect controller chooses."""
+
+        def speed(shape: DraftShape) -> float:
+            length = sum(self.rate**depth for depth in range(shape.columns))
+            return length / self.round_ms(shape, streams)
+
+        return max((NO_DRAFT, *shapes_within(limits, streams)), key=speed)
 
     def _answer(
         self, rng: random.Random, prompt: Sequence[int], shape: DraftShape, streams: int, tokens: int
@@ -125,20 +145,87 @@ def test_a_check_compares_the_choice_with_the_best_of_all_shapes() -> None:
 
 def test_a_draft_that_is_never_right_gets_no_shape() -> None:
     result = tune(SyntheticServer(0.0, 0.01))
+    assert result.mode is SpeculationMode.OFF
+    assert profile_values(result) == {"speculation_mode": "off"}
     assert result.shape == NO_DRAFT
     assert [one.best for one in result.batches] == [NO_DRAFT, NO_DRAFT]
     text = profile_text(result, "target", "draft")
     assert "num_steps" not in text
     assert "did not pay" in text
+    assert tomllib.loads(text) == {"speculation_mode": "off"}
+
+
+@pytest.mark.parametrize("rate", [0.5, 0.8])
+def test_a_good_draft_gets_mode_auto_within_limits_that_cost_no_speed(rate: float) -> None:
+    server = SyntheticServer(rate, 0.02)
+    result = tune(server, batches=(1, 8))
+    assert result.mode is SpeculationMode.AUTO
+    assert server.limits == {result.limits}, "mode auto is measured with the limits of the profile"
+    assert result.limits is not None
+    assert tomllib.loads(profile_text(result, "target", "draft")) == {
+        "speculation_mode": "auto",
+        "num_steps": result.limits.depth,
+        "topk": result.limits.topk,
+        "num_draft_tokens": result.limits.max_nodes,
+    }
+    for one in result.batches:
+        assert one.auto is not None
+        assert one.auto >= 0.95 * one.measured[one.best]
+    # This draft proposes chains, so wider trees would only cost time.
+    assert result.limits.topk == 1
+
+
+def test_a_slow_mode_auto_loses_to_the_best_shape() -> None:
+    result = tune(SyntheticServer(0.8, 0.002, auto_ms=3.0))
+    assert result.mode is SpeculationMode.ON
+    values = profile_values(result)
+    assert (values["speculation_mode"], values["num_steps"]) == ("on", result.shape.depth)
+
+
+def test_one_batch_size_at_which_mode_auto_is_as_fast_keeps_it() -> None:
+    result = tune(SyntheticServer(0.8, 0.002, auto_ms=3.0))
+    first, second = result.batches
+    equal = replace(second, to_auto={shape: [1.05, 0.99, 1.04] for shape in second.to_auto})
+    assert TuneResult(result.accept_lengths, [first, equal], 0, result.limits).mode is SpeculationMode.AUTO
 
 
 def test_the_profile_has_the_shape_and_the_speeds() -> None:
     result = tune(SyntheticServer(0.8, 0.002))
+    assert result.limits is not None
     text = profile_text(result, "a\ntarget", "draft")
-    assert f"num_steps = {result.shape.depth}\n" in text
-    assert f"num_draft_tokens = {result.shape.max_nodes}\n" in text
+    assert f"num_steps = {result.limits.depth}\n" in text
+    assert f"num_draft_tokens = {result.limits.max_nodes}\n" in text
+    assert "# 1 requests at a time: auto " in text
     assert "# Target: a target\n" in text
     report = result_json(result)
     assert report["batches"][0]["ratios_to_plain"]["plain"] == [1.0, 1.0, 1.0]
     assert report["shape"]["topk"] == result.shape.topk
+    assert report["profile"] == {"speculation_mode": "auto", **report["limits"]}
+    assert report["batches"][0]["tokens_per_s"]["auto"] > 0
+    assert len(report["batches"][0]["ratios_to_auto"]["plain"]) == 3
     assert len(report["accept_lengths"]) == len(candidate_shapes(LIMITS))
+
+
+@pytest.mark.parametrize("check", [0, 1])
+def test_the_progress_of_a_search_grows_with_its_runs_up_to_the_end(check: int) -> None:
+    told: list[float] = []
+
+    class Kept(Progress):
+        def tell(self, done: float, total: float | None = None, step: str = "") -> None:
+            told.append(done)
+
+    sizes = TuneSizes((1, 4), 48, LIMITS, check=check)
+    count = RunCount(Kept("tune", 1.0), sizes)
+
+    class Counted(SyntheticServer):
+        def run(self, *given, **options):  # type: ignore[no-untyped-def]
+            done = super().run(*given, **options)
+            count.ran()
+            return done
+
+    search(Counted(0.8, 0.002), PROMPTS, sizes, batch_done=count.batch_done)  # type: ignore[arg-type]
+    assert told == sorted(told)
+    assert 0 < told[0] < 0.1
+    assert told[-1] == 1.0
+    # The estimate before the end of the last batch size is near the end.
+    assert told[-2] > 0.9

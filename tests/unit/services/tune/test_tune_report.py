@@ -10,9 +10,11 @@ import pytest
 from rich.console import Console
 
 from outrider.services.stack.options import StackOptions
+from outrider.services.tune.candidates import AutoLimits
 from outrider.services.tune.command import TuneOptions, introduction
 from outrider.services.tune.report import print_result, slower_note
 from outrider.services.tune.search import BatchResult, TuneResult
+from outrider.shared.base.generation import SpeculationMode
 from outrider.shared.spec.tree import NO_DRAFT, DraftShape
 
 CHAIN, TREE, WIDE = DraftShape(10, 1, 11), DraftShape(10, 8, 16), DraftShape(12, 8, 64)
@@ -26,6 +28,25 @@ def batch(number: int, chain: float, tree: float | None = None) -> BatchResult:
 
 def result(*batches: BatchResult) -> TuneResult:
     return TuneResult({CHAIN: 6.5, TREE: 5.0, WIDE: 6.0}, batches)
+
+
+def test_mode_auto_has_a_row_and_the_mode_a_line() -> None:
+    speeds = replace(batch(1, 1.75), auto=160.0)
+    found = TuneResult({CHAIN: 6.5, TREE: 5.0, WIDE: 6.0}, [speeds], 0, AutoLimits(12, 8, 64))
+    lines = printed(found, 100)
+    assert next(line for line in lines if line.startswith("auto")).split()[1] == "1.60"
+    assert "best mode: auto, with shapes up to tree 12/8/64" in lines
+    won = replace(speeds, to_auto={CHAIN: [1.09, 1.1], NO_DRAFT: [0.6, 0.6]})
+    assert "best mode: on, with chain 10" in printed(replace(found, batches=[won]), 100)
+    lost = replace(batch(1, 0.8), auto=99.0, to_auto={CHAIN: [0.8], NO_DRAFT: [1.01]})
+    assert "best mode: off" in printed(replace(found, batches=[lost]), 100)
+
+
+def test_a_prediction_alone_recommends_no_draft() -> None:
+    slow = batch(1, 0.9)
+    predicted = replace(batch(4, 0.9), predicted={CHAIN: 0.9, TREE: 1.5, WIDE: 0.7})
+    found = result(replace(slow, measured={**slow.measured, TREE: 80.0}), predicted)
+    assert (found.shape, found.mode) == (NO_DRAFT, SpeculationMode.OFF)
 
 
 def printed(found: TuneResult, width: int) -> list[str]:

@@ -14,6 +14,7 @@ from support.slot_sequences import seated_sequence
 from outrider.services.target.drafting.planner import DraftPlanner, bound_of
 from outrider.services.target.policy.controller import RowBound, SpeculationController
 from outrider.services.target.policy.cost_model import DraftPath
+from outrider.services.target.policy.verdict import Reason, Verdict
 from outrider.services.target.scheduling.sequence import Sequence
 from outrider.shared.kv.pool import KVPool
 from outrider.shared.spec.tree import NO_DRAFT, DraftShape
@@ -40,6 +41,7 @@ class Room:
             draft_away=lambda rows, batch_size: self.away.append((rows, batch_size)),
             would_draft=lambda row: row.bound == CHAIN,
             costs=costs,
+            verdict=Verdict(Reason.PROBING),
         )
         sessions: Any = SimpleNamespace(obstacle=lambda one: self.obstacles.get(one.session_id, ""))
         metrics: Any = SimpleNamespace(fell_back=self.counted.append)
@@ -68,6 +70,20 @@ class Room:
         if auto:
             made.controller_row = SpeculationController().new_row()
         return made
+
+
+def test_every_row_remembers_why_it_drafts_or_does_not() -> None:
+    room = Room()
+    on, auto, away = room.sequence(0), room.sequence(1, auto=True), room.sequence(2, auto=True)
+    room.chosen = [CHAIN]
+    room.obstacles[2] = "late"
+    room.shapes([on, auto, away])
+    assert [one.stats.reason for one in (on, auto, away)] == ["", "probing", "late"]
+    # The next round begins anew.
+    room.obstacles.clear()
+    room.chosen = [CHAIN, CHAIN]
+    room.shapes([on, auto, away])
+    assert away.stats.reason == "probing"
 
 
 def test_each_mode_gets_its_shape() -> None:

@@ -75,3 +75,17 @@ def test_metrics_tell_what_auto_has_decided(decoder: Decoder) -> None:
         assert f'outrider_auto_rows{{shape="plain"}} {float(plain_rows)}' in text
         assert "outrider_auto_estimated_speedup 1.5" in text
     assert harness.engine.stats().verdict.reason is Reason.DOES_NOT_PAY
+
+
+def test_resources_tell_memory_graphs_and_the_path_of_the_drafts(decoder: Decoder) -> None:
+    harness = make_harness(decoder, FakeDrafter(random_plan(VOCAB)))
+    used = harness.engine.resources()
+    assert used.weight_bytes == decoder.weight_bytes > 0
+    assert used.kv_bytes > 0
+    assert used.process_bytes > 2**20
+    assert (used.gpu_used_bytes, used.gpu_total_bytes) == (0, 0)
+    assert (used.graphs_recorded, used.graphs_left, used.draft_transport) == (0, 0, "none")
+    assert used.draft_on_device is None
+    harness.submit(PROMPT, 20, request_id="a")
+    harness.run()
+    assert harness.engine.resources().draft_on_device is False

@@ -28,6 +28,7 @@ from outrider.services.target.startup.graph_plan import (
 from outrider.shared.base.generation import SpeculationMode
 from outrider.shared.engine.buckets import batch_buckets, bucket
 from outrider.shared.engine.graphs import GraphCache
+from outrider.shared.obs import progress
 from outrider.shared.spec.tree import NO_DRAFT, DraftShape
 
 
@@ -165,6 +166,37 @@ def test_the_start_records_the_first_graphs_and_leaves_the_others() -> None:
     assert engine.recordings.made == first
     assert engine.recorder.num_further == len(further)
     assert engine.recorder.planned, "graphs of a draft that connects later must be planned"
+
+
+def test_compiling_and_recording_log_the_percentage_and_the_time_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lines: list[tuple[str, int]] = []
+
+    def info(title: str, percent: int | None = None, left_s: int | None = None, **_more: Any) -> None:
+        if percent is not None:
+            assert left_s is not None
+            lines.append((title, percent))
+
+    def compile_three(device: torch.device, pieces: Sequence[Any], tell: Any = None, **_more: Any) -> int:
+        for done in (1, 2, 3) if tell else ():
+            tell(done, 4)
+        return 3
+
+    monkeypatch.setattr(progress, "LINE_S", 0.0)
+    monkeypatch.setattr(graph_plan, "_log", SimpleNamespace(info=info))
+    monkeypatch.setattr(graph_plan, "compile_ahead", compile_three)
+    plan = plan_graphs(settings(max_running_requests=4), cuda=True, waits=False)
+    cuda: Any = SimpleNamespace(device=torch.device("cuda"), observed=False, enabled=True)
+    engine: Any = SimpleNamespace(recordings=ListedGraphs(), recorder=Recorder(GraphCache("cpu")))
+    compile_kernels(engine, cuda, plan, to_console=False)
+    assert lines == [("compiling kernels", 25), ("compiling kernels", 50), ("compiling kernels", 75)]
+    lines.clear()
+    graphs = GraphCache("cpu")
+    graphs.enabled = True
+    record_graphs(engine, graphs, plan, to_console=False)
+    total = len(planned(plan)[0])
+    assert lines == [("recording CUDA graphs", 100 * done // total) for done in range(1, total)]
 
 
 def test_a_stop_ends_the_recording() -> None:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 
 from outrider.services.target.startup import stage_times
-from outrider.services.target.startup.stage_times import StageTimes, process_age_s, progress_logger
+from outrider.services.target.startup.stage_times import StageTimes, process_age_s
 
 
 def test_each_stage_counts_from_the_end_of_the_previous_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -23,28 +20,6 @@ def test_each_stage_counts_from_the_end_of_the_previous_one(monkeypatch: pytest.
         times.done(stage)
     times.log()
     assert logged == [{"imports_s": 4.0, "model_s": 2.25, "kernels_s": 1.5}]
-
-
-@pytest.mark.parametrize(
-    ("step_s", "lines"),
-    [
-        (0.5, [("loaded", {"seconds": 2.0})]),
-        (4.0, [("loading", {"percent": 75}), ("loaded", {"seconds": 16.0})]),
-    ],
-)
-def test_a_model_is_logged_when_it_is_loaded_and_a_slow_one_also_meanwhile(
-    step_s: float, lines: list[tuple[str, dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    now = [100.0]
-    monkeypatch.setattr(stage_times.time, "monotonic", lambda: now[0])
-    logged: list[tuple[str, dict[str, Any]]] = []
-    monkeypatch.setattr(stage_times._log, "info", lambda text, **fields: logged.append((text, fields)))
-    report = progress_logger(Path("/m"))
-    for loaded in (1, 2, 3, 4):
-        now[0] += step_s
-        report(loaded, 4)
-    report(4, 4)
-    assert logged == [(text, {"model": "/m", **fields}) for text, fields in lines]
 
 
 def test_the_age_of_this_process_grows() -> None:

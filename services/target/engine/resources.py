@@ -1,0 +1,81 @@
+"""Measures what a target uses now: memory, CUDA graphs, and the transport of its drafts."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from outrider.services.target.engine.recorder import Recorder
+from outrider.services.target.model.model_runner import ModelRunner
+from outrider.shared.spec.drafter import Drafter
+
+
+@dataclass(frozen=True, slots=True)
+class ResourceStats:
+    """Memory and CUDA graphs of a target, and the transport of its drafts.
+
+    Attributes:
+        weight_bytes, kv_bytes: Memory of this process's weights, and of its K/V cache with the feature rows.
+        process_bytes: Resident host memory of the process. 0 if Linux's /proc is not there.
+        gpu_used_bytes, gpu_total_bytes: Memory of the GPU that all processes use, and its size. Both are 0 on
+            a CPU.
+        graphs_recorded, graph_bytes: Number of recorded CUDA graphs, and the device memory that they use.
+        graphs_left: Number of planned CUDA graphs that are not recorded yet.
+        draft_transport: ``none``, ``inproc``, ``ipc`` or ``grpc``.
+        draft_on_device: True if the trees of the last drafted round stayed on the devices, and False if they
+            passed through the host. None before the first drafted round.
+        draft_features: Names of the protocol features that target and draft use. Empty without a connection.
+    """
+
+    weight_bytes: int = 0
+    kv_bytes: int = 0
+    process_bytes: int = 0
+    gpu_used_bytes: int = 0
+    gpu_total_bytes: int = 0
+    graphs_recorded: int = 0
+    graph_bytes: int = 0
+    graphs_left: int = 0
+    draft_transport: str = "none"
+    draft_on_device: bool | None = None
+    draft_features: tuple[str, ...] = ()
+
+
+def measure_resources(
+    runner: ModelRunner, recorder: Recorder, drafter: Drafter, drafted_on_device: bool | None
+) -> ResourceStats:
+    """Measure the memory and the CUDA graphs of a target now. Thread-safe.
+
+    Args:
+        runner: Owns the model, the K/V cache and the CUDA graphs.
+        recorder: Counts the graphs that are left to record.
+        drafter: Describes its transport.
+        drafted_on_device: See `ResourceStats.draft_on_device`.
+    """
+    device, pool = runner.pool.device, runner.pool
+    free, total = torch.cuda.mem_get_info(device) if device.type == "cuda" else (0, 0)
+    route = drafter.route()
+    return ResourceStats(
+        weight_bytes=runner.decoder.weight_bytes,
+        kv_bytes=pool.capacity_tokens * pool.bytes_per_token,
+        process_bytes=resident_bytes(),
+        gpu_used_bytes=total - free,
+        gpu_total_bytes=total,
+        graphs_recorded=len(runner.graphs.keys),
+        graph_bytes=runner.graphs.memory_bytes,
+        graphs_left=recorder.num_first + recorder.num_further,
+        draft_transport=route.transport,
+        draft_on_device=drafted_on_device,
+        draft_features=route.features,
+    )
+
+
+def resident_bytes() -> int:
+    """Return the resident memory of this process in bytes; 0 if Linux's /proc is not there."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except OSError:
+        return 0
+    return pages * os.sysconf("SC_PAGE_SIZE")
