@@ -87,7 +87,7 @@ screenshots: $(DEV_STAMP)
 # The processor time of the page in headless Chromium while answers stream at 300 tokens/s.
 playground-cost: $(DEV_STAMP)
 	$(BROWSER_EXTRA)
-	$(BIN)/python scripts/playground_cost.py --force
+	$(BIN)/python scripts/playground_cost.py
 
 # Makes the pictures of recorded results in docs/images again.
 pictures: $(SERVE_STAMP)

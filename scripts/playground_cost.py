@@ -280,7 +280,9 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--windows", type=int, default=5, help="windows of 5 s for each stream (default: 5)")
-    parser.add_argument("--output", type=Path, help="the JSON file, or its folder (default: bench/results)")
+    parser.add_argument(
+        "--output", type=Path, help="the JSON file, or its folder (default: a new file in bench-results)"
+    )
     parser.add_argument("--force", action="store_true", help="overwrite the JSON file if it exists")
     options = parser.parse_args()
     path = result_path(options.output, NAME, "cpu")
@@ -300,7 +302,7 @@ def main() -> int:
     settings = {"device": "cpu", "window_s": WINDOW_S, "nodes": NODES, "chromium": version, "view": VIEW}
     command = ["scripts/playground_cost.py", *sys.argv[1:]]
     result = Result(NAME, settings, rows, {"command": command}, "share of one core at 300 tokens/s")
-    return finish(result, options.output, ("tokens_shown", *METRICS, "gpu-process", "load"))
+    return finish(result, path, ("tokens_shown", *METRICS, "gpu-process", "load"))
 
 
 if __name__ == "__main__":
