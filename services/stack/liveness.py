@@ -51,6 +51,8 @@ class Socket:
 class Liveness:
     """Context manager that probes child processes on its own thread, and kills children that stop answering.
 
+    Create this object when all children have become ready.
+
     Args:
         supervisor: The supervisor that started the children. It restarts a killed child.
         probes: Name of a child → the child's probe.
@@ -72,6 +74,7 @@ class Liveness:
         self._client_starts = {
             name: supervisor.child(one.client).starts for name, one in self._sockets.items()
         }
+        self._ready_starts = {name: supervisor.child(name).starts for name in self._sockets}
         self._supervisor = supervisor
         self._hung_after_s = hung_after_s
         self._interval_s = interval_s
@@ -106,7 +109,9 @@ class Liveness:
         if starts == self._client_starts[name]:
             return
         self._client_starts[name] = starts
-        if record.answered and not socket.path.exists():
+        # The first run of each child is ready even if the socket was deleted before the first probe.
+        ready = record.answered or record.starts == self._ready_starts[name]
+        if ready and not socket.path.exists():
             record.answered = False
             child.kill_hung(record.starts, f"its socket {socket.path} is gone; killed")
 

@@ -123,6 +123,23 @@ def test_a_child_whose_socket_is_gone_is_restarted_with_its_client(tmp_path: Pat
             assert pair.next_start() != first
 
 
+def test_a_socket_that_is_gone_before_the_first_probe_is_noticed_too(tmp_path: Path) -> None:
+    starts: dict[str, queue.Queue[int]] = {"child": queue.Queue(), "client": queue.Queue()}
+
+    def echo(name: str, line: str) -> None:
+        if line.endswith(" 0"):
+            starts[name].put(int(line.split()[0]))
+
+    children = [ChildSpec(name, (sys.executable, "-uc", SILENT)) for name in starts]
+    with Supervisor(children, echo) as supervisor:
+        first, client = [starts[name].get(timeout=WAIT_S) for name in ("child", "client")]
+        supervisor.settle()
+        sockets = {"child": Socket(tmp_path / "child.sock", "client")}
+        with Liveness(supervisor, {"child": lambda: False}, sockets, interval_s=0.01):
+            os.kill(client, signal.SIGKILL)
+            assert starts["child"].get(timeout=WAIT_S) != first
+
+
 def test_sockets_are_files_only() -> None:
     assert service_sockets("unix:/run/target.sock", None) == {
         "target": Socket(Path("/run/target.sock"), "gateway")
