@@ -16,7 +16,6 @@ from outrider.services.gateway.request import GenerationRequest, TargetDelta, Ta
 from outrider.services.gateway.served_target import (
     AutoDecision,
     PrefixCacheStats,
-    ResourceStats,
     ServedTarget,
     TargetStats,
 )
@@ -27,6 +26,7 @@ from outrider.shared.base.generation import (
     SpeculationReport,
     TraceNode,
 )
+from outrider.shared.base.resources import ResourceStats
 from outrider.shared.rpc.convert_constraint import constraint_to_proto
 from outrider.shared.rpc.convert_logprobs import logprob_from_proto, logprobs_to_proto, set_rules
 from outrider.shared.rpc.convert_states import state_params_to_proto, states_from_proto

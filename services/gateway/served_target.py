@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, fields, replace
-from typing import Any
+from dataclasses import asdict, dataclass, field
 
 from outrider.shared.base.errors import ModelNotFoundError
+from outrider.shared.base.resources import ResourceStats
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,47 +111,6 @@ class PrefixCacheStats:
 
 
 @dataclass(frozen=True, slots=True)
-class ResourceStats:
-    """Memory and CUDA graphs of a target, and the transport of its drafts.
-
-    Attributes:
-        weight_bytes, kv_bytes: Memory of the weights, and of the K/V cache with feature rows.
-        process_bytes: Resident host memory of the target's process.
-        gpu_used_bytes, gpu_total_bytes: Memory of the GPU that all processes use, and its size. Both are 0 on
-            a CPU.
-        graphs_recorded, graph_bytes: Number of recorded CUDA graphs, and the device memory that they use.
-        graphs_left: Number of planned CUDA graphs that are not recorded yet.
-        draft_transport: ``none``, ``inproc``, ``ipc`` or ``grpc``. Empty if the target does not report it.
-        draft_on_device: True if trees stay on the devices, and False if they pass through the host. None if
-            this is not known yet.
-        draft_features: Names of the protocol features that target and draft use.
-    """
-
-    weight_bytes: int = 0
-    kv_bytes: int = 0
-    process_bytes: int = 0
-    gpu_used_bytes: int = 0
-    gpu_total_bytes: int = 0
-    graphs_recorded: int = 0
-    graph_bytes: int = 0
-    graphs_left: int = 0
-    draft_transport: str = ""
-    draft_on_device: bool | None = None
-    draft_features: tuple[str, ...] = ()
-
-    @classmethod
-    def total(cls, parts: Iterable[ResourceStats]) -> ResourceStats:
-        """Return the sums over several targets. The transport is that of the first target."""
-        given = list(parts)
-        names = [one.name for one in fields(cls) if not one.name.startswith("draft_")]
-        return replace(given[0], **{name: sum(getattr(one, name) for one in given) for name in names})
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the values by name."""
-        return asdict(self)
-
-
-@dataclass(frozen=True, slots=True)
 class TargetStats:
     """The target's current load, its totals since its start, and its metrics as Prometheus text."""
 
@@ -167,7 +126,7 @@ class TargetStats:
     prometheus_text: str
     auto: AutoDecision = AutoDecision()
     prefix_cache: PrefixCacheStats = PrefixCacheStats()
-    resources: ResourceStats = ResourceStats()
+    resources: ResourceStats = field(default_factory=ResourceStats)
 
 
 def unknown_model(model: str, names: Sequence[str]) -> ModelNotFoundError:

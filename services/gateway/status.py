@@ -11,7 +11,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from outrider.services.gateway.core import GatewayCore
 from outrider.services.gateway.render import decision_object
-from outrider.services.gateway.served_target import PrefixCacheStats, ResourceStats, ServedTarget, TargetStats
+from outrider.services.gateway.served_target import PrefixCacheStats, ServedTarget, TargetStats
+from outrider.shared.base.resources import ResourceStats
 from outrider.shared.base.version import installed_version
 
 HIDDEN_SUFFIXES = ("_created", "_bucket")

@@ -12,11 +12,11 @@ PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 DEMO_TARGET = PACKAGE_ROOT / "models" / "demo" / "target"
 DEMO_DRAFT = PACKAGE_ROOT / "models" / "demo" / "eagle3"
 DEMO_NAME = "outrider-demo"
-"""Name under which the embedded target is served if nobody names a model."""
+"""Model name of the embedded target in requests, unless the user chooses a model or a name."""
 
 
 def demo_name(target: object) -> str | None:
-    """Return the model id of the embedded target, or None if somebody chose a model or its id.
+    """Return the model id of the embedded target, or None if the user chose a model or a model id.
 
     Args:
         target: The model that the user named, or None.

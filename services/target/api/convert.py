@@ -10,7 +10,6 @@ import secrets
 import time
 
 from outrider.common.v1 import common_pb2
-from outrider.services.target.engine.resources import ResourceStats
 from outrider.services.target.policy.verdict import Verdict
 from outrider.services.target.request import (
     Event,
@@ -25,6 +24,7 @@ from outrider.shared.base.generation import (
     SamplingParams,
     SpeculationMode,
 )
+from outrider.shared.base.resources import ResourceStats
 from outrider.shared.kv.prefix_cache import PrefixStats
 from outrider.shared.rpc.convert import error_to_proto, report_to_proto, round_to_proto
 from outrider.shared.rpc.convert_constraint import constraint_from_proto

@@ -29,7 +29,7 @@ from outrider.services.target.engine.output_processor import OutputProcessor
 from outrider.services.target.engine.prefill import Prefill
 from outrider.services.target.engine.recorder import Recorder
 from outrider.services.target.engine.recordings import Recordings
-from outrider.services.target.engine.resources import ResourceStats, measure_resources
+from outrider.services.target.engine.resources import measure_resources
 from outrider.services.target.metrics import TargetMetrics
 from outrider.services.target.model.model_runner import ModelRunner
 from outrider.services.target.policy.acceptance import SamplingKind
@@ -41,6 +41,7 @@ from outrider.services.target.scheduling.scheduler import Scheduler, StepPlan
 from outrider.services.target.scheduling.sequence import Sequence, SequenceStatus
 from outrider.shared.base.errors import ErrorCode, OutriderError, UnavailableError
 from outrider.shared.base.generation import SpeculationMode
+from outrider.shared.base.resources import ResourceStats
 from outrider.shared.engine.loop import Steppable
 from outrider.shared.spec.drafter import Drafter, DrafterState
 
