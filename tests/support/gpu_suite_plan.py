@@ -29,9 +29,11 @@ FIRST_KERNELS = (
     "layer_kernels_cuda", "draft_graph_cuda", "deterministic_cuda", "kernels",
 )  # fmt: skip
 """Long kernel tests, to be started first."""
-SOAK, TEXTS, MPS, FLASHINFER = (
-    f"gpu/test_{name}_cuda.py" for name in ("soak", "text_bf16", "mps", "flashinfer")
+SOAK, TEXTS, MPS, FLASHINFER, PREFIXES = (
+    f"gpu/test_{name}_cuda.py" for name in ("soak", "text_bf16", "mps", "flashinfer", "prefix_parity")
 )
+WITH_FLASHINFER = (FLASHINFER, PREFIXES)
+"""Files that contain tests marked `flashinfer`."""
 RANKS, SERVED_RANKS = "gpu/test_tp_cuda.py", "gpu/test_tp_serving_cuda.py"
 TWO_TARGETS = "gpu/test_many_targets_cuda.py"
 SERVED, SERVED_BF16 = "gpu/test_serving.py", "gpu/test_serving_bf16.py"
@@ -91,7 +93,7 @@ def plan(gpus: int, cores: int) -> list[Job]:
     jobs += [
         Job("quiet", (2, 3), pair, QUIET),
         Job("laws", (0,), many, FIRST_LAWS, law=True),
-        Job("flashinfer", (1,), min(4, few), ("-m", "flashinfer", FLASHINFER), library=True),
+        Job("flashinfer", (1,), min(4, few), ("-m", "flashinfer", *WITH_FLASHINFER), library=True),
         Job("kernels", (2,), many, kernels),
         Job("other laws", (3,), many, OTHER_LAWS, law=True),
         Job("more laws", (1,), many, more_laws, law=True),
