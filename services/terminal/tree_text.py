@@ -20,12 +20,14 @@ def round_tree(trace: dict[str, Any]) -> Tree:
     for index, node in enumerate(nodes[1:], 1):
         probability = math.exp(node["logprob"]) if node["logprob"] is not None else 0.0
         style = f"bold {style_of(trace, accepted[index])}" if index in accepted else "dim"
-        text = Text.assemble((_shown(node), style), (f"  {probability:.1%}", "dim"))
+        text = Text.assemble((_shown(node), style), (f"  {100 * probability:.1f} %", "dim"))
         branches.append(branches[node["parent"]].add(text))
     emitted, count = trace["emitted_text"], len(accepted)
     if len(emitted) > count:
         last = branches[trace["accepted"][-1]] if accepted else root
-        what = "chosen by the target" if len(nodes) > 1 else "decoded without a draft"
+        what = (
+            "chosen by the target" if len(nodes) > 1 else "decoded without a draft"
+        )
         last.add(Text.assemble((repr(emitted[count]), f"bold {BONUS_STYLE}"), (f"  {what}", "dim")))
     return root
 

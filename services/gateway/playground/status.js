@@ -95,6 +95,7 @@ function render(status) {
   const { gateway, model, target, targets, metrics } = status;
   const ready = targets.filter((one) => one.ready).length;
   const metric = (name) => metrics[`outrider_${name}`];
+  const counted = (name) => (metric(name) === undefined ? null : number.format(metric(name)));
   $('server').textContent = model ? `model ${model.names.join(', ')}` : 'no target';
   const draft = target?.draft;
   show('services', [
@@ -115,7 +116,6 @@ function render(status) {
     ['Waiting in the target', target?.waiting], ['Waiting in the gateway', `${gateway.waiting} of ${gateway.max_queued_requests}`],
     ['Prompt tokens waiting', number.format(gateway.waiting_prompt_tokens)],
     ['Generated tokens', target ? number.format(target.generated_tokens) : null],
-    ['Retractions', metric('num_preemptions_total')],
   ]);
   const pages = target?.kv_pages;
   $('kv').value = pages?.total ? 1 - pages.free / pages.total : 0;
@@ -123,23 +123,24 @@ function render(status) {
   const found = queried ? metric('prefix_cache_hits_total') / queried : null;
   show('memory', [
     ['Pages in use', pages ? `${number.format(pages.total - pages.free)} of ${number.format(pages.total)}` : null],
-    ['Committed tokens', metric('kv_cache_tokens{kind="committed"}')],
-    ['Reserved tokens', metric('kv_cache_tokens{kind="reserved"}')],
+    ['Committed tokens', counted('kv_cache_tokens{kind="committed"}')],
+    ['Reserved tokens', counted('kv_cache_tokens{kind="reserved"}')],
+    ['Retractions', counted('num_preemptions_total')],
     ['Prompt tokens found', found === null ? null : `${(found * 100).toFixed(0)} %`],
   ]);
   showResources(target?.resources);
   showDecision(target?.auto);
   const fallbacks = Object.entries(metrics)
     .filter(([name, value]) => name.startsWith('outrider_draft_fallback_total{') && value)
-    .map(([name, value]) => `${whyNoDraft(/reason="([^"]*)"/.exec(name)[1])} (${value})`).join('; ');
-  const counted = (name) => number.format(metric(name) ?? 0);
+    .map(([name, value]) => `${whyNoDraft(/reason="([^"]*)"/.exec(name)[1])} (${number.format(value)})`).join('; ');
   const drafts = metric('spec_decode_num_drafts_total') ?? 0;
   show('speculation', [
-    ['Algorithm', draft?.algorithm ?? 'none'],
+    ['Mode of requests that name none', gateway.speculation_mode],
+    ['Algorithm', draft ? draft.algorithm ?? 'none' : null],
     ['Tree in mode “on”', draft?.algorithm ? `depth ${draft.num_steps}, topk ${draft.topk}, ${draft.num_draft_tokens} nodes` : null],
     ['Accept length', target?.accept_length ? target.accept_length.toFixed(2) : null],
     ['Estimated speed-up', metric('estimated_speedup') ? `${metric('estimated_speedup').toFixed(2)} ×` : null],
-    ['Accepted draft tokens', `${counted('spec_decode_num_accepted_tokens_total')} of ${counted('spec_decode_num_draft_tokens_total')}`],
+    ['Accepted draft tokens', `${counted('spec_decode_num_accepted_tokens_total') ?? 0} of ${counted('spec_decode_num_draft_tokens_total') ?? 0}`],
     ['Drafted rounds', number.format(drafts)],
     ['Rounds that got no draft', fallbacks || 'none'],
   ]);
