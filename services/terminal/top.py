@@ -140,7 +140,7 @@ def duration(seconds: float) -> str:
 def _targets(targets: list[dict[str, Any]]) -> Table:
     table = Table(box=None, expand=True, header_style="dim", padding=(0, 1, 0, 0))
     table.add_column("address", ratio=1)
-    for title in ("model", "state", "running", "waiting", "pages", "accept", "draft"):
+    for title in ("model", "state", "running", "waiting", "pages in use", "accept length", "draft"):
         table.add_column(title, no_wrap=True)
     for one in targets:
         cells = ["–"] * 5

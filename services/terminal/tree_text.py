@@ -25,9 +25,7 @@ def round_tree(trace: dict[str, Any]) -> Tree:
     emitted, count = trace["emitted_text"], len(accepted)
     if len(emitted) > count:
         last = branches[trace["accepted"][-1]] if accepted else root
-        what = (
-            "chosen by the target" if len(nodes) > 1 else "decoded without a draft"
-        )
+        what = "chosen by the target" if len(nodes) > 1 else "decoded without a draft"
         last.add(Text.assemble((repr(emitted[count]), f"bold {BONUS_STYLE}"), (f"  {what}", "dim")))
     return root
 

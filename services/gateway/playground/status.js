@@ -10,6 +10,7 @@ const INTERVAL_MS = 1000;
 const number = new Intl.NumberFormat('en', { maximumFractionDigits: 1 });
 const TRANSPORTS = { inproc: 'in process', ipc: 'IPC', grpc: 'gRPC' };
 const ms = (seconds) => `${(seconds * 1000).toFixed(1)} ms`;
+const percent = (share) => `${(share * 100).toFixed(0)} %`;
 
 let before = null;
 
@@ -17,7 +18,7 @@ const charts = {
   speed: new Chart($('charts'), 'Tokens/s', (value) => number.format(value)),
   running: new Chart($('charts'), 'Running requests', (value) => number.format(value)),
   accept: new Chart($('charts'), 'Accept length', (value) => value.toFixed(2)),
-  kv: new Chart($('charts'), 'KV cache in use', (value) => `${(value * 100).toFixed(0)} %`),
+  kv: new Chart($('charts'), 'KV cache in use', percent),
   draft: new Chart($('charts'), 'Draft time per round', ms),
   verify: new Chart($('charts'), 'Verify time per pass', ms),
 };
@@ -126,7 +127,7 @@ function render(status) {
     ['Committed tokens', counted('kv_cache_tokens{kind="committed"}')],
     ['Reserved tokens', counted('kv_cache_tokens{kind="reserved"}')],
     ['Retractions', counted('num_preemptions_total')],
-    ['Prompt tokens found', found === null ? null : `${(found * 100).toFixed(0)} %`],
+    ['Prompt tokens found', found === null ? null : percent(found)],
   ]);
   showResources(target?.resources);
   showDecision(target?.auto);
@@ -149,25 +150,42 @@ function render(status) {
     depths.push(metric(`accepted_tokens_total{depth="${depth}"}`) / drafts);
   }
   showDepths(depths);
+  renderTargets(targets);
   renderErrors(status.errors);
   chart(status, pages);
   before = status;
 }
 
+function tableRow(texts) {
+  const row = document.createElement('tr');
+  for (const text of texts) row.insertCell().textContent = text;
+  return row;
+}
+
+// Shows a line for each target, if there are several.
+function renderTargets(targets) {
+  $('targets-card').hidden = targets.length < 2;
+  $('targets').replaceChildren(...targets.map(({ address, model, ready, stats }) => {
+    const pages = stats?.kv_pages;
+    return tableRow([address, model ?? '–', ready ? 'ready' : 'not ready', ...(stats ? [
+      `${stats.running} of ${stats.max_running_requests}`, stats.waiting,
+      pages.total ? percent(1 - pages.free / pages.total) : '–',
+      stats.accept_length ? stats.accept_length.toFixed(2) : '–', stats.draft.state,
+    ] : Array(5).fill('–'))]);
+  }));
+}
+
 function renderErrors(errors) {
-  $('errors').replaceChildren(...(errors.length ? errors : [null]).map((error) => {
-    const row = document.createElement('tr');
-    const cells = error ? [new Date(error.at * 1000).toLocaleTimeString(), error.status, error.reason, error.message,
-      error.route, error.count, error.request_id] : ['No error since the gateway started.'];
-    row.append(...cells.map((text, index) => {
-      const cell = document.createElement('td');
-      cell.textContent = text;
-      if (!error) cell.colSpan = 7;
-      if (index === 6) cell.className = 'mono';
-      return cell;
-    }));
+  $('errors').replaceChildren(...errors.map((error) => {
+    const row = tableRow([new Date(error.at * 1000).toLocaleTimeString(), error.status, error.reason, error.message,
+      error.route, error.count, error.request_id]);
+    row.lastChild.className = 'mono';
     return row;
   }));
+  if (errors.length) return;
+  const row = tableRow(['No error since the gateway started.']);
+  row.firstChild.colSpan = 7;
+  $('errors').append(row);
 }
 
 // Adds one point to each chart. Rates are differences of counters since the previous answer. At the first answer,
