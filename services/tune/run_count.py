@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from outrider.services.tune.candidates import candidate_shapes
+from outrider.services.tune.check import CHECKED
+from outrider.services.tune.paired import LEAST_LEFT
+from outrider.services.tune.result import TuneSizes
 from outrider.services.tune.round_times import probe_shapes
-from outrider.services.tune.search import CHECKED, FINALISTS, TuneSizes
+from outrider.services.tune.search import FINALISTS, prompt_parts
 from outrider.shared.obs.progress import Progress
 
 
@@ -17,25 +20,34 @@ class RunCount:
     Args:
         progress: Receives the share of the work that is done. Its total must be 1.
         sizes: The amount of work of the search.
+        num_prompts: Number of prompts.
     """
 
-    def __init__(self, progress: Progress, sizes: TuneSizes) -> None:
+    def __init__(self, progress: Progress, sizes: TuneSizes, num_prompts: int) -> None:
         self._progress = progress
         self._sizes = sizes
-        self._predictions = self._runs = self._batches = 0
-        candidates = candidate_shapes(sizes.largest)
-        self._most_predictions = 1 + len(sizes.batches) * len(probe_shapes(candidates))
-        finalists = len(candidates) if sizes.exhaustive else FINALISTS
-        checks = len(candidates) + 1 + sizes.check * (CHECKED + 2) if sizes.check else 0
-        # Plain decoding and mode auto take part in every pass.
-        self._runs_per_batch = sizes.passes * (finalists + 2) + checks
+        self._predictions = self._batches = 0
+        self._runs = 0.0
+        shapes = len(candidate_shapes(sizes.largest))
+        self._most_predictions = 1 + len(sizes.batches) * len(probe_shapes(candidate_shapes(sizes.largest)))
+        # Plain decoding and mode auto take part in the first passes.
+        measured = 2 * sizes.passes
+        measured += (
+            sizes.passes * shapes if sizes.exhaustive else _narrowed(min(FINALISTS, shapes), sizes.passes)
+        )
+        if sizes.check:
+            measured += shapes + _narrowed(min(CHECKED + 1, shapes), sizes.check) + 2 * sizes.check
+        self._runs_per_batch = measured
+        self._parts = [len(prompt_parts(num_prompts, batch)) for batch in sizes.batches]
 
     def ran(self) -> None:
         """Count one run of prompts."""
         if self._predictions < self._most_predictions:
             self._predictions += 1
         else:
-            self._runs = min(self._runs + 1, self._runs_per_batch)
+            # Runs of small parts count less, so that each batch size has the same share of the work.
+            part = 1 / self._parts[self._batches]
+            self._runs = min(self._runs + part, self._runs_per_batch)
         self._tell()
 
     def batch_done(self) -> None:
@@ -51,3 +63,12 @@ class RunCount:
         if self._predictions < self._most_predictions:
             step = "predictions"
         self._progress.tell(done / (self._most_predictions + total * self._runs_per_batch), step=step)
+
+
+def _narrowed(shapes: int, passes: int) -> int:
+    """Return the number of runs of `passes` passes, if the slower half of the shapes drops out after each."""
+    runs = 0
+    for _ in range(passes):
+        runs += shapes
+        shapes = max(min(shapes, LEAST_LEFT), -(-shapes // 2))
+    return runs

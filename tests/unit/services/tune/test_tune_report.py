@@ -13,7 +13,7 @@ from outrider.services.stack.options import StackOptions
 from outrider.services.tune.candidates import AutoLimits
 from outrider.services.tune.command import TuneOptions, introduction
 from outrider.services.tune.report import print_result, slower_note
-from outrider.services.tune.search import BatchResult, TuneResult
+from outrider.services.tune.result import BatchResult, TuneResult
 from outrider.shared.base.generation import SpeculationMode
 from outrider.shared.spec.tree import NO_DRAFT, DraftShape
 
