@@ -135,7 +135,7 @@ def result_json(result: TuneResult) -> dict[str, Any]:
                 "seconds": round(one.seconds, 2),
                 "exhaustive_seconds": round(one.exhaustive_s, 2),
                 "share_of_exhaustive": round(one.seconds / one.exhaustive_s, 4) if one.exhaustive_s else None,
-                "left": [shape_name(shape) for shape in one.contenders],
+                "contenders": [shape_name(shape) for shape in one.contenders],
                 "tokens_per_s": {shape_name(shape): round(speed, 2) for shape, speed in one.measured.items()}
                 | ({} if one.auto is None else {"auto": round(one.auto, 2)}),
                 "ratios_to_plain": rounded(one.ratios),

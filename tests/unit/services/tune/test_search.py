@@ -115,7 +115,7 @@ class SyntheticServer:
         return answer
 
 
-PROMPTS = [[number] * 5 for number in range(24)]
+PROMPTS = [[number] * 5 for number in range(16)]
 
 
 def tune(server: SyntheticServer, *, exhaustive: bool = False, batches: Sequence[int] = (1, 4)):  # type: ignore[no-untyped-def]
