@@ -11,7 +11,6 @@ therefore has three stages, and no stage uses the numbers of an earlier one:
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 
 from outrider.services.tune.paired import Run, measure_paired
@@ -34,14 +33,12 @@ def check_choice(
         tokens: Number of tokens of the answers to each part of the prompts.
         passes: Number of passes of the second and the third stage.
     """
-    started = time.perf_counter()
-    once = measure_paired(run, candidates, tokens, 1, 1).speeds()
-    seconds = time.perf_counter() - started
-    first = sorted(once, key=lambda shape: -once[shape])[:CHECKED]
+    once = measure_paired(run, candidates, tokens, 1, 1)
+    first = sorted(candidates, key=once.speeds().__getitem__, reverse=True)[:CHECKED]
     rivals = measure_paired(run, list(dict.fromkeys([choice, *first])), tokens, passes, passes, narrow=True)
     speeds = rivals.speeds()
     best = max(rivals.passes[-1], key=lambda shape: speeds[shape])
     if best == choice:
-        return Check(choice, best, [1.0] * passes, seconds)
+        return Check(choice, best, [1.0] * passes, once.seconds)
     paired = measure_paired(run, [choice, best], tokens, passes, passes)
-    return Check(choice, best, paired.ratios(choice, best), seconds)
+    return Check(choice, best, paired.ratios(choice, best), once.seconds)

@@ -26,28 +26,27 @@ class RunCount:
     def __init__(self, progress: Progress, sizes: TuneSizes, num_prompts: int) -> None:
         self._progress = progress
         self._sizes = sizes
-        self._predictions = self._batches = 0
-        self._runs = 0.0
-        shapes = len(candidate_shapes(sizes.largest))
-        self._most_predictions = 1 + len(sizes.batches) * len(probe_shapes(candidate_shapes(sizes.largest)))
+        self._predictions = self._batches = self._runs = 0
+        candidates = candidate_shapes(sizes.largest)
+        self._most_predictions = 1 + len(sizes.batches) * len(probe_shapes(candidates))
         # Plain decoding and mode auto take part in the first passes.
+        finalists = min(FINALISTS, len(candidates))
         measured = 2 * sizes.passes
-        measured += (
-            sizes.passes * shapes if sizes.exhaustive else _narrowed(min(FINALISTS, shapes), sizes.passes)
-        )
+        measured += sizes.passes * len(candidates) if sizes.exhaustive else _narrowed(finalists, sizes.passes)
         if sizes.check:
-            measured += shapes + _narrowed(min(CHECKED + 1, shapes), sizes.check) + 2 * sizes.check
-        self._runs_per_batch = measured
-        self._parts = [len(prompt_parts(num_prompts, batch)) for batch in sizes.batches]
+            rivals = min(CHECKED + 1, len(candidates))
+            measured += len(candidates) + _narrowed(rivals, sizes.check) + 2 * sizes.check
+        # A short run precedes the first measurement of each shape.
+        first = 2 + (len(candidates) if sizes.exhaustive or sizes.check else finalists)
+        self._runs_of = [first + measured * len(prompt_parts(num_prompts, batch)) for batch in sizes.batches]
+        self._share = measured
 
     def ran(self) -> None:
         """Count one run of prompts."""
         if self._predictions < self._most_predictions:
             self._predictions += 1
         else:
-            # Runs of small parts count less, so that each batch size has the same share of the work.
-            part = 1 / self._parts[self._batches]
-            self._runs = min(self._runs + part, self._runs_per_batch)
+            self._runs = min(self._runs + 1, self._runs_of[self._batches])
         self._tell()
 
     def batch_done(self) -> None:
@@ -58,11 +57,13 @@ class RunCount:
 
     def _tell(self) -> None:
         number, total = self._batches, len(self._sizes.batches)
-        done = self._predictions + number * self._runs_per_batch + self._runs
+        current = self._runs / self._runs_of[number] if number < total else 0.0
+        # All batch sizes have the same share of the work.
+        done = self._predictions + (number + current) * self._share
         step = f"{self._sizes.batches[number]} at a time" if number < total else ""
         if self._predictions < self._most_predictions:
             step = "predictions"
-        self._progress.tell(done / (self._most_predictions + total * self._runs_per_batch), step=step)
+        self._progress.tell(done / (self._most_predictions + total * self._share), step=step)
 
 
 def _narrowed(shapes: int, passes: int) -> int:

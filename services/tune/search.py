@@ -31,6 +31,8 @@ from outrider.shared.spec.tree import NO_DRAFT, DraftShape
 
 FINALISTS = 6
 """Number of shapes that are measured for each batch size."""
+FIRST_TOKENS = 16
+"""Length of the answers that are discarded before the first measurement of a shape."""
 
 
 def search(
@@ -135,9 +137,17 @@ def _tokens(recorded: LiveRun, parts: Sequence[Sequence[int]]) -> list[int]:
 
 
 def _runner(client: LiveClient, parts: Sequence[Sequence[Sequence[int]]], batch: int, tokens: int) -> Run:
-    """Return a function that answers a part of the prompts with a shape, and returns the tokens/s."""
+    """Return a function that answers a part of the prompts with a shape, and returns the tokens/s.
+
+    Before the first run of a shape, short answers with this shape are discarded. A server may compile or
+    record something for a new shape, and the time for this would count as a slow run.
+    """
+    known: set[DraftShape] = set()
 
     def run(shape: DraftShape, part: int) -> float:
+        if shape not in known:
+            known.add(shape)
+            client.run(parts[part][:batch], shape, streams=batch, tokens=FIRST_TOKENS)
         return client.run(parts[part], shape, streams=batch, tokens=tokens).tokens_per_s
 
     return run

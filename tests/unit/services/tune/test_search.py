@@ -187,6 +187,25 @@ def test_a_shape_that_dropped_out_is_not_chosen() -> None:
     assert TuneResult({chain: 3.0, tree: 4.0}, [found]).shape == chain
 
 
+def test_the_first_rounds_with_a_shape_do_not_count() -> None:
+    class Recording(SyntheticServer):
+        """Records something for a second when a shape is used for the first time."""
+
+        def __init__(self, rate: float, node_ms: float) -> None:
+            super().__init__(rate, node_ms)
+            self.seen: set[DraftShape] = set()
+
+        def run(self, prompts, shape, **options):  # type: ignore[no-untyped-def]
+            done = super().run(prompts, shape, **options)
+            first = shape not in self.seen
+            self.seen.add(shape)
+            return replace(done, seconds=done.seconds + first)
+
+    slow, usual = (tune(made(0.8, 0.002), batches=(1,)).batches[0] for made in (Recording, SyntheticServer))
+    assert slow.best == usual.best
+    assert slow.measured == pytest.approx(usual.measured)
+
+
 def test_a_slow_measurement_of_plain_rounds_does_not_spoil_the_predictions() -> None:
     class SlowFirst(SyntheticServer):
         def round_ms(self, shape: DraftShape, streams: int) -> float:
