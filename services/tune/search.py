@@ -27,6 +27,7 @@ from outrider.services.tune.modes import choose_limits
 from outrider.services.tune.paired import PairedSpeeds, Run, measure_paired
 from outrider.services.tune.predict import accept_lengths, predicted_speeds, record
 from outrider.services.tune.result import BatchResult, TuneResult, TuneSizes
+from outrider.shared.base.errors import ConfigurationError
 from outrider.shared.spec.tree import NO_DRAFT, DraftShape
 
 FINALISTS = 6
@@ -52,6 +53,7 @@ def search(
         batch_done: Called when the measurements of a batch size are complete.
 
     Raises:
+        ConfigurationError: The answers to all prompts are empty.
         OutriderError: A request failed.
     """
     started = time.perf_counter()
@@ -75,9 +77,9 @@ def search(
     results = []
     for batch in sizes.batches:
         began = time.perf_counter() - predicting_s[batch]
-        parts = prompt_parts(len(prompts), batch)
+        parts = _answered(prompt_parts(len(prompts), batch), recorded)
         run = _runner(client, [[prompts[index] for index in part] for part in parts], batch, sizes.tokens)
-        tokens = _tokens(recorded, parts)
+        tokens = [sum(len(recorded.answers[index].token_ids) for index in part) for part in parts]
         # 3. Measure.
         paired = _measure(run, predicted[batch], limits, tokens, sizes, predicting_s[batch])
         found = _result(batch, predicted[batch], paired, limits, time.perf_counter() - began)
@@ -131,9 +133,16 @@ def prompt_parts(num_prompts: int, batch: int) -> list[list[int]]:
     return [[index % num_prompts for index in range(max(num_prompts, batch))]]
 
 
-def _tokens(recorded: LiveRun, parts: Sequence[Sequence[int]]) -> list[int]:
-    """Return the number of tokens of the answers to each part."""
-    return [max(1, sum(len(recorded.answers[index].token_ids) for index in part)) for part in parts]
+def _answered(parts: Sequence[Sequence[int]], recorded: LiveRun) -> list[Sequence[int]]:
+    """Return the parts with a token in any answer. An empty answer has no speed."""
+    found = [part for part in parts if any(recorded.answers[index].token_ids for index in part)]
+    if not found:
+        raise ConfigurationError(
+            "The answers to all prompts are empty, so no speed can be measured. Give other prompts with "
+            "--prompts.",
+            field="--prompts",
+        )
+    return found
 
 
 def _runner(client: LiveClient, parts: Sequence[Sequence[Sequence[int]]], batch: int, tokens: int) -> Run:

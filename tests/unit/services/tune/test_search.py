@@ -19,6 +19,7 @@ from outrider.services.tune.report import result_json
 from outrider.services.tune.result import BatchResult, TuneResult, TuneSizes
 from outrider.services.tune.run_count import RunCount
 from outrider.services.tune.search import FINALISTS, finalists, prompt_parts, search
+from outrider.shared.base.errors import ConfigurationError
 from outrider.shared.base.generation import SpeculationMode
 from outrider.shared.obs.progress import Progress
 from outrider.shared.spec.tree import NO_DRAFT, DraftShape
@@ -185,6 +186,24 @@ def test_a_shape_that_dropped_out_is_not_chosen() -> None:
     found = BatchResult(1, {chain: 2.0, tree: 2.0}, measured, left=[chain])
     assert (found.best, replace(found, left=()).best) == (chain, tree)
     assert TuneResult({chain: 3.0, tree: 4.0}, [found]).shape == chain
+
+
+def test_prompts_with_empty_answers_are_left_out() -> None:
+    class Silent(SyntheticServer):
+        silent = 1
+
+        def _answer(self, rng, prompt, *given):  # type: ignore[no-untyped-def]
+            return (
+                LiveAnswer(len(prompt)) if prompt[0] < self.silent else super()._answer(rng, prompt, *given)
+            )
+
+    sizes = TuneSizes((1, 2), 48, LIMITS)
+    found = search(Silent(0.8, 0.002), PROMPTS[:3], sizes)  # type: ignore[arg-type]
+    assert all(one.measured[one.best] > 0 for one in found.batches)
+    server = Silent(0.8, 0.002)
+    server.silent = 3
+    with pytest.raises(ConfigurationError, match="--prompts"):
+        search(server, PROMPTS[:3], sizes)  # type: ignore[arg-type]
 
 
 def test_the_first_rounds_with_a_shape_do_not_count() -> None:
