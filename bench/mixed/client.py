@@ -73,12 +73,14 @@ class NativeFormat:
         sampling: dict[str, Any] = {**kind.sampling, "max_new_tokens": new, "ignore_eos": ignore_eos}
         if kind.schema is not None:
             sampling["json_schema"] = kind.schema
-        return {
+        body = {
             "input_ids": prompt,
             "sampling_params": sampling,
             "speculation": dict(kind.speculation),
             "stream": stream,
         }
+        logprobs = {"return_logprob": True, "top_logprobs_num": kind.logprobs}
+        return body | (logprobs if kind.logprobs else {})
 
     def without(self, body: dict[str, Any], omitted: Collection[str]) -> dict[str, Any]:
         return {**body, "sampling_params": _without(body["sampling_params"], omitted)}
@@ -101,6 +103,8 @@ class OpenAIFormat:
         if kind.schema is not None:
             named = {"name": "bench", "schema": kind.schema}
             body["response_format"] = {"type": "json_schema", "json_schema": named}
+        if kind.logprobs:
+            body["logprobs"] = kind.logprobs
         return body | ({"stream_options": {"include_usage": True}} if stream else {})
 
     def without(self, body: dict[str, Any], omitted: Collection[str]) -> dict[str, Any]:
