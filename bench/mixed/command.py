@@ -13,7 +13,7 @@ from pathlib import Path
 from rich.console import Console
 
 from outrider.bench.load.server import Server, find_server
-from outrider.bench.mixed.cases import FORM_GOALS, Section
+from outrider.bench.mixed.cases import FORM_GOALS, RULES_GOALS, Section
 from outrider.bench.mixed.client import Api, MixedClient
 from outrider.bench.mixed.figures import Figure, figure_table
 from outrider.bench.mixed.plan import (
@@ -89,6 +89,8 @@ def _roomy(options: MixedOptions) -> StackOptions:
         needed.append((wishes.batch or BATCH) + 1)
     if Section.FORM in options.only:
         needed += FORM_GOALS
+    if Section.RULES in options.only:
+        needed += RULES_GOALS
     if Section.AUTO in options.only:
         needed += wishes.auto_batches or AUTO_BATCHES
     return replace(options.stack, max_running_requests=max(needed)) if needed else options.stack
