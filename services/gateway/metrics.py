@@ -37,7 +37,9 @@ class GatewayMetrics:
             "request_queue_time_seconds", "Time spent in the target's queue.", REQUEST_BUCKETS_S
         )
         self.prompt_tokens = metrics.counter("prompt_tokens", "Prompt tokens of finished sequences.")
-        self.generation_tokens = metrics.counter("generation_tokens", "Generated tokens.")
+        self.generation_tokens = metrics.counter(
+            "generation_tokens", "Generated tokens, also of sequences that broke off."
+        )
         self.success = metrics.counter("request_success", "Finished sequences.", ["finished_reason"])
         self.failures = metrics.counter("request_failures", "Failed sequences, by reason.", ["reason"])
         self.moved = metrics.counter(
@@ -70,12 +72,18 @@ class GatewayMetrics:
             self.target_load.labels(**one.labels).set(one.load)
         self.target_ready.set(any(one.client.ready for one in members))
 
-    def finished(self, one: Finished, queue_s: float) -> None:
-        """Record a finished sequence."""
+    def finished(self, one: Finished, queue_s: float, counted_tokens: int) -> None:
+        """Record a finished sequence.
+
+        Args:
+            one: The end of the sequence.
+            queue_s: Time in the target's queue, in seconds.
+            counted_tokens: Number of the sequence's tokens that `generation_tokens` already contains.
+        """
         self.e2e_latency.observe(one.e2e_s)
         self.queue_time.observe(queue_s)
         self.prompt_tokens.inc(one.usage.prompt_tokens)
-        self.generation_tokens.inc(one.usage.completion_tokens)
+        self.generation_tokens.inc(max(0, one.usage.completion_tokens - counted_tokens))
         self.success.labels(FINISH_NAMES[one.reason]).inc()
         self.recent.add_rounds(one.speculation.accepted_tokens, drafted_rounds(one.speculation))
 

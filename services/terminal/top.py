@@ -170,7 +170,7 @@ def _load(status: Mapping[str, Any], before: Mapping[str, Any] | None) -> Table:
         ("waiting, target", target["waiting"] if target else None),
         ("waiting, gateway", f"{gateway['waiting']} of {gateway['max_queued_requests']}"),
         ("prompt tokens waiting", gateway.get("waiting_prompt_tokens")),
-        ("generated tokens", target["generated_tokens"] if target else None),
+        ("generated tokens", _count(status["metrics"], "generation_tokens_total")),
     )
 
 

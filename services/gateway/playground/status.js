@@ -114,7 +114,7 @@ function render(status) {
     ['Running', target ? `${target.running} of ${target.max_running_requests}` : null],
     ['Waiting in the target', target?.waiting], ['Waiting in the gateway', `${gateway.waiting} of ${gateway.max_queued_requests}`],
     ['Prompt tokens waiting', number.format(gateway.waiting_prompt_tokens)],
-    ['Generated tokens', target ? number.format(target.generated_tokens) : null],
+    ['Generated tokens', number.format(metric('generation_tokens_total') ?? 0)],
     ['Retractions', metric('num_preemptions_total')],
   ]);
   const pages = target?.kv_pages;

@@ -58,6 +58,13 @@ def test_one_target_needs_no_list() -> None:
     assert "10.0.0.1:7001" not in shown([one])
 
 
+def test_generated_tokens_are_those_of_the_metric() -> None:
+    one = {"address": "a:1", "model": "m", "ready": True, "load_tokens": 9, "stats": stats(3)}
+    text = shown([one], {"outrider_generation_tokens_total": 19849.0})
+    [line] = [line for line in text.splitlines() if "generated tokens" in line]
+    assert "19849" in line
+
+
 def test_memory_graphs_transport_and_the_decision_are_shown() -> None:
     used = {
         "weight_bytes": 3 * 2**30,
