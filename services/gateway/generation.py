@@ -125,9 +125,6 @@ class Generator:
                     self._metrics.finished(finished, end.queue_s, counted)
                     yield ChoiceEvent(index, finished)
                     return
-        except OutriderError as error:
-            self._metrics.failures.labels(error.reason).inc()
-            raise
         finally:
             if started:
                 self._metrics.recent.ended()

@@ -41,7 +41,9 @@ class GatewayMetrics:
             "generation_tokens", "Generated tokens, also of sequences that broke off."
         )
         self.success = metrics.counter("request_success", "Finished sequences.", ["finished_reason"])
-        self.failures = metrics.counter("request_failures", "Failed sequences, by reason.", ["reason"])
+        self._failures = metrics.counter(
+            "request_failures", "Requests that were refused or failed, by reason.", ["reason"]
+        )
         self.moved = metrics.counter(
             "gateway_moved_sequences", "Sequences that went on at another target, by reason.", ["reason"]
         )
@@ -86,6 +88,10 @@ class GatewayMetrics:
         self.generation_tokens.inc(max(0, one.usage.completion_tokens - counted_tokens))
         self.success.labels(FINISH_NAMES[one.reason]).inc()
         self.recent.add_rounds(one.speculation.accepted_tokens, drafted_rounds(one.speculation))
+
+    def failed(self, reason: str) -> None:
+        """Count a request that was refused or failed, at any stage. `RecentErrors` calls this method."""
+        self._failures.labels(reason).inc()
 
     def render(self) -> str:
         """Return the metrics in Prometheus text format."""
