@@ -229,7 +229,10 @@ def _size(number: int) -> str | None:
 
 
 def _transport(used: Mapping[str, Any]) -> str:
+    """Return how drafts reach the target, such as ``IPC, on the device``. Without a GPU, ``IPC``."""
     name = TRANSPORTS.get(used["draft_transport"])
+    if name and not used["gpu_total_bytes"]:
+        return name
     way = {True: ", on the device", False: ", through the host"}.get(used["draft_on_device"], "")
     return name + way if name else "no draft"
 

@@ -34,7 +34,10 @@ def test_the_status_page_shows_services_load_charts_and_errors(
     ask(page)
     expect(speed.locator("svg")).not_to_have_attribute("aria-label", "Tokens/s: 0, at most 0 in two minutes")
     expect(status.locator("#depths")).to_contain_text("Depth 5")
-    expect(status.locator("#resources")).to_contain_text("gRPC, through the host")
+    transport = status.locator("#resources div").filter(has_text="Transport of drafts").locator("dd")
+    expect(transport).to_have_text("gRPC")  # without "through the host", because there is no GPU
+    tokens = status.locator("#batch div").filter(has_text="Generated tokens").locator("dd")
+    expect(tokens).not_to_have_text("0")
 
 
 def test_the_charts_begin_with_what_the_gateway_remembers(open_page: OpenPage, page: Page) -> None:

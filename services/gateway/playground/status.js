@@ -55,11 +55,11 @@ function size(bytes) {
   return bytes >= 2 ** 30 ? `${(bytes / 2 ** 30).toFixed(1)} GiB` : `${(bytes / 2 ** 20).toFixed(1)} MiB`;
 }
 
-// How the draft's trees reach the target, such as “IPC, on the device”.
+// How the draft's trees reach the target, such as “IPC, on the device”. Without a GPU, “IPC”.
 function transport(resources) {
   const name = TRANSPORTS[resources.draft_transport];
   const way = { true: ', on the device', false: ', through the host' }[resources.draft_on_device] ?? '';
-  return name ? name + way : 'no draft';
+  return name ? name + (resources.gpu_total_bytes ? way : '') : 'no draft';
 }
 
 function showResources(resources) {

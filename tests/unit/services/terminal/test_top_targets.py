@@ -66,7 +66,7 @@ def test_generated_tokens_are_those_of_the_metric() -> None:
 
 
 def test_memory_graphs_transport_and_the_decision_are_shown() -> None:
-    used = {
+    used: dict[str, Any] = {
         "weight_bytes": 3 * 2**30,
         "kv_bytes": 5 * 2**29,
         "process_bytes": 200 * 2**20,
@@ -95,6 +95,10 @@ def test_memory_graphs_transport_and_the_decision_are_shown() -> None:
     text = shown([one | {"stats": stats(3) | {"resources": used, "auto": auto}}], metrics)
     sizes = ("3.0 GiB", "2.5 GiB", "200.0 MiB", "40.0 GiB of 80.0 GiB", "256.0 MiB")
     assert all(part in text for part in (*sizes, "31 recorded, 4 left", "IPC, on the device"))
+    without_gpu = used | {"gpu_used_bytes": 0, "gpu_total_bytes": 0}
+    on_cpu = shown([one | {"stats": stats(3) | {"resources": without_gpu, "auto": auto}}])
+    assert "IPC" in on_cpu
+    assert "on the device" not in on_cpu
     assert "2 × chain of 3, 1 × plain decoding" in text
     assert "drafting is estimated to be faster than plain decoding" in text
     assert "the draft answered too late (4)" in text
