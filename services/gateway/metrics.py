@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 from outrider.services.gateway.keys.key_metrics import KeyMetrics
@@ -16,10 +17,12 @@ class GatewayMetrics:
     """All metrics of the gateway.
 
     Attributes:
+        began_s: Time of the gateway's start, from `time.monotonic()`.
         recent: The load of the last two minutes, which /status.json contains and /metrics does not.
     """
 
     def __init__(self) -> None:
+        self.began_s = time.monotonic()
         self.recent = RecentLoad()
         self._metrics = metrics = Metrics()
         build = metrics.gauge("build_info", "1; the label is the version of the gateway.", ["version"])
@@ -55,6 +58,8 @@ class GatewayMetrics:
         )
         self.keys = KeyMetrics(metrics)
         self.target_ready = metrics.gauge("gateway_target_ready", "1 if a target is connected and serving.")
+        uptime = metrics.gauge("gateway_uptime_seconds", "Time since the gateway's start.")
+        uptime.set_function(lambda: time.monotonic() - self.began_s)
         labels = ["model", "target"]
         self.ready_targets = metrics.gauge(
             "gateway_ready_targets", "1 if this target is connected and serving, or else 0.", labels
@@ -64,14 +69,18 @@ class GatewayMetrics:
             "Prompt tokens and expected new tokens of the gateway's sequences on this target.",
             labels,
         )
+        self.lost_connections = metrics.counter(
+            "gateway_target_connections_lost", "Lost connections to this target.", labels
+        )
 
     def show_targets(self, members: Sequence[Member]) -> None:
         """Set the metrics of each target. Remove the metrics of targets that are no longer listed."""
-        for gauge in (self.ready_targets, self.target_load):
-            gauge.clear()
+        for metric in (self.ready_targets, self.target_load, self.lost_connections):
+            metric.clear()
         for one in members:
             self.ready_targets.labels(**one.labels).set(one.client.ready)
             self.target_load.labels(**one.labels).set(one.load)
+            self.lost_connections.labels(**one.labels).inc(one.client.connections_lost)
         self.target_ready.set(any(one.client.ready for one in members))
 
     def finished(self, one: Finished, queue_s: float, counted_tokens: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
@@ -16,7 +16,7 @@ from rich.text import Text
 
 from outrider.services.clients.rest import RestClient
 from outrider.services.terminal.keys import typed_keys
-from outrider.services.terminal.reasons import chosen, why_decided, why_no_draft
+from outrider.services.terminal.reasons import chosen, draft_state, why_decided, why_no_draft
 from outrider.shared.base.errors import ErrorCode, OutriderError
 
 STATUS = "/status.json"
@@ -117,10 +117,27 @@ def _services(status: Mapping[str, Any]) -> Table:
     several = f"{sum(one['ready'] for one in targets)} of {len(targets)} ready"
     return _pairs(
         ("gateway", "draining" if status["draining"] else f"version {status['version']}"),
-        ("up for", duration(status["uptime_s"])),
+        ("gateway up for", duration(status["uptime_s"])),
         ("targets", several) if len(targets) > 1 else ("target", "ready" if target else "not ready"),
-        ("draft", target["draft"]["state"] if target else None),
+        ("target up for", _uptime(target)),
+        ("draft", draft_state(target["draft"]["state"]) if target else None),
+        ("draft up for", _uptime(target["draft"] if target else None)),
+        ("lost connections", _lost(target, targets)),
     )
+
+
+def _uptime(service: Mapping[str, Any] | None) -> str | None:
+    seconds = service.get("uptime_s") if service else None
+    return None if seconds is None else duration(seconds)
+
+
+def _lost(target: Mapping[str, Any] | None, targets: Sequence[Mapping[str, Any]]) -> str:
+    """Return how often the gateway lost a target, and how often the target lost its draft."""
+    counts = {
+        "target": sum(one.get("connections_lost", 0) for one in targets),
+        "draft": target["draft"].get("connections_lost", 0) if target else 0,
+    }
+    return ", ".join(f"{name} {count} ×" for name, count in counts.items() if count) or "none"
 
 
 def duration(seconds: float) -> str:
@@ -151,7 +168,7 @@ def _targets(targets: list[dict[str, Any]]) -> Table:
                 str(stats["waiting"]),
                 f"{1 - pages['free'] / pages['total']:.0%}" if pages["total"] else "–",
                 f"{length:.2f}" if length else "–",
-                stats["draft"]["state"],
+                draft_state(stats["draft"]["state"]),
             ]
         state = Text("ready") if one["ready"] else Text("not ready", "bold red")
         table.add_row(one["address"], one["model"] or "–", state, *cells)

@@ -21,6 +21,11 @@ def test_the_status_page_shows_services_load_charts_and_errors(
         assert httpx.post(f"{stack.base_url}/v1/chat/completions", json=body).status_code == 400
     status = open_page("/status")
     expect(status.locator("#services")).to_contain_text("ready")
+    for name in ("Gateway", "Target", "Draft"):
+        times = status.locator("#services div").filter(has_text=f"{name} up for").locator("dd")
+        expect(times).to_have_text(re.compile(r"\d+ (s|min)"))
+    lost = status.locator("#services div").filter(has_text="Lost connections").locator("dd")
+    expect(lost).to_have_text("none")
     expect(status.locator("#model")).to_contain_text("LlamaForCausalLM")
     expect(status.locator("#speculation")).to_contain_text("EAGLE3")
     expect(status.locator("#memory")).to_contain_text("of")

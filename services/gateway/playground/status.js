@@ -2,7 +2,7 @@
 
 import { CallError, getJson, setKey } from './api.js';
 import { Chart } from './chart.js';
-import { chosen, whyDecided, whyNoDraft } from './reasons.js';
+import { chosen, draftState, whyDecided, whyNoDraft } from './reasons.js';
 import { installTheme } from './theme.js';
 
 const $ = (id) => document.getElementById(id);
@@ -91,6 +91,15 @@ function duration(seconds) {
   return hours < 48 ? `${hours} h ${minutes % 60} min` : `${Math.floor(hours / 24)} d ${hours % 24} h`;
 }
 
+const uptime = (service) => (typeof service?.uptime_s === 'number' ? duration(service.uptime_s) : null);
+
+// How often the gateway lost a target, and how often the target lost its draft, such as “target 1 ×, draft 2 ×”.
+function lostConnections(targets, draft) {
+  const counts = { target: targets.reduce((sum, one) => sum + one.connections_lost, 0), draft: draft?.connections_lost };
+  return Object.entries(counts).filter(([, count]) => count).map(([name, count]) => `${name} ${count} ×`).join(', ')
+    || 'none';
+}
+
 function render(status) {
   const { gateway, model, target, targets, metrics } = status;
   const ready = targets.filter((one) => one.ready).length;
@@ -102,8 +111,10 @@ function render(status) {
     targets.length > 1
       ? ['Targets', `${ready} of ${targets.length} ready`, ready === targets.length]
       : ['Target', target ? 'ready' : 'not ready', Boolean(target)],
-    ['Draft', draft ? draft.state : 'unknown', draft ? draft.state === 'on' || draft.state === 'none' : false],
+    ['Draft', draft ? draftState(draft.state) : 'unknown', draft ? draft.state === 'on' || draft.state === 'none' : false],
     ['Gateway up for', duration(status.uptime_s)],
+    ['Target up for', uptime(target)], ['Draft up for', uptime(draft)],
+    ['Lost connections', lostConnections(targets, draft)],
   ]);
   show('model', model ? [
     ['Architecture', model.architecture], ['Device', `${model.device}, ${model.dtype}`],

@@ -48,7 +48,8 @@ def test_each_target_has_a_line() -> None:
     text = shown([up, down])
     assert "1 of 2 ready" in text
     [line] = [line for line in text.splitlines() if "10.0.0.1:7001" in line]
-    assert all(part in line for part in ("m", "ready", "3 of 16", "25%", "2.50", "on"))
+    assert all(part in line for part in ("m", "ready", "3 of 16", "25%", "2.50"))
+    assert line.count("ready") == 2  # the target and its draft
     [line] = [line for line in text.splitlines() if "10.0.0.2:7001" in line]
     assert "not ready" in line
 
@@ -56,6 +57,16 @@ def test_each_target_has_a_line() -> None:
 def test_one_target_needs_no_list() -> None:
     one = {"address": "10.0.0.1:7001", "model": "m", "ready": True, "load_tokens": 9, "stats": stats(3)}
     assert "10.0.0.1:7001" not in shown([one])
+
+
+def test_services_have_times_and_lost_connections() -> None:
+    draft = {"state": "draft_down", "algorithm": "EAGLE3", "uptime_s": None, "connections_lost": 2}
+    one = {"address": "a:1", "model": "m", "ready": True, "load_tokens": 9, "connections_lost": 1}
+    text = shown([one | {"stats": stats(3) | {"uptime_s": 185.0, "draft": draft}}])
+    assert all(part in text for part in ("target up for", "3 min", "target 1 ×, draft 2 ×"))
+    assert "does not answer" in text
+    assert "draft_down" not in text
+    assert "lost connections" in shown([one | {"ready": False, "stats": None}])
 
 
 def test_generated_tokens_are_those_of_the_metric() -> None:
