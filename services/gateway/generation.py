@@ -111,8 +111,10 @@ class Generator:
                     piece = assembler.push(token_ids)
                     self._metrics.generation_tokens.inc(assembler.num_tokens - counted)
                     counted = assembler.num_tokens
+                    if rounds:
+                        piece = replace(piece, rounds=rounds)
                     if piece.text or piece.token_ids or rounds:
-                        yield ChoiceEvent(index, _scored(replace(piece, rounds=rounds), scores))
+                        yield ChoiceEvent(index, _scored(piece, scores))
                     if assembler.matched_stop is not None:
                         break
                 if (states := _of_text(event.states, request, assembler)) is not None:
