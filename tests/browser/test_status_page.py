@@ -73,7 +73,7 @@ def test_each_of_several_targets_has_a_line(open_page: OpenPage, stack: Stack) -
     assert cells[2] == "ready"
     assert re.fullmatch(r"\d+ of \d+", cells[3])
     assert re.fullmatch(r"\d+ %", cells[5])
-    assert cells[7] == "on"
+    assert cells[7] == "ready"
     assert down.locator("td").all_inner_texts() == ["10.0.0.2:7001", "–", "not ready", *["–"] * 5]
     assert violations(status) == {}
 

@@ -1,6 +1,6 @@
 // The operator's page: asks for /status.json every second and shows values, charts and the last errors.
 
-import { CallError, getJson, setKey } from './api.js';
+import { CallError, getJson, keyProblem, setKey } from './api.js';
 import { Chart } from './chart.js';
 import { chosen, draftState, whyDecided, whyNoDraft } from './reasons.js';
 import { installTheme } from './theme.js';
@@ -230,7 +230,7 @@ async function poll() {
   } catch (error) {
     if (error instanceof CallError && error.status === 401) {
       $('key-form').hidden = false;
-      $('message').textContent = 'This server needs an API key.';
+      $('message').textContent = keyProblem();
       return;
     }
     $('message').textContent = error.message;
