@@ -80,7 +80,7 @@ def continue_rows(
             allowed[:, t] = torch.tensor(answers.follow(t, out[:, t].tolist()), device=device)
             logits = restricted(logits, allowed[:, t : t + 1], answers.sets.table)
         uniform = torch.rand(n, logits.shape[-1], device=device, generator=generator).clamp_min(1e-10)
-        gumbel = -torch.log(-torch.log(uniform).clamp_min(1e-10))
+        gumbel = -torch.log((-torch.log(uniform)).clamp_min(1e-10))
         sampled = (logits[:, 0].float() / scale + noisy * gumbel).argmax(-1)
         out[:, t + 1] = torch.where(t + 1 < cuts, out[:, t + 1], sampled)
     return out, allowed
