@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from enum import Enum
 from typing import Any
 
@@ -45,10 +46,8 @@ def parts_of(text: str, schema: Mapping[str, Any]) -> list[Part]:
         ['structure', 'number', 'structure']
     """
     reader = _Reader(text)
-    try:
+    with suppress(_End):
         reader.value(schema)
-    except _End:
-        pass
     return (reader.parts + [Part.STRUCTURE] * len(text))[: len(text)]
 
 
@@ -69,31 +68,33 @@ class _Reader:
         Raises:
             _End: The answer is complete or incomplete at this point.
         """
-        if "anyOf" in schema:
-            if self._next() == "n":
-                return self._take(len("null"), Part.LITERAL)
-            schema = schema["anyOf"][0]
+        if "anyOf" in schema and self._next() == "n":
+            self._take(len("null"), Part.LITERAL)
+            return
+        schema = schema["anyOf"][0] if "anyOf" in schema else schema
         if "const" in schema:
-            return self._take(len(json.dumps(schema["const"])), Part.STRUCTURE)
-        if "enum" in schema:
-            return self._string(Part.CHOICE, Part.STRUCTURE)
-        match schema["type"]:
-            case "string":
-                self._string(Part.TEXT, Part.CLOSING)
-            case "integer" | "number":
-                while self._next() in NUMBER:
-                    self._take(1, Part.NUMBER)
-            case "boolean":
-                self._take(4 if self._next() == "t" else 5, Part.LITERAL)
-            case "array":
-                self._array(schema["items"])
-            case "object":
-                opening = "{"
-                for name, property_schema in schema["properties"].items():
-                    self._take(len(f"{opening}{json.dumps(name)}: "), Part.STRUCTURE)
-                    self.value(property_schema)
-                    opening = ", "
-                self._take(1, Part.STRUCTURE)
+            self._take(len(json.dumps(schema["const"])), Part.STRUCTURE)
+        elif "enum" in schema:
+            self._string(Part.CHOICE, Part.STRUCTURE)
+        elif schema["type"] == "object":
+            self._object(schema["properties"])
+        elif schema["type"] == "array":
+            self._array(schema["items"])
+        elif schema["type"] == "string":
+            self._string(Part.TEXT, Part.CLOSING)
+        elif schema["type"] == "boolean":
+            self._take(4 if self._next() == "t" else 5, Part.LITERAL)
+        else:
+            while self._next() in NUMBER:
+                self._take(1, Part.NUMBER)
+
+    def _object(self, properties: Mapping[str, Mapping[str, Any]]) -> None:
+        opening = "{"
+        for name, schema in properties.items():
+            self._take(len(f"{opening}{json.dumps(name)}: "), Part.STRUCTURE)
+            self.value(schema)
+            opening = ", "
+        self._take(1, Part.STRUCTURE)
 
     def _string(self, content: Part, closing: Part) -> None:
         self._take(1, Part.STRUCTURE)
