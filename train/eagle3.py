@@ -238,7 +238,7 @@ def main(argv: list[str] | None = None) -> dict[str, object]:
         rows, allowed = regenerate(target, corpus[: args.rows], writing, progress)
         unchanged = corpus[: args.rows // 5].to(device)
         if args.schema_rows:
-            forms = Forms(tokenizer_file, vocab, args.schemas, args.seed)
+            forms = Forms.random(tokenizer_file, vocab, args.schemas, args.seed)
             writing = Writing(tokenizer, args.generate_batch, args.seed + 1000, (0.0, 0.0, 0.7, 1.0))
             formed, formed_allowed = regenerate(target, corpus[args.rows :], writing, progress, forms, sets)
     print(f"target wrote {rows.numel() / 1e6:.1f} M tokens, {time.monotonic() - started:.0f} s", flush=True)

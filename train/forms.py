@@ -4,9 +4,10 @@ At each position of such an answer, the target chooses among the tokens that the
 services. The head learns to predict these choices.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from random import Random
+from typing import Self
 
 import llguidance
 import numpy as np
@@ -59,32 +60,43 @@ class TokenSets:
 
 
 class Forms:
-    """Random schemas, compiled for one tokenizer.
+    """Schemas, compiled for one tokenizer.
 
     Args:
-        tokenizer: Path of tokenizer.json.
-        vocab_size: Number of logits of the target.
-        count: Number of schemas.
-        seed: Seed of the schemas.
+        matchers: A matcher of each schema, at the beginning of an answer.
     """
 
-    def __init__(self, tokenizer: Path, vocab_size: int, count: int, seed: int) -> None:
+    def __init__(self, matchers: Sequence[llguidance.LLMatcher]) -> None:
+        self._matchers = matchers
+
+    @classmethod
+    def of(cls, tokenizer: Path, vocab_size: int, schemas: Iterable[Schema]) -> Self:
+        """Compile schemas.
+
+        Args:
+            tokenizer: Path of tokenizer.json.
+            vocab_size: Number of logits of the target.
+            schemas: The schemas.
+        """
         text = tokenizer.read_text(encoding="utf-8")
         known = llguidance.LLTokenizer(text, n_vocab=vocab_size, eos_token=[END_ID])
+        matchers = []
+        for schema in schemas:
+            source = llguidance.LLMatcher.grammar_from_json_schema(schema, overrides=JSON_STYLE)  # type: ignore[arg-type]
+            matchers.append(llguidance.LLMatcher(known, source, log_level=0))
+            if matchers[-1].is_error():
+                raise ValueError(f"{schema}: {matchers[-1].get_error()}")
+        return cls(matchers)
+
+    @classmethod
+    def random(cls, tokenizer: Path, vocab_size: int, count: int, seed: int) -> Self:
+        """Compile `count` random schemas; see `of`."""
         rng = Random(seed)
-        self._matchers = [self._compiled(known, random_schema(rng)) for _ in range(count)]
+        return cls.of(tokenizer, vocab_size, (random_schema(rng) for _ in range(count)))
 
     def matcher(self, index: int) -> llguidance.LLMatcher:
         """Return a matcher of a schema at the beginning of an answer. Indices wrap around."""
         return self._matchers[index % len(self._matchers)].deep_copy()
-
-    @staticmethod
-    def _compiled(known: llguidance.LLTokenizer, schema: Schema) -> llguidance.LLMatcher:
-        source = llguidance.LLMatcher.grammar_from_json_schema(schema, overrides=JSON_STYLE)  # type: ignore[arg-type]
-        matcher = llguidance.LLMatcher(known, source, log_level=0)
-        if matcher.is_error():
-            raise ValueError(f"{schema}: {matcher.get_error()}")
-        return matcher
 
 
 class FormedAnswers:
