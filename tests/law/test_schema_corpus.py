@@ -132,8 +132,7 @@ def test_text_that_the_schema_forces_makes_accepted_runs_longer(
     lengths, texts = [], []
     for fits in (True, False):
         if not fits:
-            monkeypatch.setattr(tree_fit._Fit, "_forced", lambda self: [])
-            monkeypatch.setattr(tree_fit, "_few", lambda form: [])
+            monkeypatch.setattr(tree_fit._Fit, "fill", lambda self: None)
         harness, drafter = make_pair(decoder)
         for index in range(4):
             prompt = chat(tokenizer, PROMPTS[index % 3])

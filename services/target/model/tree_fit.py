@@ -1,10 +1,9 @@
-"""Fits drafted trees to forms: removes forbidden nodes, and adds forced text and short lists of tokens."""
+"""Fits drafted trees to forms: removes forbidden nodes, and fills the rows that become free."""
 
 from __future__ import annotations
 
 import heapq
 import math
-from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -14,22 +13,18 @@ from outrider.shared.spec.trees import HostTree
 
 MOST_CHOICES = 16
 """Up to this number of allowed tokens, all of them are added below a node."""
-NOT_DRAFTED = -1
-LEAST_SHARE = 1e-3
-"""Least share of the probability below a node that allowed tokens are assumed to have together."""
 
 
 def fitted(form: OutputForm, tree: HostTree, rows: int, depth: int) -> HostTree:
     """Return a drafted tree without the nodes that an output's form forbids, and with likely nodes added.
 
     Nodes that the form forbids are removed. Nodes whose tokens end the output are removed, too, because
-    nothing can follow them. Two kinds of nodes are added:
+    nothing can follow them. The rows that become free are filled with two kinds of nodes:
 
     - text that the form forces;
     - tokens that the form allows in place of a forbidden node, if these are at most `MOST_CHOICES` tokens.
 
-    If the rows do not suffice, the most probable nodes are chosen. Forced text is as probable as the node
-    that it follows. It therefore replaces drafted nodes that are less probable.
+    The most probable places in the tree are filled first.
 
     Args:
         form: The form, i.e. the constraint on the tokens of the output. It has followed the root.
@@ -37,22 +32,10 @@ def fitted(form: OutputForm, tree: HostTree, rows: int, depth: int) -> HostTree:
         rows: Largest number of nodes.
         depth: Largest depth of a node.
     """
-    return _Fit(form, tree, rows, depth).run()
-
-
-@dataclass(slots=True)
-class _Allowed:
-    """What the form allows below a drafted node.
-
-    Attributes:
-        children: The allowed children and their costs relative to the node. A cost is a negative logprob.
-        forced: The tokens that the form forces after the node.
-        forbids: True if the form forbids a child.
-    """
-
-    children: list[tuple[int, float]] = field(default_factory=list)
-    forced: list[int] = field(default_factory=list)
-    forbids: bool = False
+    fit = _Fit(form, tree, rows, depth)
+    fit.keep(0, 0)
+    fit.fill()
+    return fit.kept
 
 
 class _Fit:
@@ -62,75 +45,43 @@ class _Fit:
         self._form, self._tree = form, tree
         self._rows, self._depth = rows, depth
         self._children = children_of(tree)
-        self._allowed = [_Allowed() for _ in tree.tokens]
         self.kept = HostTree.of_root(tree.tokens[0])
-        # Nodes that may be added: cost, order, parent, token, drafted node or `NOT_DRAFTED`, and the tokens
-        # that the form forces after the node.
-        self._candidates: list[tuple[float, int, int, int, int, list[int]]] = []
-        self._order = 0
+        # Places where tokens may be added: negative logprob, node, and whether to add short lists.
+        self._places: list[tuple[float, int, bool]] = []
 
-    def run(self) -> HostTree:
-        """Return the fitted tree."""
-        self._follow(0)
-        self._grow(0, 0.0, 0, [])
-        while self._candidates and len(self.kept.tokens) < self._rows:
-            cost, _, parent, token, drafted, forced = heapq.heappop(self._candidates)
-            logprob = -cost if drafted == NOT_DRAFTED else self._tree.logprobs[drafted]
-            self._grow(self.kept.add(token, parent, logprob), cost, drafted, forced)
-        return self.kept
-
-    def _follow(self, node: int) -> None:
-        """Find out what the form allows below a drafted node, which it has followed."""
-        form, tree, found = self._form, self._tree, self._allowed[node]
-        found.forced = self._forced()
-        lost = 0.0
+    def keep(self, node: int, place: int) -> None:
+        """Copy the allowed nodes below a node of the tree to a place in the fitted tree."""
+        forbids = False
         for child in self._children[node]:
-            cost = max(0.0, tree.logprobs[node] - tree.logprobs[child])
-            if tree.tokens[child] not in form.ends and form.accept(tree.tokens[child]):
-                found.children.append((child, cost))
-                self._follow(child)
-                form.rollback()
+            token = self._tree.tokens[child]
+            if token not in self._form.ends and self._form.accept(token):
+                self.keep(child, self.kept.add(token, place, self._tree.logprobs[child]))
+                self._form.rollback()
             else:
-                found.forbids = True
-                lost += math.exp(-cost)
-        # The target cannot choose the forbidden tokens. The allowed ones are more probable in proportion.
-        gain = -math.log(max(1.0 - lost, LEAST_SHARE))
-        found.children = [(child, max(0.0, cost - gain)) for child, cost in found.children]
+                forbids = True
+        heapq.heappush(self._places, (-self.kept.logprobs[place], place, forbids))
 
-    def _grow(self, place: int, cost: float, drafted: int, forced: list[int]) -> None:
-        """Note the nodes that may be added below a node of the fitted tree.
+    def fill(self) -> None:
+        """Add tokens as far as there is room, at the most likely places first."""
+        while self._places and len(self.kept.tokens) < self._rows:
+            cost, place, choices = heapq.heappop(self._places)
+            if self.kept.depths[place] >= self._depth:
+                continue
+            path, choice = self._tokens_at(place, choices)
+            for token in path:
+                if (node := self._node(token, place, cost)) is None:
+                    break
+                place = node
+            else:
+                if path:
+                    heapq.heappush(self._places, (cost, place, True))
+            cost += math.log(max(len(choice), 1))
+            for token in choice:
+                if (node := self._node(token, place, cost)) is not None:
+                    heapq.heappush(self._places, (cost, node, True))
 
-        Args:
-            place: The node.
-            cost: Its cost.
-            drafted: The drafted node, or `NOT_DRAFTED`.
-            forced: Tokens that the form forces after the node, if they are known already.
-        """
-        if self.kept.depths[place] >= self._depth:
-            return
-        known = _Allowed(forbids=True) if drafted == NOT_DRAFTED else self._allowed[drafted]
-        forced = forced or known.forced
-        few: list[int] = []
-        if not forced and known.forbids:
-            forced, few = self._tokens_at(place)
-        children = known.children
-        if forced:
-            certain = [child for child, _ in children if self._tree.tokens[child] == forced[0]]
-            self._note(cost, place, forced[0], certain[0] if certain else NOT_DRAFTED, forced[1:])
-            children = [(child, more) for child, more in children if child not in certain[:1]]
-        for child, more in children:
-            self._note(cost + more, place, self._tree.tokens[child], child, [])
-        drafted_tokens = {self._tree.tokens[child] for child, _ in children}
-        for token in few:
-            if token not in drafted_tokens:
-                self._note(cost + math.log(len(few)), place, token, NOT_DRAFTED, [])
-
-    def _note(self, cost: float, place: int, token: int, drafted: int, forced: list[int]) -> None:
-        self._order += 1
-        heapq.heappush(self._candidates, (cost, self._order, place, token, drafted, forced))
-
-    def _tokens_at(self, place: int) -> tuple[list[int], list[int]]:
-        """Return the tokens that are forced at a place, or the tokens of which one must follow."""
+    def _tokens_at(self, place: int, choices: bool) -> tuple[list[int], list[int]]:
+        """Return the path of tokens that is forced at a place, or the tokens of which one must follow."""
         form, ends = self._form, self._form.ends
         path, accepted, node = [], 0, place
         while node:
@@ -141,14 +92,22 @@ class _Fit:
             accepted += 1
         forced, few = [], []
         if not path:  # otherwise, `OutputForm.forced` has returned text that the form does not allow
-            forced = self._forced()
-            few = [] if forced else [token for token in _few(form) if token not in ends]
+            forced = [token for token in form.forced() if token not in ends]
+            if choices and not forced:
+                few = [token for token in _few(form) if token not in ends]
         for _ in range(accepted):
             form.rollback()
         return forced, few
 
-    def _forced(self) -> list[int]:
-        return [token for token in self._form.forced() if token not in self._form.ends]
+    def _node(self, token: int, place: int, cost: float) -> int | None:
+        """Return the node of a token below a place, which is added if necessary. None if there is no room."""
+        kept = self.kept
+        for node in range(place + 1, len(kept.tokens)):
+            if kept.parents[node] == place and kept.tokens[node] == token:
+                return node
+        if len(kept.tokens) >= self._rows or kept.depths[place] >= self._depth:
+            return None
+        return kept.add(token, place, -cost)
 
 
 def children_of(tree: HostTree) -> list[list[int]]:
