@@ -9,12 +9,11 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from outrider.train import eagle3
 from outrider.train.corpus.schemas import random_schema
 from outrider.train.forms import FORBIDDEN, FormedAnswers, Forms, TokenSets, restricted
 from outrider.train.generate import continue_rows
 from outrider.train.model import Llama, load_target
-from outrider.train.tokenizer import END, END_ID, START, render_prompt
+from outrider.train.tokenizer import END, START, render_prompt
 
 torch.set_num_threads(1)
 ROOT = Path(__file__).parents[3]
@@ -117,16 +116,3 @@ def test_only_allowed_tokens_keep_their_logits() -> None:
     assert (found[1] > FORBIDDEN).nonzero().flatten().tolist() == [0, 2]
     wide = restricted(torch.zeros(1, 64), torch.tensor([1]), table)
     assert (wide[0] > FORBIDDEN).nonzero().flatten().tolist() == [0, 2, 63]
-
-
-def test_a_head_is_trained_further_under_schemas(tmp_path: Path) -> None:
-    flags = ["--target", str(TARGET), "--init", str(ROOT / "models" / "demo" / "eagle3"), "--smoke"]
-    numbers = eagle3.main([*flags, "--steps", "2", "--schema-rows", "16", "--out", str(tmp_path)])
-    for name in ("accuracy_per_step", "accuracy_per_step_under_schemas"):
-        accuracy = numbers[name]
-        assert isinstance(accuracy, list)
-        assert len(accuracy) == 6
-        assert all(0.2 < share <= 1 for share in accuracy)
-    config = json.loads((tmp_path / "config.json").read_text())
-    assert config == json.loads((ROOT / "models" / "demo" / "eagle3" / "config.json").read_text())
-    assert config["eos_token_id"] == END_ID
