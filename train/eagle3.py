@@ -247,7 +247,7 @@ def main(argv: list[str] | None = None) -> dict[str, object]:
     allowed = torch.cat((allowed[args.batch * 2 :], torch.zeros_like(unchanged, dtype=torch.int32)))
     if args.schema_rows:
         print(
-            f"of these {formed.numel() / 1e6:.1f} M under schemas, {len(sets.table)} sets of tokens",
+            f"and {formed.numel() / 1e6:.1f} M under schemas, {len(sets.table)} sets of tokens",
             flush=True,
         )
         held["accuracy_per_step_under_schemas"] = formed[: args.batch * 2], formed_allowed[: args.batch * 2]

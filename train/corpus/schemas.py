@@ -49,7 +49,7 @@ def random_schema(rng: Random) -> Schema:
 
 
 def _record(rng: Random, level: int) -> Schema:
-    properties = {}
+    properties: dict[str, Schema] = {}
     for _ in range(rng.randint(1, 5)):
         name = rng.choice(NAMES)
         if rng.random() < 0.25:
