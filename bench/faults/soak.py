@@ -33,6 +33,8 @@ STREAMED_SHARE, CANCELLED_SHARE = 0.6, 0.25
 MOST_EVENTS = 12
 PAUSE_AFTER_FAILURE_S = 1.0
 WARM_UP_SHARE = 0.1
+AT_ONCE = 4
+"""Number of requests that record their answers at the same time."""
 SUSPENDED_S = 3.0
 RECOVERY_S = 60.0
 POLL_S = 0.1
@@ -146,7 +148,7 @@ class _Soak:
         self._began = time.monotonic()
 
     async def run(self) -> int:
-        self._expected = [await self._asker.whole(one, {"mode": "off"}) for one in self._questions]
+        self._expected = await self._answers()
         clients = self._clients = [
             asyncio.create_task(self._client(number)) for number in range(self._options.clients)
         ]
@@ -163,6 +165,16 @@ class _Soak:
             await asyncio.gather(*clients, return_exceptions=True)
             await self._asker.close()
         return self._report(time.monotonic() - self._began)
+
+    async def _answers(self) -> list[dict[int, Part]]:
+        """Return the answer to every question, from undisturbed services without drafts."""
+        limit = asyncio.Semaphore(AT_ONCE)
+
+        async def answer(question: Question) -> dict[int, Part]:
+            async with limit:
+                return await self._asker.whole(question, {"mode": "off"})
+
+        return await asyncio.gather(*(answer(one) for one in self._questions))
 
     async def _phase(self, name: str, disturbed: str, seconds: float) -> None:
         before = usages(self._supervisor)
