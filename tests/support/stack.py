@@ -258,21 +258,20 @@ def separate(
     device = ("--device", "cpu")
     with contextlib.ExitStack() as cleanup:
 
-        def start(service: str, address: str, *arguments: str) -> Process:
+        def start(service: str, *arguments: str) -> Process:
             process = Process("serve", service, *arguments, log=folder / f"{service}.log")
             cleanup.callback(process.stop)
-            process.wait_serving(address)
             return process
 
         reached = f"{scheme}{folder}/draft.sock"
         weights = ("--draft", str(head), "--target-weights", str(DEMO_TARGET))
-        draft = start("draft", draft_address, "--listen", reached, *weights, *device)
+        draft = start("draft", "--listen", reached, *weights, *device)
         if reach_draft is not None:
+            draft.wait_serving(draft_address)  # a proxy may not survive a target that finds no draft
             reached = f"{scheme}{folder}/between.sock"
             cleanup.enter_context(reach_draft(reached, draft_address))
         target = start(
             "target",
-            target_address,
             "--listen",
             target_address,
             "--model",
@@ -282,18 +281,17 @@ def separate(
             *device,
         )
         ports = ("--port", str(port), "--grpc-port", str(port + 1))
-        gateway = start(
-            "gateway",
-            f"127.0.0.1:{port + 1}",
-            *ports,
-            "--target",
-            target_address,
-            "--tokenizer",
-            str(DEMO_TARGET),
-        )
+        gateway = start("gateway", *ports, "--target", target_address, "--tokenizer", str(DEMO_TARGET))
+        gateway_address = f"127.0.0.1:{port + 1}"
+        for process, address in (
+            (draft, draft_address),
+            (target, target_address),
+            (gateway, gateway_address),
+        ):
+            process.wait_serving(address)
         yield Stack(
             [gateway, target, draft],
-            grpc_address=f"127.0.0.1:{port + 1}",
+            grpc_address=gateway_address,
             target_address=target_address,
             draft_address=draft_address,
             http_port=port,

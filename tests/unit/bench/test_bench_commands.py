@@ -17,7 +17,7 @@ import pytest
 from typer.testing import CliRunner
 
 import outrider.kernels
-from outrider.bench.kernels import command
+from outrider.bench.kernels import command as kernel_bench
 from outrider.bench.measure import latency
 from outrider.bench.measure.clock import measure
 from outrider.bench.measure.latency import shrinking_lengths
@@ -161,7 +161,7 @@ def test_a_batch_with_an_ended_sequence_is_not_waited_for() -> None:
 @pytest.fixture
 def brief(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let `outrider bench kernels` take two short samples of each kernel."""
-    monkeypatch.setattr(command, "measure", partial(measure, samples=2, sample_s=0.0))
+    monkeypatch.setattr(kernel_bench, "measure", partial(measure, samples=2, sample_s=0.0))
 
 
 @pytest.mark.usefixtures("brief")
