@@ -37,7 +37,7 @@ from outrider.shared.nn.decoder import Decoder
 from outrider.shared.spec.drafter import FeatureSpec
 
 torch.set_num_threads(1)
-MIXTURES = 48
+MIXTURES = 80
 """Number of mixtures per plan."""
 ALWAYS = {
     "accepted tokens",
