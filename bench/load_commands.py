@@ -187,7 +187,8 @@ def mixed(
             "beside one request that differs. auto: auto against off. gap: longest pause of streams while a "
             "long prompt prefills. ttft: time to first token by prompt length. soak: clients that differ in "
             "everything. form (not by default): answers that must match a JSON schema against free answers, "
-            "and the speed of others beside one."
+            "and the speed of others beside one. rules (not by default): penalties, a logit bias and "
+            "log-probabilities against greedy answers."
         ),
     ] = "odd,auto,gap,ttft,soak",
     omit: Omit = "",
@@ -202,8 +203,10 @@ def mixed(
         int | None, typer.Option(min=1, help="odd and form: number of equal requests.", show_default="32")
     ] = None,
     pairs: Annotated[int, typer.Option(min=1, help="Pairs of runs; the figures are their medians.")] = 5,
-    prompt_tokens: Annotated[int, typer.Option(min=1, help="odd, auto and form: tokens per prompt.")] = 256,
-    new_tokens: Annotated[int, typer.Option(min=1, help="odd and form: tokens per answer.")] = 300,
+    prompt_tokens: Annotated[
+        int, typer.Option(min=1, help="odd, auto, form and rules: tokens per prompt.")
+    ] = 256,
+    new_tokens: Annotated[int, typer.Option(min=1, help="odd, form and rules: tokens per answer.")] = 300,
     auto_batch: Annotated[str | None, typer.Option(help="auto: batch sizes.", show_default="1,16,64")] = None,
     auto_tokens: Annotated[
         str | None, typer.Option(help="auto: tokens per answer.", show_default="256,1500")

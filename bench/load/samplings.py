@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from outrider.shared.base.errors import ConfigurationError
 
-Sampling = Mapping[str, float]
+Sampling = Mapping[str, Any]
 
 GREEDY: Sampling = {"temperature": 0.0}
 SAMPLINGS: Mapping[str, Sampling] = {

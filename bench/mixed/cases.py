@@ -21,6 +21,7 @@ class Section(Enum):
     TTFT = "ttft"
     SOAK = "soak"
     FORM = "form"
+    RULES = "rules"
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,11 +32,14 @@ class Kind:
         speculation: The `speculation` object of the request.
         sampling: The sampling fields of the request.
         schema: JSON schema that the answer must match, or None.
+        logprobs: Number of most likely tokens whose log-probabilities are returned at each position. 0 for
+            none.
     """
 
     speculation: Mapping[str, Any] = field(default_factory=lambda: OFF)
     sampling: Sampling = field(default_factory=lambda: GREEDY)
     schema: Mapping[str, Any] | None = None
+    logprobs: int = 0
 
     @property
     def is_plain(self) -> bool:
@@ -50,7 +54,9 @@ class Kind:
     def as_json(self) -> dict[str, Any]:
         """Return the kind as JSON values."""
         made: dict[str, Any] = {"speculation": dict(self.speculation), "sampling": dict(self.sampling)}
-        return made if self.schema is None else {**made, "schema": dict(self.schema)}
+        if self.schema is not None:
+            made["schema"] = dict(self.schema)
+        return made | ({"logprobs": self.logprobs} if self.logprobs else {})
 
     def sampled(self, sampling: Sampling) -> Kind:
         """Return this kind with another sampling."""
@@ -59,6 +65,10 @@ class Kind:
     def formed(self) -> Kind:
         """Return this kind with answers that must match `SCHEMA`."""
         return replace(self, schema=SCHEMA)
+
+    def ruled(self) -> Kind:
+        """Return this kind with penalties, a logit bias and log-probabilities."""
+        return replace(self, sampling=RULES, logprobs=5)
 
     def traced(self) -> Kind:
         """Return this kind with a trace of every round."""
@@ -85,6 +95,16 @@ SCHEMA: Mapping[str, Any] = {
 Its texts are longer than the answers of a measurement, so all answers have the same number of tokens."""
 
 
+RULES: Sampling = {
+    **GREEDY,
+    "presence_penalty": 0.4,
+    "frequency_penalty": 0.3,
+    "repetition_penalty": 1.1,
+    "logit_bias": {"11": 1.5, "12": -1.5},
+}
+"""The sampling of the part `rules`."""
+
+
 def _tree(depth: int, topk: int, max_nodes: int) -> Kind:
     return Kind({"mode": "on", "depth": depth, "topk": topk, "max_nodes": max_nodes})
 
@@ -99,7 +119,7 @@ TREE = _tree(5, 8, 32)
 class Sizes:
     """Sizes of the cases of `outrider bench mixed`, in tokens unless noted otherwise.
 
-    The parts of the benchmark are called `odd`, `auto`, `form`, `gap`, `ttft` and `soak`.
+    The parts of the benchmark are called `odd`, `auto`, `form`, `rules`, `gap`, `ttft` and `soak`.
 
     Attributes:
         batch: Number of equal requests in a case of `odd`.
@@ -108,6 +128,7 @@ class Sizes:
             prompts of `auto`.
         auto_batches: Numbers of requests that `auto` runs at the same time.
         form_batches: Numbers of requests with a schema that `form` runs at the same time.
+        rules_batches: Numbers of requests with penalties that `rules` runs at the same time.
         auto_new: Lengths of the answers of `auto`.
         longest: Length of the long prompt of `gap`, and of the longest prompt of `soak`.
         stream: Length of the longest answer of the running streams of `gap`.
@@ -125,6 +146,7 @@ class Sizes:
     new: int
     auto_batches: Sequence[int]
     form_batches: Sequence[int]
+    rules_batches: Sequence[int]
     auto_new: Sequence[int]
     longest: int
     stream: int
@@ -197,8 +219,10 @@ PAIRINGS: Sequence[Pairing] = (
 FORM_GOALS: Mapping[int, float] = {1: 0.909, 16: 0.833}
 """Goals of the speed of a batch with a schema ÷ its speed without, by the size of the batch."""
 BESIDE_FORM = Pairing("plain beside one with a schema", PLAIN, PLAIN.formed(), 0.93)
-FORMED: Mapping[str, Kind] = {"plain": PLAIN, "chain 3": CHAIN, "tree": TREE}
-"""The cases of `form`: the kinds of requests that run with and without a schema."""
+RULES_GOALS: Mapping[int, float] = {1: 0.952, 16: 0.926, 64: 0.893}
+"""Goals of the speed of a batch with penalties and log-probabilities ÷ its speed without, by its size."""
+COMPARED: Mapping[str, Kind] = {"plain": PLAIN, "chain 3": CHAIN, "tree": TREE}
+"""The kinds of requests of `form`, with and without a schema, and of `rules`, with and without penalties."""
 
 STREAMS: Mapping[str, Kind] = {"plain": PLAIN, "tree": TREE}
 """The cases of `gap`: the kinds of the running streams and of the long prompt."""

@@ -12,11 +12,12 @@ from outrider.bench.load.server import Server
 from outrider.bench.mixed.cases import (
     AUTO,
     BESIDE_FORM,
+    COMPARED,
     FORM_GOALS,
-    FORMED,
     MIXES,
     PAIRINGS,
     PLAIN,
+    RULES_GOALS,
     SOAK_ANSWERS,
     SOAK_PROMPTS,
     SOAK_SAMPLINGS,
@@ -28,7 +29,7 @@ from outrider.bench.mixed.cases import (
 from outrider.bench.mixed.client import Api, MixedClient
 from outrider.bench.mixed.figures import Figure
 from outrider.bench.mixed.pauses import measure_gap, measure_ttft
-from outrider.bench.mixed.ratios import measure_auto, measure_form, measure_odd
+from outrider.bench.mixed.ratios import measure_auto, measure_cost, measure_odd
 from outrider.bench.mixed.soak import measure_soak
 from outrider.shared.base.errors import ConfigurationError
 
@@ -133,6 +134,7 @@ def sizes_for(wishes: Wishes, server: Server, only: Only) -> Sizes:
         new=new,
         auto_batches=wishes.auto_batches or _fitting(AUTO_BATCHES, running),
         form_batches=_fitting(tuple(FORM_GOALS), running),
+        rules_batches=_fitting(tuple(RULES_GOALS), running),
         auto_new=wishes.auto_new or _fitting(AUTO_NEW, context - prompt),
         longest=wishes.longest or min(LONGEST, context - longest_answer),
         stream=min(max(2 * new, SHORTEST_STREAM), context - prompt),
@@ -182,11 +184,13 @@ def _all_cases(sizes: Sizes, samplings: Sequence[Sampling]) -> Iterable[Case]:
         for new in sizes.auto_new:
             measure = partial(measure_auto, batch=batch, new=new, sizes=sizes)
             yield Case(Section.AUTO, f"batch {batch}, {new} tokens", (AUTO, PLAIN), measure)
-    for name, kind in FORMED.items():
+    for name, kind in COMPARED.items():
         for batch in sizes.form_batches:
-            case = f"{name} at batch {batch}"
-            measure = partial(measure_form, name=case, kind=kind, batch=batch, sizes=sizes)
-            yield Case(Section.FORM, case, (kind, kind.formed()), measure)
+            goal = FORM_GOALS[batch]
+            yield _cost_case(Section.FORM, name, (kind, kind.formed()), batch, goal, sizes)
+        for batch in sizes.rules_batches:
+            goal = RULES_GOALS[batch]
+            yield _cost_case(Section.RULES, name, (kind, kind.ruled()), batch, goal, sizes)
     beside = partial(measure_odd, pairing=BESIDE_FORM, sizes=sizes, section=Section.FORM)
     yield Case(Section.FORM, BESIDE_FORM.name, (BESIDE_FORM.usual, BESIDE_FORM.odd), beside)
     for name, kind in STREAMS.items():
@@ -196,6 +200,16 @@ def _all_cases(sizes: Sizes, samplings: Sequence[Sampling]) -> Iterable[Case]:
     for mix in MIXES:
         measure = partial(measure_soak, mix=mix, samplings=samplings, sizes=sizes)
         yield Case(Section.SOAK, mix.name, mix.kinds, measure)
+
+
+def _cost_case(
+    section: Section, name: str, kinds: tuple[Kind, Kind], batch: int, goal: float, sizes: Sizes
+) -> Case:
+    name = f"{name} at batch {batch}"
+    measure = partial(
+        measure_cost, section=section, name=name, kinds=kinds, batch=batch, goal=goal, sizes=sizes
+    )
+    return Case(section, name, kinds, measure)
 
 
 def _hindrance(kind: Kind, server: Server, api: Api, omitted: Collection[str]) -> str | None:

@@ -1,6 +1,7 @@
 """Cases of `outrider bench mixed` that compare two speeds.
 
 - `form`: requests whose answers must match a JSON schema, compared with the same requests without a schema.
+- `rules`: requests with penalties, a logit bias and log-probabilities, compared with greedy requests.
 - `odd`: a batch beside one different request, compared with the same batch beside one more equal request.
 - `auto`: requests with speculation mode `auto`, compared with mode `off`.
 
@@ -16,7 +17,7 @@ import time
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 
-from outrider.bench.mixed.cases import AUTO, AUTO_GOAL, FORM_GOALS, PLAIN, Kind, Pairing, Section, Sizes
+from outrider.bench.mixed.cases import AUTO, AUTO_GOAL, PLAIN, Kind, Pairing, Section, Sizes
 from outrider.bench.mixed.client import MixedClient, together
 from outrider.bench.mixed.figures import Figure
 from outrider.shared.base.errors import UnavailableError
@@ -59,24 +60,35 @@ async def measure_odd(
     ]
 
 
-async def measure_form(client: MixedClient, name: str, kind: Kind, batch: int, sizes: Sizes) -> list[Figure]:
-    """Measure the speed of a batch with a schema, and its ratio to the speed without one."""
-    speed = _speed_of(client, batch, sizes)
-    free, formed, ratios = await _in_pairs(speed, kind, kind.formed(), sizes.new, sizes.pairs)
+async def measure_cost(
+    client: MixedClient,
+    section: Section,
+    name: str,
+    kinds: tuple[Kind, Kind],
+    batch: int,
+    goal: float | None,
+    sizes: Sizes,
+) -> list[Figure]:
+    """Measure the speed of a batch of the second kind, and its ratio to the speed of the first kind."""
+    base, other = kinds
+    free, costly, ratios = await _in_pairs(
+        _speed_of(client, batch, sizes), base, other, sizes.new, sizes.pairs
+    )
     return [
         Figure(
-            Section.FORM,
+            section,
             name,
-            formed,
+            costly,
             "tok/s",
             statistics.median(ratios),
-            FORM_GOALS.get(batch),
+            goal,
             more={
                 "tok_s_free": round(free, 1),
                 "ratios": _rounded(ratios),
                 "batch": batch,
                 "new_tokens": sizes.new,
-                "usual": kind.as_json(),
+                "usual": base.as_json(),
+                "other": other.as_json(),
             },
         )
     ]

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 import pytest
 import torch
 from triton import knobs
 
+from outrider.kernels import ahead
 from outrider.kernels.add_norm import reference, rms_norm
 from outrider.kernels.ahead import compile_ahead
+from outrider.kernels.ahead.pool import CompilerPool
 
 pytestmark = pytest.mark.gpu
 WIDTHS = (80, 144, 272, 528)  # No other test has kernels of these widths.
@@ -19,6 +22,8 @@ def test_what_is_missing_is_compiled_before_it_is_launched(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    # Workers of an earlier test would write to the cache folder of that test.
+    monkeypatch.setattr(ahead, "_pool", functools.cache(CompilerPool))
     xs = [torch.randn(5, width, device="cuda") for width in WIDTHS]
 
     def work(x: torch.Tensor) -> torch.Tensor:

@@ -313,7 +313,7 @@ def test_a_draft_model_without_features(
             assert (run(harness) > 5) == (plan is not None)
             assert harness.sink.tokens["a"] == plain
             report = harness.sink.finished["a"].speculation
-            assert report.fallback_reason == ""
+            assert report.fallback_reason == "", draft.output()
             rounds.append((report.rounds, report.accepted_tokens))
         assert rounds[0] == rounds[1]
     finally:

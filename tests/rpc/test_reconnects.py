@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -177,3 +178,24 @@ def test_over_grpc_neither_side_keeps_rounds_of_ended_connections(
     finally:
         drafter.shutdown()
         draft.end()
+
+
+@pytest.mark.parametrize("scheme", ["ipc://", "unix:"])
+def test_the_log_says_why_a_draft_was_lost(
+    scheme: str,
+    decoder: Decoder,
+    folders: tuple[Path, Path],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    address = f"{scheme}{tmp_path}/draft.sock"
+    draft = Life(address, folders)
+    drafter = RemoteDrafter(address, TargetIdentity.of(decoder), decoder.weight, torch.device("cpu"))
+    try:
+        connected(drafter)
+        draft.end()
+        line = re.compile(rf"lost the draft at {re.escape(address)} \(.+\); decoding without drafts")
+        assert wait_for(lambda: any(line.match(message) for message in caplog.messages)), caplog.messages
+        print(caplog.messages)
+    finally:
+        drafter.shutdown()

@@ -16,24 +16,24 @@ FIRST_LAWS = tuple(f"law/test_{name}.py" for name in (
     "heads_trained", "equality_draft", "drafter_mtp", "equality_device_pair", "drafter_standalone",
     "equality_device_loop", "heads_tree", "heads_remote", "drafter_ngram", "noise_position", "philox",
 ))  # fmt: skip
-"""Laws to start first, about half of the laws by run time. The laws that train a model are at the front."""
-OTHER_LAWS_FIRST = (
-    "doctor_trained",
-    "mutations",
-    "drafter_mtp_deepseek",
-    "family_output",
-    "joins",
-    "demo_pair",
-    "equality_engine",
-)
+"""About two fifths of the laws by run time. The laws that train a model are at the front."""
+OTHER_LAWS = tuple(f"law/test_{name}.py" for name in (
+    "doctor_trained", "mutations", "drafter_mtp_deepseek", "family_output", "joins", "draft_gaps",
+    "demo_pair", "equality_engine",
+))  # fmt: skip
+"""About a third of the laws by run time."""
+MORE_LAWS_FIRST = ("mixed_rounds", "mixed_rounds_remote", "prefix_cache", "forms", "parity_check")
+"""The longest of the remaining laws, to be started first."""
 FIRST_KERNELS = (
     "mixed_rounds_cuda", "families_cuda", "tile_trial_cuda", "decode_loop_cuda", "compile_cuda", "drafters",
     "layer_kernels_cuda", "draft_graph_cuda", "deterministic_cuda", "kernels",
 )  # fmt: skip
 """Long kernel tests, to be started first."""
-SOAK, TEXTS, MPS, FLASHINFER = (
-    f"gpu/test_{name}_cuda.py" for name in ("soak", "text_bf16", "mps", "flashinfer")
+SOAK, TEXTS, MPS, FLASHINFER, PREFIXES = (
+    f"gpu/test_{name}_cuda.py" for name in ("soak", "text_bf16", "mps", "flashinfer", "prefix_parity")
 )
+WITH_FLASHINFER = (FLASHINFER, PREFIXES)
+"""Files that contain tests marked `flashinfer`."""
 RANKS, SERVED_RANKS = "gpu/test_tp_cuda.py", "gpu/test_tp_serving_cuda.py"
 TWO_TARGETS = "gpu/test_many_targets_cuda.py"
 SERVED, SERVED_BF16 = "gpu/test_serving.py", "gpu/test_serving_bf16.py"
@@ -86,28 +86,22 @@ def plan(gpus: int, cores: int) -> list[Job]:
         max(1, min(7, cores // 2)),
         max(1, min(8, cores - 2)),
     )
-    other_laws = rest("law", OTHER_LAWS_FIRST, (*FIRST_LAWS, ROUNDS_ELSEWHERE))
+    more_laws = rest("law", MORE_LAWS_FIRST, (*FIRST_LAWS, *OTHER_LAWS, ROUNDS_ELSEWHERE))
     kernels = ("-m", "gpu and not flashinfer", *rest("gpu", FIRST_KERNELS, APART))
-    jobs = [
-        Job("soak", (0,), 1, (SOAK,)),
-        Job("laws", (1,), many, FIRST_LAWS, law=True),
-        Job("other laws", (2,), many, other_laws, law=True),
-        Job("kernels", (3,), many, kernels),
-        Job("rounds elsewhere", (0,), few, (ROUNDS_ELSEWHERE,), law=True),
-        Job("flashinfer", (1,), min(4, few), ("-m", "flashinfer", FLASHINFER), library=True),
-        Job("served", (2,), 1, (SERVED, SERVED_BF16, MPS)),
-        Job("texts", (3,), min(4, few), (TEXTS,)),
+    ranks = ("-m", "multi_gpu", "-k", "not [4-", RANKS, SERVED_RANKS, TWO_TARGETS)
+    jobs = [Job("two ranks", (0, 1), pair, ranks)] if gpus > 1 else []
+    jobs += [
         Job("quiet", (2, 3), pair, QUIET),
+        Job("laws", (0,), many, FIRST_LAWS, law=True),
+        Job("flashinfer", (1,), min(4, few), ("-m", "flashinfer", *WITH_FLASHINFER), library=True),
+        Job("kernels", (2,), many, kernels),
+        Job("other laws", (3,), many, OTHER_LAWS, law=True),
+        Job("more laws", (1,), many, more_laws, law=True),
+        Job("soak", (0,), 1, (SOAK,)),
+        Job("texts", (1,), min(4, few), (TEXTS,)),
+        Job("rounds elsewhere", (3,), few, (ROUNDS_ELSEWHERE,), law=True),
+        Job("served", (2,), 1, (SERVED, SERVED_BF16, MPS)),
     ]
-    if gpus > 1:
-        jobs.append(
-            Job(
-                "two ranks",
-                (0, 1),
-                pair,
-                ("-m", "multi_gpu", "-k", "not [4-", RANKS, SERVED_RANKS, TWO_TARGETS),
-            )
-        )
     if gpus > 3:
         jobs.append(Job("four ranks", (0, 1, 2, 3), few, ("-m", "multi_gpu", "-k", "[4-", RANKS)))
     return jobs

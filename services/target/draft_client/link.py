@@ -192,14 +192,22 @@ class DraftLink:
             connection.last_sign_s = time.monotonic()
             self._breaker.sign_of_life(connection.last_sign_s)
 
+        reason = "it ended the connection"
         try:
             connection.carrier.follow(on_pong)
+        except Exception as error:
+            reason = str(error) or type(error).__name__
+            raise
         finally:
             self.connection = None
             connection.close()
             probe.join(5.0)
             if not self._closed.is_set():
-                _log.warning("lost the draft at %s; decoding without drafts until it is back", self._address)
+                _log.warning(
+                    "lost the draft at %s (%s); decoding without drafts until it is back",
+                    self._address,
+                    reason,
+                )
 
     def _shake_hands(self, connection: Connection) -> None:
         identity, carrier = self._identity, connection.carrier

@@ -9,7 +9,16 @@ from pathlib import Path
 import gpu_suite
 import pytest
 from gpu_suite import Suite, record
-from support.gpu_suite_plan import FLASHINFER, LANES, RANKS, SERVED_RANKS, TESTS, TWO_TARGETS, Job, plan
+from support.gpu_suite_plan import (
+    LANES,
+    RANKS,
+    SERVED_RANKS,
+    TESTS,
+    TWO_TARGETS,
+    WITH_FLASHINFER,
+    Job,
+    plan,
+)
 from support.gpu_suite_report import name_of
 
 SOME = """
@@ -46,13 +55,23 @@ def test_every_file_is_in_one_job(gpus: int) -> None:
         f"{folder}/{path.name}" for folder in ("law", "gpu") for path in (TESTS / folder).glob("test_*.py")
     }
     assert counts.pop(RANKS, 0) == {1: 0, 2: 1, 3: 1, 4: 2}[gpus]
-    assert counts.pop(FLASHINFER) == 2, "once with the library and once without"
+    for file in WITH_FLASHINFER:
+        assert counts.pop(file) == 2, "once with the library and once without"
     for file in (SERVED_RANKS, TWO_TARGETS):
         assert counts.pop(file, 0) == (gpus > 1)
-    assert set(counts) == there - {RANKS, SERVED_RANKS, TWO_TARGETS, FLASHINFER}
+    assert set(counts) == there - {RANKS, SERVED_RANKS, TWO_TARGETS, *WITH_FLASHINFER}
     assert set(counts.values()) == {1}
     assert all(0 <= lane < LANES for job in jobs for lane in job.lanes)
     assert all(job.law == file.startswith("law/") for job in jobs for file in job.files)
+
+
+def test_every_test_that_needs_flashinfer_runs_with_it() -> None:
+    marked = {
+        f"gpu/{path.name}"
+        for path in (TESTS / "gpu").glob("test_*.py")
+        if "mark.flashinfer" in path.read_text()
+    }
+    assert marked == set(WITH_FLASHINFER)
 
 
 def test_what_fails_is_run_again_and_stays_failed(suite: Suite, tmp_path: Path) -> None:

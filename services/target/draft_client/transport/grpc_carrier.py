@@ -69,7 +69,12 @@ def lost() -> Iterator[None]:
     except grpc.RpcError as error:
         if cast(grpc.Call, error).code() in REFUSALS:
             raise error_from_rpc(error) from None
-        raise ConnectionLost(str(error)) from None
+        raise ConnectionLost(_status_of(error)) from None
+
+
+def _status_of(error: grpc.RpcError) -> str:
+    call = cast(grpc.Call, error)
+    return f"{call.code().name}: {call.details()}"
 
 
 class WeightCalls:
@@ -282,12 +287,15 @@ class GrpcCarrier(Carrier):
         the engine thread, this thread waits in gRPC only while an acknowledgement is due.
         """
         assert self._bulk is not None
-        with contextlib.suppress(grpc.RpcError):
+        try:
             while not self._bulk.ended:
                 if not self._owed.acquire(timeout=LOOK_S):
                     self._bulk.look()
                 elif self._bulk.receive() is None:
                     break
+        except grpc.RpcError as error:
+            if not self.ended.is_set():
+                log.warning("the draft ended the stream of prompt rows", reason=_status_of(error))
         self.close()
         self._bulk.drain()
 
