@@ -34,8 +34,6 @@ STREAMED_SHARE, CANCELLED_SHARE = 0.6, 0.25
 MOST_EVENTS = 12
 PAUSE_AFTER_FAILURE_S = 1.0
 WARM_UP_SHARE = 0.1
-AT_ONCE = 4
-"""Number of requests that record their answers at the same time."""
 SUSPENDED_S = 3.0
 RECOVERY_S = 60.0
 POLL_S = 0.1
@@ -145,7 +143,9 @@ class _Soak:
 
     async def run(self) -> int:
         with Progress("recording the right answers", len(self._questions)) as progress:
-            self._expected = await self._answers(progress)
+            for one in self._questions:
+                self._expected.append(await self._asker.whole(one, {"mode": "off"}))
+                progress.advance()
         clients = self._clients = [
             asyncio.create_task(self._client(number)) for number in range(self._options.clients)
         ]
@@ -165,18 +165,6 @@ class _Soak:
             await asyncio.gather(*clients, return_exceptions=True)
             await self._asker.close()
         return self._report(time.monotonic() - self._began)
-
-    async def _answers(self, progress: Progress) -> list[dict[int, Part]]:
-        """Return the answer to every question, from undisturbed services without drafts."""
-        limit = asyncio.Semaphore(AT_ONCE)
-
-        async def answer(question: Question) -> dict[int, Part]:
-            async with limit:
-                found = await self._asker.whole(question, {"mode": "off"})
-            progress.advance()
-            return found
-
-        return await asyncio.gather(*(answer(one) for one in self._questions))
 
     async def _told_phase(
         self, name: str, disturbed: str, total_s: float, share: float, done: float, progress: Progress
