@@ -205,7 +205,7 @@ def _speculation(status: Mapping[str, Any], before: Mapping[str, Any] | None) ->
         ("mode of requests that name none", status["gateway"].get("speculation_mode")),
         ("algorithm", (target["draft"]["algorithm"] or "none") if target else None),
         ("accept length", f"{target['accept_length']:.2f}" if target and target["accept_length"] else None),
-        ("estimated speed-up", f"{speedup:.2f} ×" if speedup else None),
+        ("speed-up of recent drafted rounds", f"{speedup:.2f} ×" if speedup else None),
         ("draft time per round", _mean_ms("draft_seconds", metrics, before)),
         ("verify time per pass", _mean_ms("verify_seconds", metrics, before)),
     )

@@ -85,6 +85,7 @@ def test_names_and_numbers_have_the_form_of_the_page() -> None:
         ("pages in use", "4,000 of 5,000"),
         ("committed tokens", "23,456"),
         ("retractions", "1,024"),
+        ("speed-up of recent drafted rounds", "–"),
         ("mode of requests that name none", "off"),
         ("draft time per round", "–"),
         ("verify time per pass", "–"),
