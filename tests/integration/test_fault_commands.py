@@ -15,7 +15,7 @@ COMMANDS = {
         "--requests",
         "10",
         "--capacity-seconds",
-        "3",
+        "6",
         "--max-tokens",
         "8",
         "--max-queue-wait",
