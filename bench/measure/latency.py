@@ -32,7 +32,6 @@ from outrider.bench.report.record import Result, Row, finish
 from outrider.bench.report.surroundings import (
     compiled_kernels,
     multi_process_service,
-    process_age_s,
     under_mps,
 )
 from outrider.bench.stacks.answers import delivery_gaps
@@ -47,6 +46,7 @@ from outrider.bench.stacks.engine_stack import (
 )
 from outrider.services.stack.option_checks import check_mps_device
 from outrider.shared.base.errors import ConfigurationError, OutriderError
+from outrider.shared.base.process_age import process_age_s
 from outrider.shared.obs.progress import Progress
 from outrider.shared.spec.tree import DraftShape
 
@@ -169,6 +169,7 @@ def _run(options: LatencyOptions) -> int:
         check_draft_device(options.engine.draft_device)
     torch.zeros(1, device=device)  # creating the CUDA context is part of the startup time
     imported_s = process_age_s()
+    assert imported_s is not None, "a benchmark needs Linux's /proc"
     ceilings = measure_ceilings(device, dtype, small=device.type == "cpu")
     if device.type == "cuda":
         torch.cuda.empty_cache()  # the engine derives the size of its KV cache from the free memory

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -35,11 +34,6 @@ RECORDED_ELSEWHERE = ("NCCL_VERSION", REVISION)
 SECRET = ("KEY", "TOKEN", "SECRET", "PASSWORD")
 PIPES = "CUDA_MPS_PIPE_DIRECTORY"
 DEFAULT_PIPES = "/tmp/nvidia-mps"
-START_FIELD = 19
-"""Index of the process's start time in /proc/self/stat, counted from the field after the parenthesised name.
-
-The start time is in clock ticks since boot.
-"""
 
 
 def recorded_environment() -> dict[str, str]:
@@ -91,12 +85,6 @@ def multi_process_service(wanted: bool) -> Iterator[Surroundings]:
         finally:
             for name, value in before.items():
                 os.environ.pop(name) if value is None else os.environ.update({name: value})
-
-
-def process_age_s() -> float:
-    """Return the seconds since this process started. They include the time of its imports."""
-    fields = Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
-    return time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[START_FIELD]) / os.sysconf("SC_CLK_TCK")
 
 
 def compiled_kernels() -> int:

@@ -19,6 +19,11 @@ class AutoLimits(DraftShape):
     __slots__ = ()
 
     @property
+    def name(self) -> str:
+        """``auto``, whatever the limits are."""
+        return "auto"
+
+    @property
     def shape(self) -> DraftShape:
         """The largest shape within the limits."""
         return DraftShape(self.depth, self.topk, self.max_nodes)
@@ -46,17 +51,3 @@ def candidate_shapes(largest: DraftShape) -> list[DraftShape]:
         if (shape := DraftShape(depth, topk, nodes)).bounded() == shape
     ]
     return chains + trees
-
-
-def shape_name(shape: DraftShape) -> str:
-    """Return the name of a shape: ``plain``, ``chain 3`` or ``tree 5/4/16`` (depth, topk, nodes).
-
-    The name of mode `auto` is ``auto``, whatever its limits are.
-    """
-    if isinstance(shape, AutoLimits):
-        return "auto"
-    if not shape.drafts:
-        return "plain"
-    if shape.topk == 1:
-        return f"chain {shape.depth}"
-    return f"tree {shape.depth}/{shape.topk}/{shape.max_nodes}"

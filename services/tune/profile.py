@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from outrider.services.tune.candidates import shape_name
 from outrider.services.tune.result import TuneResult
 from outrider.shared.base.errors import ConfigurationError
 from outrider.shared.base.generation import SpeculationMode
@@ -38,7 +37,7 @@ def profile_text(result: TuneResult, target: str, draft: str) -> str:
             ((shape, one.speedup(shape) or 0.0) for shape in one.measured if shape.drafts),
             key=lambda found: -found[1],
         )
-        found = ", ".join(f"{shape_name(shape)} {speedup:.2f}" for shape, speedup in speedups)
+        found = ", ".join(f"{shape.name} {speedup:.2f}" for shape, speedup in speedups)
         if one.auto_speedup is not None:
             found = f"auto {one.auto_speedup:.2f}, {found}"
         lines.append(f"# {one.batch} requests at a time: {found}")

@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from outrider.services.tune.candidates import AutoLimits, shape_name
+from outrider.services.tune.candidates import AutoLimits
 from outrider.services.tune.profile import profile_values, shape_json
 from outrider.services.tune.result import BatchResult, Check, TuneResult
 from outrider.shared.base.generation import SpeculationMode
@@ -28,7 +28,7 @@ ACCEPT_HEADING = "accept\nlength"
 def print_result(result: TuneResult, console: Console) -> None:
     """Print the measured shapes and the best predicted shapes. A ``~`` marks predictions."""
     shown = shown_shapes(result)
-    names = [shape_name(shape) for shape in shown]
+    names = [shape.name for shape in shown]
     values = [
         [f"{' ' if measured else '~'}{value:4.2f}" for value, measured in speedups]
         for speedups in ([shown_speedup(one, shape) for one in result.batches] for shape in shown)
@@ -57,15 +57,15 @@ def print_result(result: TuneResult, console: Console) -> None:
     if result.shape == NO_DRAFT:
         console.print("Drafting does not pay for this pair, device and prompts.")
     else:
-        console.print(f"best shape for these numbers of requests: [bold]{shape_name(result.shape)}[/]")
+        console.print(f"best shape for these numbers of requests: [bold]{result.shape.name}[/]")
     console.print(mode_line(result))
     if note := slower_note(result):
         console.print(note)
     for one in result.batches:
         if one.check is not None:
             console.print(
-                f"{one.batch} at a time: {shape_name(one.check.choice)} has {one.check.ratio:.1%} of the "
-                f"speed of {shape_name(one.check.best)}, the best of all shapes (median of "
+                f"{one.batch} at a time: {one.check.choice.name} has {one.check.ratio:.1%} of the "
+                f"speed of {one.check.best.name}, the best of all shapes (median of "
                 f"{len(one.check.ratios)} passes, {min(one.check.ratios):.1%} to {max(one.check.ratios):.1%})"
             )
     console.print(duration_line(result))
@@ -86,7 +86,7 @@ def duration_line(result: TuneResult) -> str:
 
 def mode_line(result: TuneResult) -> str:
     """Return a line with the best mode and, unless the mode is off, the default shape of the profile."""
-    name = shape_name(result.default_shape)
+    name = result.default_shape.name
     return {
         SpeculationMode.AUTO: f"best mode: [bold]auto[/], with shapes up to {name}",
         SpeculationMode.ON: f"best mode: [bold]on[/], with {name}",
@@ -104,7 +104,7 @@ def slower_note(result: TuneResult) -> str:
     if not slower:
         return ""
     return (
-        f"{shape_name(result.shape)} is slower than plain decoding for these numbers of requests at a time: "
+        f"{result.shape.name} is slower than plain decoding for these numbers of requests at a time: "
         f"{', '.join(slower)}." + (there if result.mode is SpeculationMode.AUTO else "")
     )
 
@@ -125,24 +125,20 @@ def result_json(result: TuneResult) -> dict[str, Any]:
         "shape": shape_json(result.shape),
         "profile": profile_values(result),
         "seconds": round(result.seconds, 2),
-        "accept_lengths": {
-            shape_name(shape): round(length, 3) for shape, length in result.accept_lengths.items()
-        },
+        "accept_lengths": {shape.name: round(length, 3) for shape, length in result.accept_lengths.items()},
         "batches": [
             {
                 "batch": one.batch,
-                "best": shape_name(one.best),
+                "best": one.best.name,
                 "seconds": round(one.seconds, 2),
                 "exhaustive_seconds": round(one.exhaustive_s, 2),
                 "share_of_exhaustive": round(one.seconds / one.exhaustive_s, 4) if one.exhaustive_s else None,
-                "contenders": [shape_name(shape) for shape in one.contenders],
-                "tokens_per_s": {shape_name(shape): round(speed, 2) for shape, speed in one.measured.items()}
+                "contenders": [shape.name for shape in one.contenders],
+                "tokens_per_s": {shape.name: round(speed, 2) for shape, speed in one.measured.items()}
                 | ({} if one.auto is None else {"auto": round(one.auto, 2)}),
                 "ratios_to_plain": rounded(one.ratios),
                 "ratios_to_auto": rounded(one.to_auto),
-                "predicted_speedup": {
-                    shape_name(shape): round(speed, 3) for shape, speed in one.predicted.items()
-                },
+                "predicted_speedup": {shape.name: round(speed, 3) for shape, speed in one.predicted.items()},
                 "check": None if one.check is None else check_json(one.check),
             }
             for one in result.batches
@@ -152,14 +148,14 @@ def result_json(result: TuneResult) -> dict[str, Any]:
 
 def rounded(ratios: Mapping[DraftShape, Sequence[float]]) -> dict[str, list[float]]:
     """Return the ratios of each pass by the names of the shapes."""
-    return {shape_name(shape): [round(ratio, 3) for ratio in passes] for shape, passes in ratios.items()}
+    return {shape.name: [round(ratio, 3) for ratio in passes] for shape, passes in ratios.items()}
 
 
 def check_json(check: Check) -> dict[str, Any]:
     """Return a check as JSON values."""
     return {
-        "choice": shape_name(check.choice),
-        "best_of_all": shape_name(check.best),
+        "choice": check.choice.name,
+        "best_of_all": check.best.name,
         "ratio": round(check.ratio, 3),
         "ratios": [round(ratio, 3) for ratio in check.ratios],
         "seconds_of_all": round(check.seconds, 2),

@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from statistics import median
 
-from outrider.services.tune.candidates import AutoLimits, candidate_shapes, shape_name
+from outrider.services.tune.candidates import AutoLimits, candidate_shapes
 from outrider.services.tune.check import check_choice
 from outrider.services.tune.live import LiveClient, LiveRun
 from outrider.services.tune.modes import choose_limits
@@ -70,10 +70,10 @@ def search(
         began = time.perf_counter()
         predicted[batch] = predicted_speeds(client, prompts, lengths, batch)
         predicting_s[batch] = recording_s + time.perf_counter() - began
-        best = ", ".join(map(shape_name, finalists(predicted[batch])))
+        best = ", ".join(shape.name for shape in finalists(predicted[batch]))
         progress(f"batch {batch}: the best predictions are {best}")
     limits = choose_limits(predicted)
-    progress(f"the limits of mode auto are those of {shape_name(limits.shape)}")
+    progress(f"the limits of mode auto are those of {limits.shape.name}")
     results = []
     for batch in sizes.batches:
         began = time.perf_counter() - predicting_s[batch]
@@ -86,7 +86,7 @@ def search(
         exhaustive_s = predicting_s[batch] + sizes.passes * _pass_s(found.predicted, paired, limits)
         found = replace(found, exhaustive_s=found.seconds if sizes.exhaustive else exhaustive_s)
         progress(
-            f"batch {batch}: the fastest shape is {shape_name(found.best)}, "
+            f"batch {batch}: the fastest shape is {found.best.name}, "
             f"{found.measured[found.best]:.0f} tokens/s; auto has {found.auto:.0f}"
         )
         # 4. Check the choice.
@@ -97,7 +97,7 @@ def search(
                 found = replace(found, exhaustive_s=predicting_s[batch] + sizes.passes * check.seconds)
             progress(
                 f"batch {batch}: its speed is {check.ratio:.3f} of that of "
-                f"{shape_name(check.best)}, the best of all shapes"
+                f"{check.best.name}, the best of all shapes"
             )
         results.append(found)
         batch_done()

@@ -23,6 +23,7 @@ from outrider.shared.attn.create import create_backend
 from outrider.shared.base.generation import SamplingParams
 from outrider.shared.base.logit_rules import TokenLogprob
 from outrider.shared.base.token_states import TokenStates
+from outrider.shared.spec.seeds import signed_seed
 from outrider.shared.spec.tree import DraftShape
 
 
@@ -149,7 +150,7 @@ def scores_of(logits: torch.Tensor, position: int, sampling: SamplingParams) -> 
     """
     if sampling.temperature == 0:
         return logits
-    seed = sampling.seed - (1 << 64) if sampling.seed >> 63 else sampling.seed
+    seed = signed_seed(sampling.seed)
     choice = torch.tensor([sampling.choice_index], dtype=torch.int32)
     noise = gumbel_noise(torch.tensor([seed]), torch.tensor([position]), choice, logits.shape[0])
     return (filtered(logits, sampling) + noise)[0]

@@ -41,6 +41,15 @@ class DraftShape:
         return self.max_nodes > 1 and self.depth > 0
 
     @property
+    def name(self) -> str:
+        """The shape in words: ``plain``, ``chain 3`` or ``tree 5/4/16`` (depth, topk, nodes)."""
+        if not self.drafts:
+            return "plain"
+        if self.topk == 1:
+            return f"chain {self.depth}"
+        return f"tree {self.depth}/{self.topk}/{self.max_nodes}"
+
+    @property
     def columns(self) -> int:
         """Largest number of tokens that a round with this shape can choose for a sequence."""
         return min(self.depth, self.max_nodes - 1) + 1

@@ -59,15 +59,8 @@ class Verdict:
     @property
     def text(self) -> str:
         """The shapes and their numbers of rows, e.g. ``16 x chain 3, 48 plain``."""
-        parts = [f"{count} x {shape_name(shape)}" for shape, count in self.shapes.items()]
+        parts = [f"{count} x {shape.name}" for shape, count in self.shapes.items()]
         return ", ".join([*parts, f"{self.plain_rows} plain"] if self.plain_rows or not parts else parts)
-
-
-def shape_name(shape: DraftShape) -> str:
-    """Return the name of a shape, e.g. ``chain 3`` or ``tree 5/4/16`` (depth, topk, nodes)."""
-    if shape.topk == 1:
-        return f"chain {shape.depth}"
-    return f"tree {shape.depth}/{shape.topk}/{shape.max_nodes}"
 
 
 class DecisionLog:

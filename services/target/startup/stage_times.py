@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import time
-from pathlib import Path
 
+from outrider.shared.base.process_age import process_age_s
 from outrider.shared.obs.logging import get_logger
 
 _log = get_logger("outrider.target")
@@ -35,13 +34,3 @@ class StageTimes:
     def log(self) -> None:
         """Log the seconds of all stages."""
         _log.info("start", **{f"{stage}_s": seconds for stage, seconds in self.seconds.items()})
-
-
-def process_age_s() -> float | None:
-    """Return the seconds since the start of this process; None if Linux's /proc is not there."""
-    try:
-        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-        uptime_s = float(Path("/proc/uptime").read_text().split()[0])
-    except OSError:
-        return None
-    return uptime_s - int(fields[19]) / os.sysconf("SC_CLK_TCK")

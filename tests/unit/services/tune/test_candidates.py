@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from outrider.services.tune.candidates import AutoLimits, candidate_shapes, shape_name
+from outrider.services.tune.candidates import AutoLimits, candidate_shapes
 from outrider.services.tune.predict import LARGEST_RECORDED
-from outrider.shared.spec.tree import NO_DRAFT, DraftShape
+from outrider.shared.spec.tree import DraftShape
 
 
 def test_candidates_stay_within_the_limits_and_can_use_all_their_nodes() -> None:
@@ -24,11 +24,9 @@ def test_narrow_limits_leave_chains() -> None:
     assert candidate_shapes(DraftShape(1, 1, 2)) == [DraftShape(1, 1, 2)]
 
 
-def test_names() -> None:
-    names = [shape_name(shape) for shape in (NO_DRAFT, DraftShape(3, 1, 4), DraftShape(5, 4, 16))]
-    assert names == ["plain", "chain 3", "tree 5/4/16"]
+def test_mode_auto_has_its_own_name() -> None:
     limits = AutoLimits(5, 4, 16)
-    assert (shape_name(limits), shape_name(limits.shape)) == ("auto", "tree 5/4/16")
+    assert (limits.name, limits.shape.name) == ("auto", "tree 5/4/16")
     assert limits != limits.shape, "they are different choices in a measurement"
 
 

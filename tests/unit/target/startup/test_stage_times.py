@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from outrider.services.target.startup import stage_times
-from outrider.services.target.startup.stage_times import StageTimes, process_age_s
+from outrider.services.target.startup.stage_times import StageTimes
 
 
 def test_each_stage_counts_from_the_end_of_the_previous_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -20,9 +20,3 @@ def test_each_stage_counts_from_the_end_of_the_previous_one(monkeypatch: pytest.
         times.done(stage)
     times.log()
     assert logged == [{"imports_s": 4.0, "model_s": 2.25, "kernels_s": 1.5}]
-
-
-def test_the_age_of_this_process_grows() -> None:
-    age = process_age_s()
-    assert age is not None
-    assert 0.0 < age < 1e6
