@@ -74,7 +74,10 @@ Shape = Annotated[
 def own_stack(
     target: Path | None, draft: str | None, transport: Transport, device: str, dtype: str
 ) -> StackOptions:
-    """Return the options of the services that a command starts itself, on a free port."""
+    """Return the launch options for services that the command starts itself.
+
+    The gateway listens on a free port.
+    """
     return StackOptions(
         target=target or DEMO_TARGET,
         model_id=demo_name(target),

@@ -56,7 +56,7 @@ class Eagle3Head(nn.Module):
     def _attend(self, x: Tensor, step: int, steps: list[tuple[Tensor, Tensor]]) -> Tensor:
         """Attend at unrolled step ``step``.
 
-        Of step 0, each row sees itself and all earlier rows. Of each later step, it sees only itself.
+        Each row sees itself and all earlier rows of step 0. In each later step, it sees only its own row.
         """
         attn = self.midlayer.self_attn
         length = x.shape[1]

@@ -112,7 +112,7 @@ class ReferenceTarget:
         return out.logits[0], torch.cat([out.hidden_states[i][0] for i in self.aux_inputs], -1)
 
     def keep(self, rows: list[int]) -> None:
-        """Of the rows that the last forward pass appended to the cache, keep only these."""
+        """Remove rows that the last forward pass appended to the cache, except the given ones."""
         index = torch.tensor([*range(self.length), *(self.length + r for r in rows)])
         layers: list[Any] = self.cache.layers
         for layer in layers:

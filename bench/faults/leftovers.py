@@ -1,4 +1,4 @@
-"""What requests leave over in idle services: running and waiting sequences, pages, sessions of the draft."""
+"""Counts what requests left behind in idle services: sequences, pages, and sessions of the draft."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ class MoveOptions:
 
 @dataclass(slots=True)
 class _Stream:
-    """What one stream received: the time of each event, and the tokens."""
+    """The received events of one stream: the time of each event, and the tokens."""
 
     arrivals: list[float]
     tokens: tuple[int, ...] = ()

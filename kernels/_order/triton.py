@@ -28,7 +28,7 @@ def rank_key(values, index):
 
 @triton.jit
 def short_key(values, place):
-    """Return short keys: int32 keys for the elements of a block, in the order of `rank_key`.
+    """Return one int32 key for each element of a block. The keys sort like those of `rank_key`.
 
     The values must be exact in bf16. `place` is the offset of each element within the block, below 4096.
 

@@ -18,7 +18,11 @@ def log_late_compilations() -> None:
 
     Example:
         >>> from outrider.kernels.ahead.late import log_late_compilations
+        >>> from triton import knobs
         >>> log_late_compilations()
+        >>> knobs.compilation.listener is None
+        False
+        >>> knobs.compilation.listener = None  # log nothing from now on
     """
     knobs.compilation.listener = _compiled
 

@@ -11,8 +11,8 @@ import torch
 class Kept:
     """End of the prefix of tokens that top-k and top-p keep in each row.
 
-    A row keeps all tokens whose key is above the row's entry in `keys`. Of the tokens whose key equals this
-    entry, the row keeps the `ties` tokens with the lowest ids.
+    A row keeps all tokens whose key is above the row's entry in `keys`. If several tokens have exactly this
+    key, the row keeps the `ties` tokens with the lowest ids among them.
 
     Attributes:
         keys: ``[rows] int32``, key of the last kept token, in the order of `token_keys`.

@@ -23,6 +23,15 @@ def candidates(product: Product, multiprocessors: int) -> list[Tile]:
     Args:
         product: Product of at most `FEW_ROWS` rows.
         multiprocessors: Number of multiprocessors of the device.
+
+    Example:
+        >>> import torch
+        >>> from outrider.kernels.skinny_gemm import Epilogue
+        >>> from outrider.kernels.skinny_gemm.candidates import candidates
+        >>> from outrider.kernels.skinny_gemm.table import Product
+        >>> product = Product(Epilogue.PLAIN, out_features=48, in_features=32, rows=1, dtype=torch.bfloat16)
+        >>> [tile.method.value for tile in candidates(product, multiprocessors=132)]
+        ['sum', 'sum', 'sum', 'stay', 'library']
     """
     rule = guess_tile(*product.shape, product.rows, product.dtype.itemsize)
     near = (

@@ -93,6 +93,12 @@ def tiles_file(device: str) -> Path:
 
     The file is in the folder of Triton's cache. Its name depends on the kernels' sources (`sources`) and on
     the versions of Triton, torch and CUDA. Results of other versions are therefore not used.
+
+    Example:
+        >>> from outrider.kernels.skinny_gemm.kept import tiles_file
+        >>> path = tiles_file("NVIDIA H200")
+        >>> path.parent.name, path.name[:12], path.suffix
+        ('outrider-tiles', 'nvidia-h200-', '.json')
     """
     import triton
     from triton import knobs
@@ -113,7 +119,14 @@ def sources() -> list[Path]:
 
 
 def read_tiles(path: Path) -> list[Tried]:
-    """Return the results stored in a file; an empty list if the file is missing or has another format."""
+    """Return the results stored in a file; an empty list if the file is missing or has another format.
+
+    Example:
+        >>> from pathlib import Path
+        >>> from outrider.kernels.skinny_gemm.kept import read_tiles
+        >>> read_tiles(Path("missing.json"))
+        []
+    """
     try:
         return [Tried.from_json(entry) for entry in json.loads(path.read_text())["tiles"]]
     except (OSError, AttributeError, KeyError, TypeError, ValueError):
@@ -130,6 +143,16 @@ def trying_alone(path: Path) -> Iterator[bool]:
         True if this process may measure, or False if another process is measuring. If the lock file cannot be
         written, the result is always True. In this case, processes do not exclude each other, and results
         cannot be stored.
+
+    Example:
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> from outrider.kernels.skinny_gemm.kept import trying_alone
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = Path(folder) / "tiles.json"
+        ...     with trying_alone(path) as first, trying_alone(path) as second:
+        ...         print(first, second)
+        True False
     """
     with contextlib.ExitStack() as held:
         try:
@@ -152,6 +175,21 @@ def keep_tiles(path: Path, tried: Sequence[Tried], device: str) -> list[Tried]:
 
     Raises:
         OSError: The file cannot be written.
+
+    Example:
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> import torch
+        >>> from outrider.kernels.skinny_gemm import Epilogue, Method, Tile
+        >>> from outrider.kernels.skinny_gemm.kept import Tried, keep_tiles
+        >>> from outrider.kernels.skinny_gemm.table import Product
+        >>> product = Product(Epilogue.PLAIN, out_features=48, in_features=32, rows=1, dtype=torch.bfloat16)
+        >>> first, second = (Tried(product, Tile(Method.SUM, 4), time) for time in (2.5, 1.5))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = Path(folder) / "tiles.json"
+        ...     kept = [keep_tiles(path, [tried], "a GPU")[0].microseconds for tried in (first, second)]
+        >>> kept
+        [2.5, 2.5]
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.with_suffix(".lock").open("w") as lock:

@@ -98,6 +98,14 @@ def needs_trial(product: Product, device: str) -> bool:
     The tiles in ``tiles.json`` were measured on the device `STORED_OF`. On that device, a product in this
     file counts as measured. Any other product counts as measured only after a trial of exactly its row count.
     Other row counts do not suffice, because an interrupted run may have measured only some of them.
+
+    Example:
+        >>> import torch
+        >>> from outrider.kernels.skinny_gemm import Epilogue
+        >>> from outrider.kernels.skinny_gemm.table import Product, needs_trial
+        >>> product = Product(Epilogue.PLAIN, out_features=48, in_features=32, rows=1, dtype=torch.bfloat16)
+        >>> needs_trial(product, "a GPU")
+        True
     """
     if device == STORED_OF and _nearest(_stored_rows(product), product.rows) is not None:
         return False
@@ -127,6 +135,16 @@ def remember(device: str, tiles: Iterable[tuple[Product, Tile]]) -> None:
     """Make `choose_tile` return these tiles from now on for this kind of device.
 
     CUDA graphs captured earlier keep their tiles.
+
+    Example:
+        >>> import torch
+        >>> from outrider.kernels.skinny_gemm import Epilogue, Method, Tile
+        >>> from outrider.kernels.skinny_gemm.table import Product, forget_trials, needs_trial, remember
+        >>> product = Product(Epilogue.PLAIN, out_features=48, in_features=32, rows=1, dtype=torch.bfloat16)
+        >>> remember("a GPU", [(product, Tile(Method.SUM, 4))])
+        >>> needs_trial(product, "a GPU")
+        False
+        >>> forget_trials()
     """
     table = _trials.setdefault(device, {})
     for product, tile in tiles:
@@ -194,6 +212,12 @@ def guess_tile(epilogue: Epilogue, out_features: int, in_features: int, rows: in
     """Return a tile for a shape without measurements.
 
     The rule aims for enough programs to fill about 132 multiprocessors, without adding up many partial sums.
+
+    Example:
+        >>> from outrider.kernels.skinny_gemm import Epilogue
+        >>> from outrider.kernels.skinny_gemm.table import guess_tile
+        >>> [guess_tile(Epilogue.PLAIN, 4096, 4096, rows).method.value for rows in (1, 16)]
+        ['sum', 'dot']
     """
     paired = epilogue in (Epilogue.GATED, Epilogue.ROTATED)
     if rows <= _SUM_ROWS:

@@ -30,6 +30,18 @@ def filter_logits(
 
     Returns:
         ``[rows, V] fp32``.
+
+    Example:
+        The first row keeps its two best tokens. The second row keeps its best token, whose probability is
+        more than 0.9.
+
+        >>> import torch
+        >>> from outrider.kernels.verify.filters import filter_logits
+        >>> scores = torch.tensor([[3.0, 1.0, 2.0, 0.0], [0.0, 4.0, 1.0, 0.0]])
+        >>> top_k = torch.tensor([2, 0], dtype=torch.int32)
+        >>> filter_logits(scores, top_k, torch.tensor([1.0, 0.9]), torch.zeros(2))
+        tensor([[3., -inf, 2., -inf],
+                [-inf, 4., -inf, -inf]])
     """
     vocab = scores.shape[1]
     if not scores.is_cuda and vocab > 2 * _HOST_WIDTH:

@@ -1,4 +1,4 @@
-"""What a target uses: memory, CUDA graphs, and the connection to its draft."""
+"""Statistics of a target's resources: memory, CUDA graphs, and the connection to its draft."""
 
 from __future__ import annotations
 

@@ -6,11 +6,13 @@ must print exactly the text in the docstring. A public function without an examp
 
 from __future__ import annotations
 
+import ast
 import doctest
 import importlib
 import inspect
 import pkgutil
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -21,9 +23,13 @@ import outrider.kernels
 from outrider.kernels._dispatch import Backend, force_backend
 
 ROOT = "outrider.kernels."
+REPOSITORY = Path(__file__).parents[2]
+USERS = ("shared", "services", "train", "bench")
+"""The parts of Outrider that may import kernels."""
 
 HOST_ONLY = {
     "ahead.compile_ahead": "a CPU needs no compiled kernels; tests/gpu covers GPUs",
+    "ahead.late.log_late_compilations": "sets a listener",
     "ahead.compiled_or_soon": "a CPU needs no compiled kernels; tests/gpu covers GPUs",
     "ahead.rehearsing": "reads a flag",
     "ahead.state_of": "a CPU needs no compiled kernels; tests/gpu covers GPUs",
@@ -33,9 +39,18 @@ HOST_ONLY = {
     "path_attention.row_paths": "torch operations on any device",
     "peer_words.box_shape": "integer arithmetic",
     "peer_words.can_pass": "integer arithmetic",
+    "skinny_gemm.candidates.candidates": "integer arithmetic",
     "skinny_gemm.choose_tile": "looks up a table",
+    "skinny_gemm.kept.keep_tiles": "writes a file",
+    "skinny_gemm.kept.read_tiles": "reads a file",
+    "skinny_gemm.kept.tiles_file": "returns a path",
+    "skinny_gemm.kept.trying_alone": "locks a file",
+    "skinny_gemm.table.guess_tile": "integer arithmetic",
+    "skinny_gemm.table.needs_trial": "looks up a table",
+    "skinny_gemm.table.remember": "changes a table",
     "stream.normed_on_write": "compares a row count",
     "topk_expand.num_candidates": "integer arithmetic",
+    "verify.filters.filter_logits": "torch operations on any device",
 }
 """Public functions that launch no kernel on a CPU, with the reason.
 
@@ -46,8 +61,9 @@ All others must launch one in their example.
 def public_functions() -> dict[str, Callable[..., Any]]:
     """Return all public kernel functions by their names without the root package.
 
-    The public functions are those in `__all__` of every package, and those of modules directly below the
-    root. Names with a leading underscore are private.
+    The public functions are those in `__all__` of every package, those of modules directly below the root,
+    and those that other parts of Outrider import from a module of an operation's folder. Names with a leading
+    underscore are private.
     """
     found: dict[str, Callable[..., Any]] = {}
     for info in pkgutil.walk_packages(outrider.kernels.__path__, ROOT):
@@ -65,6 +81,25 @@ def public_functions() -> dict[str, Callable[..., Any]]:
         for name in exported:
             if inspect.isfunction(getattr(module, name)):
                 found[f"{path}.{name}"] = getattr(module, name)
+    return found | imported_from_folders()
+
+
+def imported_from_folders() -> dict[str, Callable[..., Any]]:
+    """Return the functions that code outside `kernels` imports from modules of an operation's folder."""
+    found: dict[str, Callable[..., Any]] = {}
+    for part in USERS:
+        for file in (REPOSITORY / part).rglob("*.py"):
+            for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+                if not isinstance(node, ast.ImportFrom) or not (node.module or "").startswith(ROOT):
+                    continue
+                module = str(node.module)
+                path = module.removeprefix(ROOT)
+                if "." not in path or path.startswith("_"):
+                    continue
+                for alias in node.names:
+                    function = getattr(importlib.import_module(module), alias.name)
+                    if inspect.isfunction(function):
+                        found[f"{path}.{alias.name}"] = function
     return found
 
 
@@ -113,9 +148,13 @@ def test_the_example_prints_its_documented_output(name: str, backend: Backend) -
 
 def test_all_packages_are_found() -> None:
     assert set(HOST_ONLY) <= set(FUNCTIONS)
-    assert {"verify.verify_tree", "skinny_gemm.project", "ahead.state_of", "stream.normed_on_write"} <= set(
-        FUNCTIONS
-    )
+    assert {
+        "verify.verify_tree",
+        "verify.filters.filter_logits",
+        "skinny_gemm.project",
+        "ahead.state_of",
+        "stream.normed_on_write",
+    } <= set(FUNCTIONS)
 
 
 def documented() -> int:

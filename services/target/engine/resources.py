@@ -22,7 +22,8 @@ def measure_resources(
         runner: Owns the model, the K/V cache and the CUDA graphs.
         recorder: Counts the graphs that are left to record.
         drafter: Describes its transport.
-        drafted_on_device: See `ResourceStats.draft_on_device`.
+        drafted_on_device: True if the trees of the last drafted round stayed on the devices, and False if
+            they passed through the host. None before the first drafted round.
     """
     device, pool = runner.pool.device, runner.pool
     free, total = torch.cuda.mem_get_info(device) if device.type == "cuda" else (0, 0)

@@ -45,7 +45,7 @@ class CachePlanner:
         The drafter calls this method as its `CacheSizing`.
 
         Raises:
-            ConfigurationError: The free memory is too small for the KV caches; see `plan_memory`.
+            ConfigurationError: The free memory is too small for the KV caches.
         """
         plan = self._plan(bytes_per_token)
         return plan.pages * plan.page_size + more_tokens(self.settings)
@@ -54,7 +54,7 @@ class CachePlanner:
         """Return the plan of the target's cache. Call after the draft and its cache are allocated.
 
         Raises:
-            ConfigurationError: See `plan_memory`.
+            ConfigurationError: The free memory is too small for the KV caches.
         """
         return self._plan(0)
 
