@@ -92,7 +92,7 @@ def run_tune(options: TuneOptions) -> int:
         )
         with Progress("tune", 1.0, counts=False, console=progress) as bar:
             count = RunCount(bar, sizes)
-            live = LiveClient(url, client.model, options.api_key, count.ran)
+            live = LiveClient(client.url, client.model, options.api_key, count.ran)
             result = search(live, prompts, sizes, lambda line: _print_step(progress, line), count.batch_done)
         target = client.model
     draft = options.stack.draft.name if options.stack.draft else options.stack.algorithm.value
