@@ -118,7 +118,10 @@ def top(
     as_json: Annotated[bool, typer.Option("--json", help="Print each status as one line of JSON.")] = False,
     api_key: ApiKey = None,
 ) -> None:
-    """Show load, memory, speculation and the last errors of a running stack. q or Ctrl-C quits."""
+    """Show load, memory, speculation and the last errors of a running stack.
+
+    The arrow keys, Page Up and Page Down scroll. q or Ctrl-C quits.
+    """
     from outrider.services.clients.rest import RestClient
     from outrider.services.terminal.top import run_top
 
