@@ -12,13 +12,14 @@ from rich.text import Text
 
 from outrider.services.clients.rest import Reply, RestClient
 from outrider.services.clients.summary import speculation_summary
+from outrider.services.terminal.context_room import CONTEXT_FULL, ContextRoom
 from outrider.services.terminal.conversation import Conversation
 from outrider.services.terminal.origins import OriginColours
 from outrider.services.terminal.slash_commands import COMMANDS, ChatState, LeaveChat, run_command
 from outrider.services.terminal.wrapped import WrappedPrinter
 from outrider.shared.base.errors import OutriderError
 
-CONTEXT_FULL = "context_length_exceeded"
+ANSWER_LIMITS = ("max_tokens", "max_new_tokens")
 
 
 class Chat:
@@ -35,6 +36,7 @@ class Chat:
         self, client: RestClient, conversation: Conversation, console: Console, notes: Console
     ) -> None:
         self._client = client
+        self._room = ContextRoom(client)
         self._state = ChatState(conversation)
         self._console = console
         self._notes = notes
@@ -77,13 +79,14 @@ class Chat:
             print_summary(reply, self._notes)
 
     def _answer(self, reply: Reply) -> None:
-        """Stream an answer. If the context is full, drop the oldest turns until the answer fits.
+        """Stream an answer. If the context is full, limit the answer, or drop the oldest turns.
 
         The turns are dropped from a copy. The conversation changes only once the server has begun to answer,
         so a message that is too long by itself leaves the conversation as it was.
         """
         conversation = self._state.conversation
         shorter = replace(conversation, messages=list(conversation.messages))
+        limit = self._room.fit(shorter)
         without_limit = False
 
         def begun() -> None:
@@ -96,22 +99,31 @@ class Chat:
             conversation.dropped_turns = shorter.dropped_turns
             if without_limit:
                 self._notes.print("[dim]The context is almost full: the answer may be cut short.[/]")
+            elif limit is not None:
+                wanted = conversation.options["max_tokens"]
+                self._notes.print(
+                    f"[dim]The context has room for {limit} new tokens, fewer than max_tokens={wanted}: the "
+                    "answer may be cut short.[/]",
+                    soft_wrap=True,
+                )
 
         while True:
             messages, options = shorter.request(self._trace)
+            if limit is not None:
+                options["max_tokens"] = limit
             if without_limit:
                 options.pop("max_tokens", None)
             try:
                 self._stream(messages, options, reply, begun)
                 return
             except OutriderError as error:
+                # A gateway that cannot count tokens, or whose KV cache is smaller than the context.
                 if error.reason != CONTEXT_FULL:
                     raise
-                if shorter.drop_oldest_turn():
-                    continue
-                if error.field != "max_tokens" or without_limit:
+                if error.field in ANSWER_LIMITS and not without_limit:
+                    without_limit = True
+                elif not shorter.drop_oldest_turn():
                     raise
-                without_limit = True
 
     def _stream(
         self,

@@ -33,6 +33,9 @@ class ScriptedGateway:
 
     Attributes:
         bodies: Bodies of the chat requests.
+        context: Length of the context. Each character of a message is one token.
+        counts: True if the server has the route /tokenize.
+        refused: Number of chat requests that were refused because they exceed the context.
         max_messages: Requests with more messages are refused, because the context is full.
         max_characters: Requests with a longer message are refused for the same reason.
         hold: If set, an answer stops before its end until the client disconnects.
@@ -43,6 +46,9 @@ class ScriptedGateway:
 
     def __init__(self) -> None:
         self.bodies: list[dict[str, Any]] = []
+        self.context = 10_000
+        self.counts = True
+        self.refused = 0
         self.max_messages = 100
         self.max_characters = 1000
         self.hold = False
@@ -65,6 +71,17 @@ def _handler(script: ScriptedGateway) -> type[BaseHTTPRequestHandler]:
 
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+            num_tokens = sum(len(one["content"]) for one in body["messages"])
+            if self.path == "/tokenize":
+                if script.counts:
+                    self._json(200, {"count": num_tokens, "max_model_len": script.context})
+                else:
+                    self._error(404, "not_found", "This path does not exist.", None)
+                return
+            if num_tokens + body.get("max_tokens", 1) > script.context:
+                script.refused += 1
+                self._error(400, "context_length_exceeded", "It does not fit.", "max_tokens")
+                return
             script.bodies.append(body)
             longest = max(len(one["content"]) for one in body["messages"])
             if len(body["messages"]) > script.max_messages or longest > script.max_characters:

@@ -182,6 +182,9 @@ class CannedGateway(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        if self.path == "/tokenize":
+            self._json(200, {"count": 5, "max_model_len": 4096})
+            return
         type(self).bodies.append(body)
         if body["max_tokens"] == 0:
             self._json(

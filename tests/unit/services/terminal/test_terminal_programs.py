@@ -159,6 +159,56 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(chat: Any, served: tuple[Sc
     assert chat.exitstatus == 0
 
 
+def test_an_answer_without_room_is_limited_and_no_turn_is_dropped(
+    chat: Any, served: tuple[ScriptedGateway, str]
+) -> None:
+    script = served[0]
+    script.context = 1000
+    for line in ("one", "two"):
+        chat.send(f"{line}\r")
+        answered(chat)
+    chat.send("/set max_tokens 100000\r")
+    chat.expect("100000")
+    chat.expect(PROMPT)
+    chat.send("three\r")
+    chat.expect(r"room for 965 new tokens, fewer than max_tokens=100000")
+    answered(chat)
+    assert len(script.bodies[-1]["messages"]) == 5
+    assert [body["max_tokens"] for body in script.bodies] == [512, 512, 965]
+    assert script.refused == 0
+
+
+def test_turns_are_dropped_before_the_gateway_would_refuse(
+    chat: Any, served: tuple[ScriptedGateway, str]
+) -> None:
+    script = served[0]
+    script.context = 800
+    for _ in range(2):
+        chat.send("x" * 335 + "\r")
+        answered(chat)
+    # With 335 + 12 + 335 + 12 + 13 tokens, less than an eighth would be left for the answer.
+    chat.send("three of them\r")
+    chat.expect(r"dropped the oldest turn \(1 so far\)")
+    chat.expect(r"room for 440 new")
+    answered(chat)
+    assert len(script.bodies[-1]["messages"]) == 3
+    chat.send("y" * 800 + "\r")
+    chat.expect("The prompt is too long: it has 800 tokens")
+    chat.expect(PROMPT)
+    assert (script.refused, len(script.bodies)) == (0, 3)
+
+
+def test_a_gateway_that_cannot_count_is_asked_again_without_a_limit(
+    chat: Any, served: tuple[ScriptedGateway, str]
+) -> None:
+    script = served[0]
+    script.context, script.counts = 400, False
+    chat.send("one\r")
+    chat.expect("almost full")
+    answered(chat)
+    assert "max_tokens" not in script.bodies[0]
+
+
 def test_a_full_context_drops_the_oldest_turn_and_says_so(
     chat: Any, served: tuple[ScriptedGateway, str]
 ) -> None:
