@@ -40,8 +40,6 @@ class Chat:
         self._state = ChatState(conversation)
         self._console = console
         self._notes = notes
-        # Only the colours need a trace.
-        self._trace = console.is_terminal and not console.no_color
 
     def run(self, lines: Iterator[str]) -> None:
         """Handle lines until they end, or until a command ends the chat."""
@@ -97,6 +95,7 @@ class Chat:
                 self._notes.print(f"[dim]The context is full: dropped {turns} ({total} so far).[/]")
             conversation.messages[:] = shorter.messages
             conversation.dropped_turns = shorter.dropped_turns
+            conversation.last_round = None
             if without_limit:
                 self._notes.print("[dim]The context is almost full: the answer may be cut short.[/]")
             elif limit is not None:
@@ -108,7 +107,7 @@ class Chat:
                 )
 
         while True:
-            messages, options = shorter.request(self._trace)
+            messages, options = shorter.request(trace=True)
             if limit is not None:
                 options["max_tokens"] = limit
             if without_limit:

@@ -38,6 +38,7 @@ class ScriptedGateway:
         refused: Number of chat requests that were refused because they exceed the context.
         max_messages: Requests with more messages are refused, because the context is full.
         max_characters: Requests with a longer message are refused for the same reason.
+        has_rounds: True if answers have a round with a draft.
         hold: If set, an answer stops before its end until the client disconnects.
         disconnected: Set when a client closed a held answer.
         status: Reply of GET /status.json; None for an error.
@@ -51,6 +52,7 @@ class ScriptedGateway:
         self.refused = 0
         self.max_messages = 100
         self.max_characters = 1000
+        self.has_rounds = True
         self.hold = False
         self.disconnected = threading.Event()
         self.status: dict[str, Any] | None = None
@@ -91,7 +93,8 @@ def _handler(script: ScriptedGateway) -> type[BaseHTTPRequestHandler]:
             self.send_header("content-type", "text/event-stream")
             self.end_headers()
             self._event({"choices": [{"delta": {"content": "The"}}]})
-            traced = {"speculation": {"trace": [ROUND]}} if body.get("speculation", {}).get("trace") else {}
+            is_traced = script.has_rounds and body.get("speculation", {}).get("trace")
+            traced = {"speculation": {"trace": [ROUND]}} if is_traced else {}
             self._event({"choices": [{"delta": {"content": " blue sky"}}], **traced})
             if script.hold:
                 self._wait_for_disconnect()

@@ -30,7 +30,7 @@ def served() -> Iterator[tuple[ScriptedGateway, str]]:
         yield script, address
 
 
-def start(tmp_path: Path, address: str, *arguments: str, rows: int = 40) -> Any:
+def start(tmp_path: Path, address: str, *arguments: str, rows: int = 40, **variables: str) -> Any:
     """Run a command of the program in a terminal of 80 columns. The address is given by the environment."""
     environment = os.environ | {
         "TERM": "xterm-256color",
@@ -39,6 +39,7 @@ def start(tmp_path: Path, address: str, *arguments: str, rows: int = 40) -> Any:
         "XDG_STATE_HOME": str(tmp_path / "state"),
     }
     environment.pop("NO_COLOR", None)
+    environment.update(variables)
     return pexpect.spawn(
         sys.executable,
         ["-m", "outrider.services.cli", *arguments],
@@ -138,6 +139,26 @@ def test_commands_change_the_request_and_show_the_round(
     chat.send("more\r")
     answered(chat)
     assert len(served[0].bodies[-1]["messages"]) == 4
+
+
+def test_the_tree_is_that_of_the_last_answer_and_needs_no_colours(
+    served: tuple[ScriptedGateway, str], tmp_path: Path
+) -> None:
+    child = start(tmp_path, served[1], "chat", NO_COLOR="1")
+    child.expect(PROMPT)
+    child.send("hello\r")
+    answered(child)
+    child.send("/tree\r")
+    child.expect("accepted")
+    child.expect("chosen by the target")
+    child.expect("rejected")
+    child.expect(PROMPT)
+    served[0].has_rounds = False
+    child.send("again\r")
+    answered(child)
+    child.send("/tree\r")
+    child.expect("There is no round to show")
+    child.close(force=True)
 
 
 def test_ctrl_c_stops_the_answer_and_not_the_program(chat: Any, served: tuple[ScriptedGateway, str]) -> None:
