@@ -86,7 +86,7 @@ def charts(status: Mapping[str, Any], history: History | None) -> Table:
     ]
     if history is not None:
         rows += [
-            ("KV cache in use", [*history.kv_share], "{:.0%}".format),
+            ("KV cache in use", [*history.kv_share], percent),
             ("draft time per round", [*history.draft_ms], MILLISECONDS),
             ("verify time per pass", [*history.verify_ms], MILLISECONDS),
         ]
@@ -98,6 +98,11 @@ def charts(status: Mapping[str, Any], history: History | None) -> Table:
         known = [value for value in values if value is not None]
         table.add_row(name, Sparkline(values), form(known[-1]) if known else "–")
     return table
+
+
+def percent(share: float, digits: int = 0) -> str:
+    """Return a share in percent. The operator's page uses the same form."""
+    return f"{100 * share:.{digits}f} %"
 
 
 def _mean(values: Sequence[Value]) -> Value:

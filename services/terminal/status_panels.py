@@ -11,7 +11,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from outrider.services.terminal.charts import History, charts, mean_ms
+from outrider.services.terminal.charts import History, charts, mean_ms, percent
 from outrider.services.terminal.reasons import chosen, why_decided, why_no_draft
 
 NO_DRAFT = 'outrider_draft_fallback_total{reason="'
@@ -101,9 +101,9 @@ def _services(status: Mapping[str, Any]) -> Table:
     several = f"{sum(one['ready'] for one in targets)} of {len(targets)} ready"
     return _pairs(
         ("gateway", "draining" if status["draining"] else f"version {status['version']}"),
-        ("up for", duration(status["uptime_s"])),
         ("targets", several) if len(targets) > 1 else ("target", "ready" if target else "not ready"),
-        ("draft", target["draft"]["state"] if target else None),
+        ("draft", target["draft"]["state"] if target else "unknown"),
+        ("gateway up for", duration(status["uptime_s"])),
     )
 
 
@@ -144,7 +144,7 @@ def duration(seconds: float) -> str:
 def _targets(targets: list[dict[str, Any]]) -> Table:
     table = Table(box=None, expand=True, header_style="dim", padding=(0, 1, 0, 0))
     table.add_column("address", ratio=1)
-    for title in ("model", "state", "running", "waiting", "pages", "accept", "draft"):
+    for title in ("model", "state", "running", "waiting", "pages in use", "accept length", "draft"):
         table.add_column(title, no_wrap=True)
     for one in targets:
         cells = ["–"] * 5
@@ -153,7 +153,7 @@ def _targets(targets: list[dict[str, Any]]) -> Table:
             cells = [
                 f"{stats['running']} of {stats['max_running_requests']}",
                 str(stats["waiting"]),
-                f"{1 - pages['free'] / pages['total']:.0%}" if pages["total"] else "–",
+                percent(1 - pages["free"] / pages["total"]) if pages["total"] else "–",
                 f"{length:.2f}" if length else "–",
                 stats["draft"]["state"],
             ]
@@ -171,8 +171,8 @@ def _load(status: Mapping[str, Any], before: Mapping[str, Any] | None) -> Table:
     return _pairs(
         ("tokens/s", speed),
         ("running", f"{target['running']} of {target['max_running_requests']}" if target else None),
-        ("waiting, target", target["waiting"] if target else None),
-        ("waiting, gateway", f"{gateway['waiting']} of {gateway['max_queued_requests']}"),
+        ("waiting in the target", target["waiting"] if target else None),
+        ("waiting in the gateway", f"{gateway['waiting']} of {gateway['max_queued_requests']}"),
         ("prompt tokens waiting", _number(gateway.get("waiting_prompt_tokens"))),
         ("generated tokens", _number(target["generated_tokens"]) if target else None),
         ("retractions", _count(status["metrics"], "num_preemptions_total")),
@@ -184,7 +184,7 @@ def _memory(status: Mapping[str, Any]) -> Table:
     pages = target["kv_pages"] if target else None
     used = pages["total"] - pages["free"] if pages else 0
     return _pairs(
-        ("pages in use", f"{used} of {pages['total']}" if pages else None),
+        ("pages in use", f"{used:,} of {pages['total']:,}" if pages else None),
         ("committed tokens", _count(metrics, 'kv_cache_tokens{kind="committed"}')),
         ("reserved tokens", _count(metrics, 'kv_cache_tokens{kind="reserved"}')),
         ("prompt tokens found", _found(metrics)),
@@ -194,7 +194,7 @@ def _memory(status: Mapping[str, Any]) -> Table:
 def _found(metrics: Mapping[str, float]) -> str | None:
     """Return the share of prompt tokens whose K/V was in the prefix cache."""
     queried = metrics.get("outrider_prefix_cache_queries_total", 0.0)
-    return f"{metrics.get('outrider_prefix_cache_hits_total', 0.0) / queried:.0%}" if queried else None
+    return percent(metrics.get("outrider_prefix_cache_hits_total", 0.0) / queried) if queried else None
 
 
 def _speculation(status: Mapping[str, Any], before: Mapping[str, Any] | None) -> Table:
@@ -209,14 +209,15 @@ def _speculation(status: Mapping[str, Any], before: Mapping[str, Any] | None) ->
         for name in ("accepted_tokens", "draft_tokens", "drafts")
     )
     return _pairs(
-        ("algorithm", draft.get("algorithm")),
-        ("tree in mode on", tree),
+        ("mode of requests that name none", status["gateway"].get("speculation_mode")),
+        ("algorithm", (draft.get("algorithm") or "none") if target else None),
+        ("tree in mode “on”", tree),
         ("accept length", f"{target['accept_length']:.2f}" if target and target["accept_length"] else None),
-        ("estimated speed-up", f"{speedup:.2f} ×" if speedup else None),
+        ("speed-up of recent drafted rounds", f"{speedup:.2f} ×" if speedup else None),
         ("accepted draft tokens", f"{accepted} of {drafted}"),
         ("drafted rounds", rounds),
-        ("draft time", _mean_time("draft_seconds", metrics, before)),
-        ("verify time", _mean_time("verify_seconds", metrics, before)),
+        ("draft time per round", _mean_time("draft_seconds", metrics, before)),
+        ("verify time per pass", _mean_time("verify_seconds", metrics, before)),
     )
 
 
@@ -256,7 +257,7 @@ def _depths(status: Mapping[str, Any]) -> Table:
     rows: list[tuple[str, str]] = []
     drafts = metrics.get("outrider_spec_decode_num_drafts_total", 0.0)
     while drafts and (accepted := metrics.get(f'outrider_accepted_tokens_total{{depth="{len(rows) + 1}"}}')):
-        rows.append((f"depth {len(rows) + 1}", f"{accepted / drafts:.1%}"))
+        rows.append((f"depth {len(rows) + 1}", percent(accepted / drafts, 1)))
     return _pairs(*rows) if rows else _pairs(("drafted rounds", None))
 
 
@@ -264,7 +265,7 @@ def _decision(status: Mapping[str, Any]) -> Table | None:
     """Return the controller's last decision and the rounds without a draft, in words."""
     auto = (status["target"] or {}).get("auto")
     missing = [
-        f"{why_no_draft(name[len(NO_DRAFT) : -len(LABEL_END)])} ({count:.0f})"
+        f"{why_no_draft(name[len(NO_DRAFT) : -len(LABEL_END)])} ({count:,.0f})"
         for name, count in status["metrics"].items()
         if name.startswith(NO_DRAFT) and count
     ]
@@ -274,8 +275,8 @@ def _decision(status: Mapping[str, Any]) -> Table | None:
         rows += [
             ("last choice", chosen(auto)),
             ("reason", why_decided(auto)),
-            ("estimated speed", f"{speed:.2f} × plain decoding" if speed else None),
-            ("estimated round", f"{round_ms:.1f} ms" if round_ms else None),
+            ("estimated speed of this choice", f"{speed:.2f} × plain decoding" if speed else None),
+            ("estimated time of a round", f"{round_ms:.1f} ms" if round_ms else None),
         ]
     if missing:
         rows.append(("rounds that got no draft", "; ".join(missing)))
@@ -289,9 +290,9 @@ def _mean_time(name: str, metrics: Mapping[str, float], before: Mapping[str, Any
     return None if mean is None else f"{mean:.1f} ms"
 
 
-def _count(metrics: Mapping[str, float], name: str) -> int | None:
+def _count(metrics: Mapping[str, float], name: str) -> str | None:
     value = metrics.get(f"outrider_{name}")
-    return None if value is None else int(value)
+    return None if value is None else f"{value:,.0f}"
 
 
 def _errors(errors: list[dict[str, Any]]) -> Table:

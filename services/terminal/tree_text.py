@@ -33,7 +33,7 @@ def round_tree(trace: dict[str, Any]) -> Tree:
             position = accepted.index(index)
             style = f"bold {style_of(trace, position)}"
             fate = "accepted, ends the answer" if _is_stop_token(trace, position) else "accepted"
-        text = Text.assemble((_shown(node), style), (f"  {probability:.1%}  {fate}", "dim"))
+        text = Text.assemble((_shown(node), style), (f"  {100 * probability:.1f} %  {fate}", "dim"))
         branches.append(branches[node["parent"]].add(text))
     if len(emitted) > len(accepted):
         last = branches[accepted[-1]] if accepted else root

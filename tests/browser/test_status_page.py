@@ -50,6 +50,26 @@ def test_the_charts_begin_with_what_the_gateway_remembers(open_page: OpenPage, p
         expect(chart).to_have_attribute("aria-label", re.compile(r"at most [1-9]"))
 
 
+def test_each_of_several_targets_has_a_line(open_page: OpenPage, stack: Stack) -> None:
+    status = open_page("/status")
+    expect(status.locator("#services")).to_contain_text("ready")
+    expect(status.locator("#targets-card")).to_be_hidden()
+    reply = httpx.get(f"{stack.base_url}/status.json").json()
+    reply["targets"].append(
+        {"address": "10.0.0.2:7001", "model": None, "ready": False, "load_tokens": 0, "stats": None}
+    )
+    status.route("**/status.json", lambda route: route.fulfill(json=reply))
+    expect(status.locator("#services")).to_contain_text("1 of 2 ready")
+    up, down = status.locator("#targets tr").all()
+    cells = up.locator("td").all_inner_texts()
+    assert cells[2] == "ready"
+    assert re.fullmatch(r"\d+ of \d+", cells[3])
+    assert re.fullmatch(r"\d+ %", cells[5])
+    assert cells[7] == "on"
+    assert down.locator("td").all_inner_texts() == ["10.0.0.2:7001", "–", "not ready", *["–"] * 5]
+    assert violations(status) == {}
+
+
 def test_names_in_tables_stay_whole_on_a_phone(open_page: OpenPage) -> None:
     status = open_page("/status", viewport={"width": 360, "height": 740})
     expect(status.locator("#services")).to_contain_text("ready")

@@ -68,7 +68,7 @@ export class Race {
   }
 
   // Runs both requests, one after the other or together. `onParts(record, parts)` sees the parts of the first.
-  async run(body, model, signal, onStart, onParts) {
+  async run(body, served, signal, onStart, onParts) {
     this.stopReplay?.();
     $('race-result').textContent = '';
     $('race-replay').disabled = true;
@@ -76,9 +76,9 @@ export class Race {
     const together = $('together').checked;
     const runs = this.lanes.map((lane, index) => {
       const speculation = index ? { mode: 'off', trace: true } : body.speculation;
-      const own = { ...body, speculation };
+      const own = { model: served.model, ...body, speculation };
       const { messages, ...settings } = own;
-      const record = new Record(messages, settings, model);
+      const record = new Record(messages, settings, served);
       lane.start(record, index && !together ? 'waits for its turn' : 'running');
       if (!index) onStart(record);
       return async () => {
@@ -115,7 +115,8 @@ export class Race {
       return;
     }
     const ratio = slow.seconds / fast.seconds;
-    const speed = `With speculation, the whole answer came ${ratio.toFixed(2)} times as fast.`;
+    const speed = fast.mode === 'off' ? 'Mode “off” is set, so both answers were decoded plainly.'
+      : `With speculation, the whole answer came ${ratio.toFixed(2)} times as fast.`;
     $('race-result').textContent = `${speed} ${compareTexts(fast.text, slow.text)}`;
   }
 

@@ -111,8 +111,8 @@ def test_the_tree_shows_texts_probabilities_and_the_targets_token() -> None:
     text = printed(out)
     for part in (
         "'The'",
-        "' blue'  90.5%  accepted",
-        "' red'  5.0%  rejected",
+        "' blue'  90.5 %  accepted",
+        "' red'  5.0 %  rejected",
         "' sky'  chosen by the target",
     ):
         assert part in text
@@ -132,7 +132,7 @@ def test_nodes_after_the_end_of_the_answer_are_not_called_accepted() -> None:
     }
     out = console(80)
     out.print(round_tree(trace))
-    fates = [line.split("%  ")[1].strip() for line in printed(out).splitlines()[1:]]
+    fates = [line.split(" %  ")[1].strip() for line in printed(out).splitlines()[1:]]
     assert fates == ["accepted", "accepted, ends the answer", *["after the end of the answer"] * 2]
 
 
@@ -141,7 +141,7 @@ def test_an_answer_that_is_cut_by_its_length_has_no_stop_token() -> None:
     out = console(80)
     out.print(round_tree(trace))
     text = printed(out)
-    assert "' blue'  90.5%  accepted\n" in "\n".join(line.rstrip() for line in text.splitlines())
+    assert "' blue'  90.5 %  accepted\n" in "\n".join(line.rstrip() for line in text.splitlines())
     assert "chosen by the target" not in text
 
 

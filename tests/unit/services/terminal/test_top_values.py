@@ -1,4 +1,4 @@
-"""What `outrider top` shows: the values of the operator's page, several targets, charts and times."""
+"""What `outrider top` shows: every value of the operator's page, charts, and a footer below them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from outrider.services.gateway.playground import pages
 from outrider.services.terminal.charts import History, bars
 from outrider.services.terminal.keys import key_names
 from outrider.services.terminal.scrolled import Scrolled
-from outrider.services.terminal.status_panels import duration, render
+from outrider.services.terminal.status_panels import render
 
 
 def stats(running: int) -> dict[str, Any]:
@@ -26,23 +26,6 @@ def stats(running: int) -> dict[str, Any]:
         "draft": {"state": "on", "algorithm": "EAGLE3"},
         "accept_length": 2.5,
     }
-
-
-def shown(targets: list[dict[str, Any]], metrics: dict[str, float] | None = None) -> str:
-    answering = [one["stats"] for one in targets if one["stats"]]
-    status = {
-        "at": 1.0,
-        "version": "9.9",
-        "uptime_s": 5.0,
-        "draining": False,
-        "gateway": {"waiting": 0, "max_queued_requests": 512},
-        "model": {"names": ["m"], "device": "cpu", "dtype": "float32"} if answering else None,
-        "target": answering[0] if answering else None,
-        "targets": targets,
-        "metrics": metrics or {},
-        "errors": [],
-    }
-    return printed(render(status))
 
 
 def printed(content: RenderableType, height: int = 25) -> str:
@@ -117,65 +100,12 @@ def whole_status() -> dict[str, Any]:
     }
 
 
-def test_each_target_has_a_line() -> None:
-    up = {"address": "10.0.0.1:7001", "model": "m", "ready": True, "load_tokens": 9, "stats": stats(3)}
-    down = {"address": "10.0.0.2:7001", "model": None, "ready": False, "load_tokens": 0, "stats": None}
-    text = shown([up, down])
-    assert "1 of 2 ready" in text
-    [line] = [line for line in text.splitlines() if "10.0.0.1:7001" in line]
-    assert all(part in line for part in ("m", "ready", "3 of 16", "25%", "2.50", "on"))
-    [line] = [line for line in text.splitlines() if "10.0.0.2:7001" in line]
-    assert "not ready" in line
-
-
-def test_one_target_needs_no_list() -> None:
-    one = {"address": "10.0.0.1:7001", "model": "m", "ready": True, "load_tokens": 9, "stats": stats(3)}
-    assert "10.0.0.1:7001" not in shown([one])
-
-
-def test_memory_graphs_transport_and_the_decision_are_shown() -> None:
-    used = {
-        "weight_bytes": 3 * 2**30,
-        "kv_bytes": 5 * 2**29,
-        "process_bytes": 200 * 2**20,
-        "gpu_used_bytes": 40 * 2**30,
-        "gpu_total_bytes": 80 * 2**30,
-        "graphs_recorded": 31,
-        "graph_bytes": 2**28,
-        "graphs_left": 4,
-        "draft_transport": "ipc",
-        "draft_on_device": True,
-        "draft_features": [],
-    }
-    auto = {
-        "reason": "pays",
-        "shapes": [{"depth": 3, "topk": 1, "max_nodes": 4, "rows": 2}],
-        "plain_rows": 1,
-    }
-    one = {"address": "a:1", "model": "m", "ready": True, "load_tokens": 9}
-    metrics = {
-        'outrider_draft_fallback_total{reason="late"}': 4.0,
-        'outrider_draft_fallback_total{reason="budget"}': 0.0,
-        "outrider_spec_decode_num_drafts_total": 8.0,
-        'outrider_accepted_tokens_total{depth="1"}': 6.0,
-        "outrider_estimated_speedup": 1.5,
-    }
-    text = shown([one | {"stats": stats(3) | {"resources": used, "auto": auto}}], metrics)
-    sizes = ("3.0 GiB", "2.5 GiB", "200.0 MiB", "40.0 GiB of 80.0 GiB", "256.0 MiB")
-    assert all(part in text for part in (*sizes, "31 recorded, 4 left", "IPC, on the device"))
-    assert "2 × chain of 3, 1 × plain decoding" in text
-    assert "drafting is estimated to be faster than plain decoding" in text
-    assert "the draft answered too late (4)" in text
-    assert "no room" not in text
-    assert all(part in text for part in ("depth 1", "75.0%", "1.50 ×"))
-
-
 def test_all_values_of_the_operators_page_are_shown() -> None:
     status = whole_status()
     text = printed(render(status, None, History()))
     for part in (
         *("LlamaForCausalLM", "8,192 tokens", "128,256", "main"),
-        *("depth 5, topk 4, 16", "120 of 400", "drafted rounds", "80", "hidden states"),
+        *("depth 5, topk 4, 16", "120 of 400", "drafted rounds", "80 ", "hidden states"),
         *("1.75 × plain decoding", "12.5 ms"),
         *(f"depth {depth} " for depth in range(1, 17)),
         *(f"message {number}." for number in range(22)),
@@ -242,26 +172,3 @@ def test_a_short_content_leaves_the_footer_on_the_last_line() -> None:
     view.content, view.message = "one\ntwo", "No server answers."
     lines = printed(view, height=8).splitlines()
     assert [line.rstrip() for line in lines] == ["one", "two", *[""] * 4, "No server answers.", "q quits"]
-
-
-def test_without_any_answer_this_is_said() -> None:
-    down = {"address": "a:1", "model": None, "ready": False, "load_tokens": 0, "stats": None}
-    assert "No target answers." in shown([down, down])
-
-
-@pytest.mark.parametrize(
-    ("seconds", "words"),
-    [
-        (0.4, "0 s"),
-        (59.9, "59 s"),
-        (60, "1 min"),
-        (428.6, "7 min"),
-        (3599, "59 min"),
-        (3600, "1 h 0 min"),
-        (47 * 3600 + 59 * 60, "47 h 59 min"),
-        (52 * 3600, "2 d 4 h"),
-    ],
-)
-def test_times_are_in_words(seconds: float, words: str) -> None:
-    """The operator's page writes times in the same form (`duration` in `status.js`)."""
-    assert duration(seconds) == words
