@@ -63,8 +63,8 @@ function showChoices(record, raced) {
   if (mode === 'off') why.push(`${named} decodes plainly.`);
   if (mode === 'auto') why.push(`${named} lets the controller choose the shape of each round.`, ...decisionsOf(record));
   if (speculation?.speedup_estimate) {
-    why.push(`The controller expects ${speculation.speedup_estimate.toFixed(2)} times the tokens per second of plain decoding, `
-      + 'from the rounds that it has measured.');
+    why.push(`On this server, recent drafted rounds gave ${speculation.speedup_estimate.toFixed(2)} times the tokens per `
+      + 'second of plain decoding.');
     if (raced) {
       why.push('The race compares two answers only, with their prompts and with all other work of the computer. '
         + 'Its result can therefore be higher or lower.');

@@ -78,8 +78,8 @@ function showResources(resources) {
 function showDecision(auto) {
   show('auto', auto ? [
     ['Last choice', chosen(auto)], ['Reason', whyDecided(auto)],
-    ['Estimated speed', auto.estimated_speedup ? `${auto.estimated_speedup.toFixed(2)} × plain decoding` : null],
-    ['Estimated round', auto.round_ms ? `${auto.round_ms.toFixed(1)} ms` : null],
+    ['Estimated speed of this choice', auto.estimated_speedup ? `${auto.estimated_speedup.toFixed(2)} × plain decoding` : null],
+    ['Estimated time of a round', auto.round_ms ? `${auto.round_ms.toFixed(1)} ms` : null],
   ] : [['Last choice', null]]);
 }
 
@@ -140,7 +140,7 @@ function render(status) {
     ['Algorithm', draft ? draft.algorithm ?? 'none' : null],
     ['Tree in mode “on”', draft?.algorithm ? `depth ${draft.num_steps}, topk ${draft.topk}, ${draft.num_draft_tokens} nodes` : null],
     ['Accept length', target?.accept_length ? target.accept_length.toFixed(2) : null],
-    ['Estimated speed-up', metric('estimated_speedup') ? `${metric('estimated_speedup').toFixed(2)} ×` : null],
+    ['Speed-up of recent drafted rounds', metric('estimated_speedup') ? `${metric('estimated_speedup').toFixed(2)} ×` : null],
     ['Accepted draft tokens', `${counted('spec_decode_num_accepted_tokens_total') ?? 0} of ${counted('spec_decode_num_draft_tokens_total') ?? 0}`],
     ['Drafted rounds', number.format(drafts)],
     ['Rounds that got no draft', fallbacks || 'none'],
