@@ -60,6 +60,8 @@ def generate(
     from outrider.services.clients.rest import Reply, RestClient
     from outrider.services.terminal.chat import print_summary
 
+    if prompt == "-" and sys.stdin.isatty():
+        typer.echo("Type the prompt. End it with Ctrl-D on a line of its own.", err=True)
     text = sys.stdin.read() if prompt == "-" else prompt
     if prompt == "-" and not text.strip():
         raise InvalidRequestError(

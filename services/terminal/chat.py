@@ -158,10 +158,17 @@ class Chat:
 
 
 def run_chat(client: RestClient, conversation: Conversation) -> None:
-    """Chat on the terminal, or answer the lines of standard input."""
+    """Chat on the terminal, or answer the lines of standard input.
+
+    Raises:
+        UnavailableError: No server answers.
+        OutriderError: The gateway refuses the API key, or serves no model.
+    """
     console = Console(highlight=False, soft_wrap=True)
     notes = Console(stderr=True, highlight=False)
     chat = Chat(client, conversation, console, notes)
+    # Ask for the model first, so that a wrong address is reported even if there is nothing to send.
+    model = client.model
     if not sys.stdin.isatty():
         from outrider.services.terminal.line_editor import piped_lines
 
@@ -169,7 +176,7 @@ def run_chat(client: RestClient, conversation: Conversation) -> None:
         return
     from outrider.services.terminal.line_editor import typed_lines
 
-    notes.print(f"[dim]{client.model} at {client.url}. /help lists the commands, Ctrl-D leaves.[/]")
+    notes.print(f"[dim]{model} at {client.url}. /help lists the commands, Ctrl-D leaves.[/]")
     chat.run(typed_lines([f"/{name}" for name in COMMANDS]))
 
 

@@ -40,6 +40,7 @@ class ScriptedGateway:
         max_characters: Requests with a longer message are refused for the same reason.
         has_rounds: True if answers have a round with a draft.
         hold: If set, an answer stops before its end until the client disconnects.
+        pauses: If set, an answer stops before its end until the test sets `released`.
         disconnected: Set when a client closed a held answer.
         status: Reply of GET /status.json; None for an error.
         advance: If set, each reply of GET /status.json is made by calling it with the number of the reply.
@@ -54,6 +55,8 @@ class ScriptedGateway:
         self.max_characters = 1000
         self.has_rounds = True
         self.hold = False
+        self.pauses = False
+        self.released = threading.Event()
         self.disconnected = threading.Event()
         self.status: dict[str, Any] | None = None
         self.advance: Callable[[int], dict[str, Any]] | None = None
@@ -96,6 +99,8 @@ def _handler(script: ScriptedGateway) -> type[BaseHTTPRequestHandler]:
             is_traced = script.has_rounds and body.get("speculation", {}).get("trace")
             traced = {"speculation": {"trace": [ROUND]}} if is_traced else {}
             self._event({"choices": [{"delta": {"content": " blue sky"}}], **traced})
+            if script.pauses:
+                script.released.wait(WAIT_S)
             if script.hold:
                 self._wait_for_disconnect()
                 return

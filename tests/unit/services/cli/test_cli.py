@@ -24,7 +24,7 @@ from outrider.services.cli.settings_options import settings_command
 from outrider.services.cli.up import StatusConsole, _echo_to
 from outrider.services.stack import launch
 from outrider.services.stack.options import StackOptions
-from outrider.shared.base.errors import ConfigurationError
+from outrider.shared.base.errors import ConfigurationError, UnavailableError
 from outrider.shared.base.settings import ServiceSettings, settings_config
 from outrider.shared.base.version import installed_version
 
@@ -283,6 +283,12 @@ def test_chat_answers_the_lines_of_a_pipe_and_remembers_the_turns(gateway: str) 
     assert result.stdout == "Paris and Rome.\nParis and Rome.\n"
     roles = [(message["role"], message["content"]) for message in CannedGateway.bodies[1]["messages"]]
     assert roles == [("user", "first"), ("assistant", "Paris and Rome."), ("user", "second")]
+
+
+def test_chat_without_a_server_fails_even_if_there_is_nothing_to_send() -> None:
+    result = RUNNER.invoke(cli.app, ["chat", "--url", "localhost:1"], input="")
+    assert result.exit_code == 1
+    assert isinstance(result.exception, UnavailableError)
 
 
 def test_generate_reads_a_pipe_and_prints_json(gateway: str, monkeypatch: pytest.MonkeyPatch) -> None:

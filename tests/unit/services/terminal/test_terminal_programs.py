@@ -86,6 +86,41 @@ def test_a_paste_with_line_breaks_and_alt_enter_are_one_message(
     assert [body["messages"][-1]["content"] for body in served[0].bodies] == ["one\n\ntwo\nthree"]
 
 
+def test_lines_typed_while_the_chat_starts_or_answers_are_messages_of_their_own(
+    served: tuple[ScriptedGateway, str], tmp_path: Path
+) -> None:
+    script = served[0]
+    child = start(tmp_path, served[1], "chat")
+    child.send("one\r/stats\rtw")
+    child.expect("accept length")  # of the answer
+    child.expect("why a")
+    child.expect(PROMPT)
+    child.send("o\r")
+    answered(child)
+    script.pauses = True
+    child.send("three\r")
+    child.expect("The blue")
+    child.send("four\r")
+    child.expect("four")
+    script.released.set()
+    child.expect("3 tokens")
+    answered(child)
+    asked = [body["messages"][-1]["content"] for body in script.bodies]
+    assert asked == ["one", "two", "three", "four"]
+    child.send(UP)
+    child.expect("four")
+    child.close(force=True)
+
+
+def test_generate_says_how_to_end_a_typed_prompt(served: tuple[ScriptedGateway, str], tmp_path: Path) -> None:
+    child = start(tmp_path, served[1], "generate")
+    child.expect("End it with Ctrl-D")
+    child.send(f"hello\r{CTRL_D}")
+    child.expect("The blue sky")
+    child.expect(pexpect.EOF)
+    assert served[0].bodies[0]["messages"][0]["content"] == "hello\n"
+
+
 def test_the_history_brings_back_a_line_and_is_private(
     chat: Any, served: tuple[ScriptedGateway, str], tmp_path: Path
 ) -> None:
