@@ -99,7 +99,7 @@ def test_lines_typed_while_the_chat_starts_or_answers_are_messages_of_their_own(
     answered(child)
     script.pauses = True
     child.send("three\r")
-    child.expect("The blue")
+    child.expect("blue")
     child.send("four\r")
     child.expect("four")
     script.released.set()
