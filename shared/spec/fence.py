@@ -83,7 +83,7 @@ def _running_sums(values: Bytes) -> Bytes:
 @cache
 def _powers() -> npt.NDArray[np.uint64]:
     """Return the first `BLOCK_BYTES` powers of the prime modulo 2^64, beginning with the prime itself."""
-    return np.cumprod(np.full(BLOCK_BYTES, FNV_PRIME, dtype=np.uint64))
+    return np.cumprod(np.full(BLOCK_BYTES, FNV_PRIME, dtype=np.uint64), dtype=np.uint64)
 
 
 @cache
