@@ -30,6 +30,7 @@ from outrider.bench.faults.two_targets import TwoTargets
 from outrider.bench.measure.clock import percentile
 from outrider.bench.report.record import Result, Row, finish
 from outrider.services.stack.private_folder import private_folder
+from outrider.services.stack.start_bar import StartBar
 from outrider.shared.base.errors import UnavailableError
 from outrider.shared.obs.progress import Progress
 

@@ -35,6 +35,7 @@ from outrider.bench.report.surroundings import recorded_environment
 from outrider.services.clients.rest import Reply, RestClient
 from outrider.services.stack.launch import free_port, running_stack
 from outrider.services.stack.options import StackOptions, Transport
+from outrider.services.stack.start_bar import StartBar
 from outrider.shared.obs.progress import Progress, Waiting
 
 TEMPERATURES = (0.0, 1.0)

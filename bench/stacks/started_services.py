@@ -11,6 +11,7 @@ from outrider.services.stack.launch import Stack, running_stack
 from outrider.services.stack.options import StackOptions
 from outrider.services.stack.start_bar import StartBar
 
+
 @contextmanager
 def started_services(options: StackOptions, kept_lines: int = 40) -> Iterator[Stack]:
     """Start a stack of services for a benchmark, and stop it on exit.

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,6 +22,7 @@ from outrider.services.hub.pair import demo_name, pair_folders
 from outrider.services.stack import launch
 from outrider.services.stack.launch import Progress
 from outrider.services.stack.options import StackOptions, Transport
+from outrider.services.stack.start_bar import StartBar
 from outrider.services.stack.supervisor import Echo
 from outrider.shared.base.errors import ConfigurationError
 from outrider.shared.spec.algorithm import Algorithm
@@ -310,7 +313,7 @@ def up(
             soft_wrap=True,
         )
     echo, progress = _echo_to(lines, log_json), _progress_to(lines, log_json)
-    bar = StartBar(StatusConsole(quiet=True) if log_json else lines, progress)
+    bar = StartBar(Console(file=io.StringIO()) if log_json else lines, progress)
 
     def heard(name: str, line: str) -> None:
         echo(name, line)

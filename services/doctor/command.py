@@ -20,7 +20,6 @@ from outrider.services.doctor.prompts import read_prompts
 from outrider.shared.base.errors import ConfigurationError, OutriderError
 from outrider.shared.nn.decoder import default_dtype
 from outrider.shared.obs.logging import configure_logging
-from outrider.shared.obs.progress import Waiting
 from outrider.shared.spec.algorithm import Algorithm
 from outrider.shared.spec.tree import DraftShape
 
@@ -85,8 +84,7 @@ def run_doctor(options: DoctorOptions) -> int:
         torch_dtype(options.dtype, device),
         options.token_map,
     )
-    with Waiting("examining the pair"):
-        report = examine(pair)
+    report = examine(pair)
     if options.probe:
         report = _probed(report, pair, options)
     if options.as_json:

@@ -7,6 +7,7 @@ import shutil
 import statistics
 import sys
 from collections import deque
+from contextlib import ExitStack
 from typing import Any
 
 from rich.console import Console
@@ -17,6 +18,7 @@ from outrider.services.clients.summary import speculation_summary
 from outrider.services.hub.pair import demo_name
 from outrider.services.stack.launch import free_port, outrider_command, running_stack
 from outrider.services.stack.options import StackOptions, Transport
+from outrider.services.stack.start_bar import StartBar
 from outrider.shared.obs.progress import Progress
 
 REPEATS = 3

@@ -259,7 +259,8 @@ def test_generate_streams_the_text_and_prints_a_summary(gateway: str) -> None:
         "7 tokens in 3 rounds, 2 of them with drafts; accept length 3.50, which counts 2 tokens after the "
         "end; "
     )
-    assert re.search(r"; \d+ tokens/s; stop\n$", result.stderr)
+    # The speed is left out if the whole text arrives almost at once.
+    assert re.search(r"end(; \d+ tokens/s after the first token)?; stop\n$", result.stderr)
     (body,) = CannedGateway.bodies
     assert body["messages"] == [{"role": "user", "content": "hi"}]
     assert {
