@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from outrider.services.terminal.charts import History, charts, mean_ms, percent
-from outrider.services.terminal.reasons import chosen, why_decided, why_no_draft
+from outrider.services.terminal.reasons import chosen, draft_state, why_decided, why_no_draft
 
 NO_DRAFT = 'outrider_draft_fallback_total{reason="'
 LABEL_END = '"}'
@@ -102,9 +102,26 @@ def _services(status: Mapping[str, Any]) -> Table:
     return _pairs(
         ("gateway", "draining" if status["draining"] else f"version {status['version']}"),
         ("targets", several) if len(targets) > 1 else ("target", "ready" if target else "not ready"),
-        ("draft", target["draft"]["state"] if target else "unknown"),
+        ("draft", draft_state(target["draft"]["state"]) if target else "unknown"),
         ("gateway up for", duration(status["uptime_s"])),
+        ("target up for", _uptime(target)),
+        ("draft up for", _uptime(target["draft"] if target else None)),
+        ("lost connections", _lost(target, targets)),
     )
+
+
+def _uptime(service: Mapping[str, Any] | None) -> str | None:
+    seconds = service.get("uptime_s") if service else None
+    return None if seconds is None else duration(seconds)
+
+
+def _lost(target: Mapping[str, Any] | None, targets: Sequence[Mapping[str, Any]]) -> str:
+    """Return how often the gateway lost a target, and how often the target lost its draft."""
+    counts = {
+        "target": sum(one.get("connections_lost", 0) for one in targets),
+        "draft": target["draft"].get("connections_lost", 0) if target else 0,
+    }
+    return ", ".join(f"{name} {count} ×" for name, count in counts.items() if count) or "none"
 
 
 def _model(model: Mapping[str, Any] | None) -> Table:
@@ -155,7 +172,7 @@ def _targets(targets: list[dict[str, Any]]) -> Table:
                 str(stats["waiting"]),
                 percent(1 - pages["free"] / pages["total"]) if pages["total"] else "–",
                 f"{length:.2f}" if length else "–",
-                stats["draft"]["state"],
+                draft_state(stats["draft"]["state"]),
             ]
         state = Text("ready") if one["ready"] else Text("not ready", "bold red")
         table.add_row(one["address"], one["model"] or "–", state, *cells)
@@ -174,7 +191,7 @@ def _load(status: Mapping[str, Any], before: Mapping[str, Any] | None) -> Table:
         ("waiting in the target", target["waiting"] if target else None),
         ("waiting in the gateway", f"{gateway['waiting']} of {gateway['max_queued_requests']}"),
         ("prompt tokens waiting", _number(gateway.get("waiting_prompt_tokens"))),
-        ("generated tokens", _number(target["generated_tokens"]) if target else None),
+        ("generated tokens", _count(status["metrics"], "generation_tokens_total")),
         ("retractions", _count(status["metrics"], "num_preemptions_total")),
     )
 
@@ -246,7 +263,10 @@ def _size(number: int) -> str | None:
 
 
 def _transport(used: Mapping[str, Any]) -> str:
+    """Return how drafts reach the target, such as ``IPC, on the device``. Without a GPU, ``IPC``."""
     name = TRANSPORTS.get(used["draft_transport"])
+    if name and not used["gpu_total_bytes"]:
+        return name
     way = {True: ", on the device", False: ", through the host"}.get(used["draft_on_device"], "")
     return name + way if name else "no draft"
 

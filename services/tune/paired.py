@@ -23,6 +23,8 @@ EQUAL = 0.02
 """Shapes whose speeds differ by less than this share count as equally fast."""
 LEAST_LEFT = 3
 """Number of shapes that stay after some passes, even if all of them were slower than the fastest one."""
+FAR = 0.75
+"""Plain decoding with less than this share of the fastest shape's speed is measured in one pass only."""
 POLISHES = 10
 """Number of iterations of the median polish. More of them change the speeds by less than 0.1 %."""
 
@@ -77,27 +79,24 @@ class PairedSpeeds:
         """Return the shapes that the next pass measures.
 
         The faster half of the shapes stays, but at least `LEAST_LEFT` shapes. In the first `least` passes,
-        plain decoding and mode `auto` stay too. After them, mode `auto` is left out, and also each shape that
-        the fastest one has beaten in every pass. The result is empty if all other shapes are as fast as the
-        fastest one.
+        mode `auto` stays too, and plain decoding unless it is far slower than the fastest shape. After them,
+        mode `auto` is left out, and also each shape that the fastest one has beaten in every pass. The result
+        is empty if all other shapes are as fast as the fastest one.
         """
-        speeds, number = self.speeds(), len(self.passes)
-        last = self.passes[-1]
-        fixed = [shape for shape in last if number < least and _always_measured(shape)]
-        shapes = [shape for shape in last if shape not in fixed and not isinstance(shape, AutoLimits)]
-        shapes.sort(key=lambda shape: -speeds[shape])
-        left = shapes[: max(LEAST_LEFT, math.ceil(len(shapes) / 2))]
-        if number < least:
-            return [*fixed, *left]
-        ratios = {shape: self.ratios(shape, left[0]) for shape in left}
-        left = [
+        speeds, last, early = self.speeds(), self.passes[-1], len(self.passes) < least
+        ranked = [
             shape
-            for shape in left
-            if max(ratios[shape]) >= 1 or speeds[shape] > (1 - EQUAL) * speeds[left[0]]
+            for shape in sorted(last, key=lambda shape: -speeds[shape])
+            if not isinstance(shape, AutoLimits) and (shape.drafts or not early)
         ]
-        if all(abs(ratio - 1) < EQUAL for shape in left for ratio in ratios[shape]):
-            return []
-        return left
+        left = ranked[: max(LEAST_LEFT, math.ceil(len(ranked) / 2))]
+        first = left[0]
+        if early:
+            plain = [shape for shape in last if shape == NO_DRAFT and speeds[shape] > FAR * speeds[first]]
+            return [*plain, *left, *(shape for shape in last if isinstance(shape, AutoLimits))]
+        ratios = {shape: self.ratios(shape, first) for shape in left}
+        left = [s for s in left if max(ratios[s]) >= 1 or speeds[s] > (1 - EQUAL) * speeds[first]]
+        return left if any(abs(ratio - 1) >= EQUAL for shape in left for ratio in ratios[shape]) else []
 
     def pass_seconds(self, shapes: Sequence[DraftShape]) -> float:
         """Return the expected duration of a pass over some of the shapes."""
@@ -120,10 +119,6 @@ class PairedSpeeds:
             for shape, cost in _polished(runs).items():
                 found[shape].append(cost)
         return found
-
-
-def _always_measured(shape: DraftShape) -> bool:
-    return shape == NO_DRAFT or isinstance(shape, AutoLimits)
 
 
 def _polished(runs: Sequence[Mapping[DraftShape, float]]) -> dict[DraftShape, float]:

@@ -20,8 +20,8 @@ class TuneSizes:
         batches: Numbers of concurrent requests. Each number is searched separately.
         tokens: Largest length of an answer, in tokens.
         largest: The largest depth, width and number of nodes that the server allows.
-        passes: Least number of passes over the prompts. Plain decoding and mode `auto` take part in these
-            passes only.
+        passes: Least number of passes over the prompts. Mode `auto` takes part in these passes only, and so
+            does plain decoding. If plain decoding is far slower than the best shape, it has only one pass.
         most_passes: Largest number of passes.
         share: Share of the duration of an exhaustive search that a search may take. If it has not taken that
             long after `passes` passes, and the fastest shape is not known, further passes follow.
@@ -34,7 +34,7 @@ class TuneSizes:
     largest: DraftShape
     passes: int = 3
     most_passes: int = 9
-    share: float = 0.08
+    share: float = 0.09
     exhaustive: bool = False
     check: int = 0
 
@@ -71,9 +71,9 @@ class BatchResult:
         predicted: Shape → predicted speed, relative to plain decoding. The predictions are scaled so that
             predictions of measured shapes match the measured speeds.
         measured: Shape → measured speed, in tokens per second of all requests together. Includes `NO_DRAFT`.
-        ratios: Shape → speed relative to plain decoding in each pass.
+        ratios: Shape → speed relative to plain decoding, in each pass with both.
         auto: Measured speed of mode `auto`, in tokens per second. None if it was not measured.
-        to_auto: Shape → speed relative to mode `auto` in each pass. Includes `NO_DRAFT`.
+        to_auto: Shape → speed relative to mode `auto`, in each pass with both. Includes `NO_DRAFT`.
         seconds: Duration of the search for this batch size, without the check. It includes an equal share of
             the recording, which serves all batch sizes.
         exhaustive_s: Duration of an exhaustive search for this batch size. It is an estimate, unless the

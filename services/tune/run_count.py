@@ -29,9 +29,9 @@ class RunCount:
         self._predictions = self._batches = self._runs = 0
         candidates = candidate_shapes(sizes.largest)
         self._most_predictions = 1 + len(sizes.batches) * len(probe_shapes(candidates))
-        # Plain decoding and mode auto take part in the first passes.
+        # Mode auto takes part in the first passes, and plain decoding usually in one pass.
         finalists = min(FINALISTS, len(candidates))
-        measured = 2 * sizes.passes
+        measured = 2 * sizes.passes if sizes.exhaustive else 1 + sizes.passes
         measured += sizes.passes * len(candidates) if sizes.exhaustive else _narrowed(finalists, sizes.passes)
         if sizes.check:
             rivals = min(CHECKED + 1, len(candidates))
