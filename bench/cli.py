@@ -367,13 +367,8 @@ def perplexity(
         from outrider.shared.obs.logging import configure_logging
 
     configure_logging("bench", "warning")
-    choices = (
-        ("--quantization", quantization, ("none", "fp8")),
-        ("--kv-cache-dtype", kv_cache_dtype, ("auto", "fp8_e4m3")),
-    )
-    for flag, value, allowed in choices:
-        if value not in allowed:
-            raise ConfigurationError(f"{flag} {value}: expected {' or '.join(allowed)}.", field=flag)
+    choice(quantization, ("none", "fp8"), "--quantization")
+    choice(kv_cache_dtype, ("auto", "fp8_e4m3"), "--kv-cache-dtype")
     where, how = placement(device, dtype)
     path = result_file(output, "perplexity", where.type, force)
     options = PerplexityOptions(
