@@ -32,7 +32,7 @@ def test_a_chat_colours_every_token_by_how_it_came(page: Page) -> None:
         "aria-label", re.compile("Rounds by accepted tokens")
     )
     expect(page.locator("#choices")).to_contain_text("depth 5")
-    expect(page.locator("#choices-why")).to_contain_text("fixes this shape")
+    expect(page.locator("#choices-why")).to_contain_text("requests the same tree in every round")
 
 
 def test_reasoning_is_shown_above_the_answer(page: Page) -> None:

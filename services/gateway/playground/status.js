@@ -36,12 +36,13 @@ function show(id, rows) {
 }
 
 function showDepths(shares) {
-  $('depths').replaceChildren(...shares.map((share, index) => {
+  $('depths').replaceChildren(...shares.map(([share, rounds], index) => {
     const row = document.createElement('div');
     const [name, bar, value] = ['span', 'progress', 'span'].map((tag) => document.createElement(tag));
     name.textContent = `Depth ${index + 1}`;
     bar.value = share;
-    bar.setAttribute('aria-label', `Share of drafted rounds that accepted depth ${index + 1}`);
+    bar.setAttribute('aria-label', `Share of the rounds drafted to depth ${index + 1} that accepted it`);
+    row.title = `of ${number.format(rounds)} rounds drafted to this depth`;
     value.textContent = `${(share * 100).toFixed(1)} %`;
     row.append(name, bar, value);
     return row;
@@ -77,7 +78,7 @@ function showResources(resources) {
 function showDecision(auto) {
   show('auto', auto ? [
     ['Last choice', chosen(auto)], ['Reason', whyDecided(auto)],
-    ['Estimated speed', auto.estimated_speedup ? `${auto.estimated_speedup.toFixed(2)} × plain decoding` : null],
+    ['Expected speed of this choice', auto.estimated_speedup ? `${auto.estimated_speedup.toFixed(2)} × plain decoding` : null],
     ['Estimated round', auto.round_ms ? `${auto.round_ms.toFixed(1)} ms` : null],
   ] : [['Last choice', null]]);
 }
@@ -138,14 +139,15 @@ function render(status) {
     ['Algorithm', draft?.algorithm ?? 'none'],
     ['Tree in mode “on”', draft?.algorithm ? `depth ${draft.num_steps}, topk ${draft.topk}, ${draft.num_draft_tokens} nodes` : null],
     ['Accept length', target?.accept_length ? target.accept_length.toFixed(2) : null],
-    ['Estimated speed-up', metric('estimated_speedup') ? `${metric('estimated_speedup').toFixed(2)} ×` : null],
+    ['Mean speed of recent drafted rounds', metric('estimated_speedup') ? `${metric('estimated_speedup').toFixed(2)} × plain decoding` : null],
     ['Accepted draft tokens', `${counted('spec_decode_num_accepted_tokens_total')} of ${counted('spec_decode_num_draft_tokens_total')}`],
     ['Drafted rounds', number.format(drafts)],
     ['Rounds that got no draft', fallbacks || 'none'],
   ]);
   const depths = [];
   for (let depth = 1; metric(`accepted_tokens_total{depth="${depth}"}`); depth += 1) {
-    depths.push(metric(`accepted_tokens_total{depth="${depth}"}`) / drafts);
+    const drafted = metric(`drafted_rounds_total{depth="${depth}"}`) ?? drafts;
+    depths.push([metric(`accepted_tokens_total{depth="${depth}"}`) / drafted, drafted]);
   }
   showDepths(depths);
   renderErrors(status.errors);
@@ -155,11 +157,14 @@ function render(status) {
 
 function renderErrors(errors) {
   $('errors').replaceChildren(...(errors.length ? errors : [null]).map((error) => {
+    // The roles keep the meaning of the table where a narrow screen shows its rows as lines.
     const row = document.createElement('tr');
+    row.setAttribute('role', 'row');
     const cells = error ? [new Date(error.at * 1000).toLocaleTimeString(), error.status, error.reason, error.message,
       error.route, error.count, error.request_id] : ['No error since the gateway started.'];
     row.append(...cells.map((text, index) => {
       const cell = document.createElement('td');
+      cell.setAttribute('role', 'cell');
       cell.textContent = text;
       if (!error) cell.colSpan = 7;
       if (index === 6) cell.className = 'mono';
