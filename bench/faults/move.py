@@ -29,8 +29,10 @@ from outrider.bench.faults.questions import GENERATE, Question
 from outrider.bench.faults.two_targets import TwoTargets
 from outrider.bench.measure.clock import percentile
 from outrider.bench.report.record import Result, Row, finish
+from outrider.bench.stacks.started_services import StartBar
 from outrider.services.stack.private_folder import private_folder
 from outrider.shared.base.errors import UnavailableError
+from outrider.shared.obs.progress import Progress
 
 FIRST_ID, VOCAB = 10, 1000
 MODES = ("on", "auto", "off")
@@ -39,6 +41,8 @@ BEGUN_EVENTS = 4
 PAUSE_GOAL_S = 1.0
 AT_ONCE = 4
 PERCENTILES = (50, 90, 99, 100)
+PARTS = 3
+"""Parts of a round for the progress bar: streams, prefills, and a start of the target."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,21 +126,28 @@ def run_move(options: MoveOptions) -> int:
         UnavailableError: A service does not start, or a stream fails.
     """
     log: deque[str] = deque(maxlen=40)
+    bar = StartBar()
+
+    def echo(name: str, line: str) -> None:
+        log.append(f"{name} | {line}")
+        bar.hear(name, line)
+
     try:
         with ExitStack() as cleanup:
             folder = cleanup.enter_context(private_folder())
-            two = TwoTargets(
-                cleanup,
-                folder,
-                lambda name, line: log.append(f"{name} | {line}"),
-                options.target,
-                options.draft,
-                [
-                    # Each target has room for all streams. Otherwise, moved streams would wait for others.
-                    ("--device", device, "--max-running-requests", str(options.streams), *options.flags)
-                    for device in options.devices
-                ],
-            )
+            with bar:
+                two = TwoTargets(
+                    cleanup,
+                    folder,
+                    echo,
+                    options.target,
+                    options.draft,
+                    [
+                        # Each target has room for all streams, so that moved streams need not wait.
+                        ("--device", device, "--max-running-requests", str(options.streams), *options.flags)
+                        for device in options.devices
+                    ],
+                )
             return _report(options, asyncio.run(_measure(options, two)))
     except Exception:
         print(*log, sep="\n", file=sys.stderr)
@@ -148,16 +159,20 @@ async def _measure(options: MoveOptions, two: TwoTargets) -> list[_Round]:
     questions = _questions(options)
     limit = asyncio.Semaphore(AT_ONCE)
 
-    async def alone(index: int) -> tuple[int, ...]:
+    async def alone(index: int, progress: Progress) -> tuple[int, ...]:
         async with limit:
-            return (await _stream(asker, questions[index], _mode(index), _Stream([]))).tokens
+            stream = await _stream(asker, questions[index], _mode(index), _Stream([]))
+            progress.advance()
+            return stream.tokens
 
     try:
-        expected = await asyncio.gather(*(alone(index) for index in range(options.streams)))
+        with Progress("recording the right tokens", options.streams) as progress:
+            expected = await asyncio.gather(*(alone(index, progress) for index in range(options.streams)))
         rounds = []
-        for number in range(options.rounds):
-            rounds.append(await _kill_one(options, two, asker, questions, expected, number % 2))
-            await asyncio.to_thread(two.start_again, number % 2)
+        with Progress("move", options.rounds * PARTS, counts=False) as progress:
+            for number in range(options.rounds):
+                rounds.append(await _kill_one(options, two, asker, questions, expected, number, progress))
+                await asyncio.to_thread(two.start_again, number % 2)
         return rounds
     finally:
         await asker.close()
@@ -169,8 +184,11 @@ async def _kill_one(
     asker: Asker,
     questions: Sequence[Question],
     expected: Sequence[tuple[int, ...]],
-    index: int,
+    number: int,
+    progress: Progress,
 ) -> _Round:
+    step = f"kill {number + 1} of {options.rounds}"
+    progress.tell(PARTS * number, step=f"{step}, streams")
     moved_before = await asyncio.to_thread(two.metric, "moved_sequences")
     streams = [_Stream([]) for _ in questions]
     tasks = [
@@ -180,7 +198,7 @@ async def _kill_one(
     try:
         await _begun(streams, tasks)
         emitted = [len(one.tokens) for one in streams]
-        os.kill(two.process_id(index), signal.SIGKILL)
+        os.kill(two.process_id(number % 2), signal.SIGKILL)
         killed = time.perf_counter()
         await asyncio.gather(*tasks)
     finally:
@@ -191,7 +209,9 @@ async def _kill_one(
     # The gateway does not tell a client that its stream has moved. The moved streams pause the longest.
     pauses = sorted((one.pause(killed) for one in streams), reverse=True)
     wrong = sum(one.tokens != tokens for one, tokens in zip(streams, expected, strict=True))
+    progress.advance(step=f"{step}, prompts of the same lengths")
     prefills = await _prefills(options, asker, moved, int(statistics.mean(emitted)))
+    progress.advance(step=f"{step}, the target starts again")
     return _Round(moved, pauses[:moved], pauses[moved:], prefills, wrong)
 
 

@@ -15,11 +15,9 @@ from __future__ import annotations
 import asyncio
 import random
 import statistics
-import sys
 import tempfile
 import time
-from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,9 +30,11 @@ from outrider.bench.load.server import Server, find_server
 from outrider.bench.measure.clock import percentile
 from outrider.bench.measure.prompts import HELDOUT_PROMPTS, load_prompts
 from outrider.bench.report.record import Result, Row, finish
-from outrider.services.stack.launch import Stack, running_stack
+from outrider.bench.stacks.started_services import started_services
+from outrider.services.stack.launch import Stack
 from outrider.services.stack.options import StackOptions
 from outrider.shared.base.errors import UnavailableError
+from outrider.shared.obs.progress import Progress
 
 BELOW, ABOVE, WITHIN = 0.8, 1.5, 0.3
 """Offered shares of the capacity: in the comparison, in the overload, and of the key within its limits."""
@@ -44,6 +44,8 @@ PROMPTS = 40
 SAMPLE_S = 0.5
 CAPACITY_SHARES = 3
 """The capacity is the median of this many measurements."""
+LOADS = 4
+"""Number of loads after these measurements. All of them last equally long."""
 FIRST_TOKEN_GOAL, TENANT_GOAL, MEMORY_GOAL = 3.0, 0.8, 1.1
 REFUSED = 429
 STEADY, FLOOD = "steady-tenant", "flooding-tenant"
@@ -147,21 +149,10 @@ def run_overload(options: OverloadOptions) -> int:
         ConfigurationError: The stack cannot be started.
         UnavailableError: The services answer no request.
     """
-    log: deque[str] = deque(maxlen=40)
-    try:
-        with ExitStack() as cleanup:
-            folder = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="outrider-")))
-            stack = cleanup.enter_context(
-                running_stack(
-                    _with_keys(options, folder),
-                    lambda name, line: log.append(f"{name} | {line}"),
-                    lambda line: None,
-                )
-            )
-            return asyncio.run(_measure(options, stack))
-    except Exception:
-        print(*log, sep="\n", file=sys.stderr)
-        raise
+    with ExitStack() as cleanup:
+        folder = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="outrider-")))
+        stack = cleanup.enter_context(started_services(_with_keys(options, folder)))
+        return asyncio.run(_measure(options, stack))
 
 
 def _with_keys(options: OverloadOptions, folder: Path) -> StackOptions:
@@ -179,18 +170,26 @@ async def _measure(options: OverloadOptions, stack: Stack) -> int:
     server = find_server(stack.url, KEYS[STEADY])
     loads = {name: RestLoad(server, key) for name, key in KEYS.items()}
     try:
-        capacities = [
-            await _capacity(options, server, loads[FLOOD], number) for number in range(CAPACITY_SHARES)
-        ]
+        with Progress("measuring the capacity", CAPACITY_SHARES, counts=False) as progress:
+            capacities = [
+                await _capacity(options, server, loads[FLOOD], number, progress)
+                for number in range(CAPACITY_SHARES)
+            ]
         capacity = statistics.median(capacities)
         seconds = options.requests / (ABOVE * capacity)
-        below = await _offer(options, stack, loads[FLOOD], BELOW * capacity, seconds)
-        above = await _offer(options, stack, loads[FLOOD], ABOVE * capacity, seconds)
-        alone = await _offer(options, stack, loads[STEADY], WITHIN * capacity, seconds)
-        beside, flood = await asyncio.gather(
-            _offer(options, stack, loads[STEADY], WITHIN * capacity, seconds),
-            _offer(options, stack, loads[FLOOD], ABOVE * capacity, seconds, 1),
-        )
+        with Progress("load", LOADS, counts=False) as progress:
+
+            async def offer(name: str, rate: float, step: str, done: int, number: int = 0) -> Offer:
+                on_answer = _share_of(seconds, done, progress, step)
+                return await _offer(options, stack, loads[name], rate, seconds, on_answer, number)
+
+            below = await offer(FLOOD, BELOW * capacity, f"{BELOW:g} × capacity", 0)
+            above = await offer(FLOOD, ABOVE * capacity, f"{ABOVE:g} × capacity", 1)
+            alone = await offer(STEADY, WITHIN * capacity, "one key within its limits", 2)
+            beside, flood = await asyncio.gather(
+                offer(STEADY, WITHIN * capacity, "the same beside a flood", 3),
+                offer(FLOOD, ABOVE * capacity, "the same beside a flood", 3, 1),
+            )
     finally:
         for load in loads.values():
             await load.close()
@@ -199,13 +198,33 @@ async def _measure(options: OverloadOptions, stack: Stack) -> int:
     )
 
 
-async def _capacity(options: OverloadOptions, server: Server, load: RestLoad, number: int) -> float:
+def _share_of(seconds: float, done: int, progress: Progress, step: str) -> Callable[[int], None]:
+    """Return a function for `on_answer` that shows the progress of a load that lasts some seconds.
+
+    Args:
+        seconds: Duration of the load.
+        done: Number of earlier loads.
+        progress: Receives `done` plus the share of this load's time that has passed.
+        step: Text to show.
+    """
+    began = time.perf_counter()
+
+    def tell(answered: int) -> None:
+        progress.tell(done + min(1.0, (time.perf_counter() - began) / seconds), step=step)
+
+    return tell
+
+
+async def _capacity(
+    options: OverloadOptions, server: Server, load: RestLoad, number: int, progress: Progress
+) -> float:
     """Return the requests per second that are answered if the services always have more than they can run."""
     clients = CLIENTS_PER_SLOT * (server.max_running or DEFAULT_SLOTS)
     ask = _requests(options, number + 2)
     seconds = options.capacity_s / CAPACITY_SHARES
     began = time.perf_counter()
-    experiences = await run_clients(load, clients, seconds, ask, lambda _answered: None)
+    step = f"{number + 1} of {CAPACITY_SHARES}"
+    experiences = await run_clients(load, clients, seconds, ask, _share_of(seconds, number, progress, step))
     ends = began + seconds
     answered = [one for one in experiences if not one.error and one.ended <= ends]
     if not answered:
@@ -219,7 +238,13 @@ async def _capacity(options: OverloadOptions, server: Server, load: RestLoad, nu
 
 
 async def _offer(
-    options: OverloadOptions, stack: Stack, load: RestLoad, rate: float, seconds: float, number: int = 0
+    options: OverloadOptions,
+    stack: Stack,
+    load: RestLoad,
+    rate: float,
+    seconds: float,
+    on_answer: Callable[[int], None],
+    number: int,
 ) -> Offer:
     """Offer requests in an open loop, and wait for all answers."""
     memory: dict[str, float] = {}
@@ -237,7 +262,7 @@ async def _offer(
             load,
             Load(rate, seconds, options.seed + number),
             _requests(options, number),
-            lambda _answered: None,
+            on_answer,
         )
     finally:
         sampler.cancel()

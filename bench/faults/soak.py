@@ -10,9 +10,8 @@ import asyncio
 import os
 import random
 import signal
-import sys
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,9 +23,11 @@ from outrider.bench.faults.processes import survivors, usages
 from outrider.bench.faults.questions import SPECULATIONS, Question, soak_questions
 from outrider.bench.load.server import find_server
 from outrider.bench.report.record import Result, Row, finish
-from outrider.services.stack.launch import Stack, running_stack
+from outrider.bench.stacks.started_services import started_services
+from outrider.services.stack.launch import Stack
 from outrider.services.stack.options import StackOptions
 from outrider.shared.base.errors import UnavailableError
+from outrider.shared.obs.progress import Progress
 
 STREAMED_SHARE, CANCELLED_SHARE = 0.6, 0.25
 """Share of requests that stream, and share of streams that the client cancels."""
@@ -37,6 +38,8 @@ SUSPENDED_S = 3.0
 RECOVERY_S = 60.0
 POLL_S = 0.1
 SAMPLE_S = 15.0
+TELL_S = 1.0
+"""Seconds between two updates of the progress bar."""
 EXAMPLES = 20
 RSS_GOAL, DESCRIPTORS_GOAL = 1.05, 4
 """Limits of a service's growth: a factor for its memory in the last phase, and a number of additional open
@@ -111,15 +114,8 @@ def run_soak(options: SoakOptions) -> int:
         ConfigurationError: The stack cannot be started.
         UnavailableError: A service does not become ready again.
     """
-    log: deque[str] = deque(maxlen=200)
-    try:
-        with running_stack(
-            options.stack, lambda name, line: log.append(f"{name} | {line}"), lambda line: None
-        ) as stack:
-            return asyncio.run(_Soak(options, stack).run())
-    except Exception:
-        print(*log, sep="\n", file=sys.stderr)
-        raise
+    with started_services(options.stack, kept_lines=200) as stack:
+        return asyncio.run(_Soak(options, stack).run())
 
 
 class _Soak:
@@ -146,15 +142,21 @@ class _Soak:
         self._began = time.monotonic()
 
     async def run(self) -> int:
-        self._expected = [await self._asker.whole(one, {"mode": "off"}) for one in self._questions]
+        with Progress("recording the right answers", len(self._questions)) as progress:
+            for one in self._questions:
+                self._expected.append(await self._asker.whole(one, {"mode": "off"}))
+                progress.advance()
         clients = self._clients = [
             asyncio.create_task(self._client(number)) for number in range(self._options.clients)
         ]
         total = self._options.minutes * 60
+        share = (1 - WARM_UP_SHARE) / len(PHASES)
         try:
-            await self._phase("warm-up", "", total * WARM_UP_SHARE)
-            for name, disturbed in PHASES.items():
-                await self._phase(name, disturbed, total * (1 - WARM_UP_SHARE) / len(PHASES))
+            with Progress("soak", 1.0, counts=False) as progress:
+                await self._told_phase("warm-up", "", total, WARM_UP_SHARE, 0.0, progress)
+                for number, (name, disturbed) in enumerate(PHASES.items()):
+                    done = WARM_UP_SHARE + number * share
+                    await self._told_phase(name, disturbed, total, share, done, progress)
         finally:
             self._ended = True
             self._open.set()
@@ -163,6 +165,24 @@ class _Soak:
             await asyncio.gather(*clients, return_exceptions=True)
             await self._asker.close()
         return self._report(time.monotonic() - self._began)
+
+    async def _told_phase(
+        self, name: str, disturbed: str, total_s: float, share: float, done: float, progress: Progress
+    ) -> None:
+        """Run a phase, and show the progress. `done` is the share of the time that earlier phases took."""
+        began = time.monotonic()
+
+        async def tell() -> None:
+            while True:
+                await asyncio.sleep(TELL_S)
+                progress.tell(done + min(share, (time.monotonic() - began) / total_s), step=name)
+
+        progress.tell(done, step=name)
+        teller = asyncio.create_task(tell())
+        try:
+            await self._phase(name, disturbed, total_s * share)
+        finally:
+            teller.cancel()
 
     async def _phase(self, name: str, disturbed: str, seconds: float) -> None:
         before = usages(self._supervisor)

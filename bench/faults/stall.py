@@ -15,10 +15,8 @@ import http.client
 import itertools
 import json
 import math
-import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -32,10 +30,11 @@ from outrider.bench.faults.processes import cpu_seconds
 from outrider.bench.faults.questions import CHAT, COMPLETIONS, GENERATE
 from outrider.bench.measure.clock import percentile
 from outrider.bench.report.record import Result, Row, finish
+from outrider.bench.stacks.started_services import started_services
 from outrider.gateway.v1 import gateway_pb2, gateway_pb2_grpc
-from outrider.services.stack.launch import running_stack
 from outrider.services.stack.options import StackOptions
 from outrider.shared.base.errors import UnavailableError
+from outrider.shared.obs.progress import Progress
 
 GOAL_S = 0.05
 TIMEOUT_S = 60.0
@@ -153,24 +152,19 @@ def run_stall(options: StallOptions) -> int:
         ConfigurationError: The stack cannot be started.
         UnavailableError: A stream failed.
     """
-    log: deque[str] = deque(maxlen=40)
-    try:
-        with running_stack(
-            options.stack, lambda name, line: log.append(f"{name} | {line}"), lambda line: None
-        ) as stack:
-            gateway = stack.supervisor.child("gateway").process_id
-            assert gateway is not None
-            return _measure(options, stack.url, f"127.0.0.1:{options.stack.grpc}", gateway)
-    except Exception:
-        print(*log, sep="\n", file=sys.stderr)
-        raise
+    with started_services(options.stack) as stack:
+        gateway = stack.supervisor.child("gateway").process_id
+        assert gateway is not None
+        return _measure(options, stack.url, f"127.0.0.1:{options.stack.grpc}", gateway)
 
 
 def _measure(options: StallOptions, url: str, grpc_address: str, gateway: int) -> int:
     rows, statuses = [], {}
     with _streams(url, options.streams) as arrivals:
         began, ran = time.perf_counter(), cpu_seconds(gateway)
-        quiet = _window(arrivals, lambda: time.sleep(options.quiet_s))
+        # A thread that redraws a bar would disturb the streams, whose clients are in this process.
+        with Progress(f"streams without a body, {options.quiet_s:g} s", still=True):
+            quiet = _window(arrivals, lambda: time.sleep(options.quiet_s))
         share = (cpu_seconds(gateway) - ran) / (time.perf_counter() - began)
         rows += [
             Row("pause without a body, p99", percentile(quiet, 99), "s"),
@@ -178,25 +172,28 @@ def _measure(options: StallOptions, url: str, grpc_address: str, gateway: int) -
         ]
         longest: list[tuple[float, str]] = []
         busiest: list[tuple[float, str]] = []
-        for name, body in expensive_bodies().items():
-            answers: list[tuple[int, float]] = []
-            pauses: list[float] = []
-            began, ran = time.perf_counter(), cpu_seconds(gateway)
-            for _ in range(options.repeats):
-                send = partial(_call, grpc_address) if body.path == COMPLETE else partial(_post, url)
-                pauses += _window(arrivals, partial(_answer, send, body, answers))
-            statuses[name] = sorted({status for status, _ in answers})
-            more_s = cpu_seconds(gateway) - ran - share * (time.perf_counter() - began)
-            cpu_s = max(0.0, more_s / options.repeats)
-            worst = max(pauses)
-            longest.append((worst, name))
-            busiest.append((cpu_s, name))
-            more = {
-                "status": statuses[name],
-                "answer_s": round(max(seconds for _, seconds in answers), 4),
-                "gateway_cpu_s": round(cpu_s, 4),
-            }
-            rows.append(Row(f"pause beside: {name}", worst, "s", more={**more, **_goal(worst)}))
+        bodies = expensive_bodies()
+        with Progress("stall", len(bodies), still=True) as progress:
+            for number, (name, body) in enumerate(bodies.items()):
+                progress.tell(number, step=name)
+                answers: list[tuple[int, float]] = []
+                pauses: list[float] = []
+                began, ran = time.perf_counter(), cpu_seconds(gateway)
+                for _ in range(options.repeats):
+                    send = partial(_call, grpc_address) if body.path == COMPLETE else partial(_post, url)
+                    pauses += _window(arrivals, partial(_answer, send, body, answers))
+                statuses[name] = sorted({status for status, _ in answers})
+                more_s = cpu_seconds(gateway) - ran - share * (time.perf_counter() - began)
+                cpu_s = max(0.0, more_s / options.repeats)
+                worst = max(pauses)
+                longest.append((worst, name))
+                busiest.append((cpu_s, name))
+                more = {
+                    "status": statuses[name],
+                    "answer_s": round(max(seconds for _, seconds in answers), 4),
+                    "gateway_cpu_s": round(cpu_s, 4),
+                }
+                rows.append(Row(f"pause beside: {name}", worst, "s", more={**more, **_goal(worst)}))
     worst, name = max(longest)
     rows.append(Row("longest pause beside a body", worst, "s", more={"body": name, **_goal(worst)}))
     worst, name = max(busiest)

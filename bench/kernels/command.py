@@ -82,7 +82,8 @@ def run_kernels(options: KernelOptions) -> int:
         "launch_us": round(launch * 1e6, 3),
     }
     result = Result("kernels", settings, rows, {"failed": failed})
-    compile_ahead(options.device, [partial(_rehearse, options)])
+    with Progress("compiling kernels") as progress:
+        compile_ahead(options.device, [partial(_rehearse, options)], progress.tell)
     kinds = list(cases(options))
     # A thread that redraws the bar would disturb the measurement.
     with Progress("kernels", len(kinds), still=True) as progress:

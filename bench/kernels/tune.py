@@ -15,6 +15,7 @@ from outrider.kernels.skinny_gemm.kept import Tried
 from outrider.shared.base.errors import ConfigurationError
 from outrider.shared.nn.dummy import random_decoder
 from outrider.shared.nn.fused.trial import describe, try_products
+from outrider.shared.obs.progress import Progress
 
 
 def run_tune(options: KernelOptions) -> int:
@@ -31,11 +32,38 @@ def run_tune(options: KernelOptions) -> int:
             f"--tune: {options.shape.name} does not use fused kernels, and only these have tiles.",
             field="--tune",
         )
-    tried = try_products(decoder.fused.uses(), options.device, math.inf)
+    with _Steps() as steps:
+        tried = try_products(decoder.fused.uses(), options.device, math.inf, tell=steps.tell)
     dtype = str(options.dtype).removeprefix("torch.")
     settings = {"shape": options.shape.name, "device": str(options.device), "dtype": dtype}
     result = Result("tiles", settings, [_row(entry) for entry in tried])
     return finish(result, options.output, ("tile", "rule", "library"))
+
+
+class _Steps:
+    """Shows one progress bar for each step of a trial. Use it as a context manager."""
+
+    def __init__(self) -> None:
+        self._step = ""
+        self._progress: Progress | None = None
+
+    def __enter__(self) -> _Steps:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._end()
+
+    def tell(self, step: str, done: int, total: int) -> None:
+        """Show how many parts of a step are done."""
+        if step != self._step or self._progress is None:
+            self._end()
+            # A thread that redraws the bar would disturb the measurement.
+            self._step, self._progress = step, Progress(step, still=True).__enter__()
+        self._progress.tell(done, total)
+
+    def _end(self) -> None:
+        if self._progress is not None:
+            self._progress.__exit__(None, None, None)
 
 
 def _row(tried: Tried) -> Row:

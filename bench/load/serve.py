@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-import sys
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -39,7 +37,7 @@ from outrider.bench.load.server import Server, find_server
 from outrider.bench.measure.prompts import HELDOUT_PROMPTS, load_prompts
 from outrider.bench.report.record import Result, Row, finish
 from outrider.bench.report.surroundings import compiled_kernels
-from outrider.services.stack.launch import running_stack
+from outrider.bench.stacks.started_services import started_services
 from outrider.services.stack.options import StackOptions
 from outrider.shared.base.errors import ConfigurationError, UnavailableError
 from outrider.shared.obs.progress import Progress
@@ -114,34 +112,25 @@ def run_serve(options: ServeOptions) -> int:
         UnavailableError: No server answers at the address.
     """
     requests = load_requests(options)
-    log: deque[str] = deque(maxlen=40)
-    try:
-        with ExitStack() as cleanup:
-            url, grpc, start = options.url, options.grpc, None
-            if url is None and grpc is None:
-                began, cached = time.perf_counter(), compiled_kernels()
-                cleanup.enter_context(
-                    running_stack(
-                        options.stack, lambda name, line: log.append(f"{name} | {line}"), lambda line: None
-                    )
-                )
-                start = {
-                    "seconds": round(time.perf_counter() - began, 2),
-                    "kernels_cached": cached,
-                    "kernels_compiled": compiled_kernels() - cached,
-                }
-                port = options.stack.port
-                url, grpc = (
-                    (f"http://127.0.0.1:{port}", None)
-                    if options.api is Api.REST
-                    else (None, f"127.0.0.1:{port + 1}")
-                )
-            server = None if url is None else find_server(url, options.api_key)
-            _check_speculation(options, server)
-            summary, alone = asyncio.run(_measure(options, server, grpc, requests))
-    except Exception:
-        print(*log, sep="\n", file=sys.stderr)
-        raise
+    with ExitStack() as cleanup:
+        url, grpc, start = options.url, options.grpc, None
+        if url is None and grpc is None:
+            began, cached = time.perf_counter(), compiled_kernels()
+            cleanup.enter_context(started_services(options.stack))
+            start = {
+                "seconds": round(time.perf_counter() - began, 2),
+                "kernels_cached": cached,
+                "kernels_compiled": compiled_kernels() - cached,
+            }
+            port = options.stack.port
+            url, grpc = (
+                (f"http://127.0.0.1:{port}", None)
+                if options.api is Api.REST
+                else (None, f"127.0.0.1:{port + 1}")
+            )
+        server = None if url is None else find_server(url, options.api_key)
+        _check_speculation(options, server)
+        summary, alone = asyncio.run(_measure(options, server, grpc, requests))
     settings = {
         "device": options.stack.device if options.url is None and options.grpc is None else "remote",
         "api": "rest" if url else "grpc",
@@ -224,27 +213,17 @@ async def _measure(
         await _check_request(client, requests(0))
         if options.warm_up_s:
             before = Load(options.load.rate, options.warm_up_s, options.load.seed + 1)
-            await _run(client, before, options.concurrency, requests, lambda _answered: None)
-        lone = [await ask(client, requests(1 + index)) for index in range(ALONE)]
+            await _run("warm-up", client, before, options.concurrency, requests)
+        lone = []
+        with Progress("requests one at a time", ALONE) as progress:
+            for index in range(ALONE):
+                lone.append(await ask(client, requests(1 + index)))
+                progress.advance()
         if all(experience.error for experience in lone):
             raise UnavailableError(f"The server answered no request: {lone[0].error}", field="url")
-        duration_s, arrivals = options.load.duration_s, len(options.load.arrivals())
-        # With a fixed number of clients, only the time of the load is known in advance.
-        timed = options.concurrency is not None
-        with Progress("load", duration_s if timed else arrivals, counts=not timed) as progress:
-            began = time.perf_counter()
-
-            def tell(answered: int) -> None:
-                lasted_s = min(time.perf_counter() - began, duration_s)
-                progress.tell(lasted_s if timed else answered, step=f"{answered} answered")
-
-            loaded = await _run(
-                client,
-                options.load,
-                options.concurrency,
-                lambda index: requests(ALONE + 1 + index),
-                tell,
-            )
+        loaded = await _run(
+            "load", client, options.load, options.concurrency, lambda index: requests(ALONE + 1 + index)
+        )
     finally:
         await client.close()
     limits = (options.first_token_limit_ms, options.per_token_limit_ms)
@@ -252,15 +231,22 @@ async def _measure(
 
 
 async def _run(
-    client: LoadClient,
-    load: Load,
-    concurrency: int | None,
-    requests: Requests,
-    on_answer: Callable[[int], None],
+    title: str, client: LoadClient, load: Load, concurrency: int | None, requests: Requests
 ) -> list[Experience]:
-    if concurrency is None:
-        return await run_load(client, load, requests, on_answer)
-    return await run_clients(client, concurrency, load.duration_s, requests, on_answer)
+    """Run a load, and show its progress under this title."""
+    # With a fixed number of clients, only the time of the load is known in advance.
+    timed = concurrency is not None
+    total = load.duration_s if timed else len(load.arrivals())
+    with Progress(title, total, counts=not timed) as progress:
+        began = time.perf_counter()
+
+        def tell(answered: int) -> None:
+            lasted_s = min(time.perf_counter() - began, load.duration_s)
+            progress.tell(lasted_s if timed else answered, step=f"{answered} answered")
+
+        if concurrency is None:
+            return await run_load(client, load, requests, tell)
+        return await run_clients(client, concurrency, load.duration_s, requests, tell)
 
 
 async def _check_request(client: LoadClient, request: LoadRequest) -> None:

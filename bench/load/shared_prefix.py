@@ -24,17 +24,18 @@ import httpx
 from outrider.bench.load.server import find_server, key_headers, refusal
 from outrider.bench.measure.prompts import HELDOUT_PROMPTS, Messages, load_prompts
 from outrider.bench.report.record import Result, Row, finish
-from outrider.services.stack.launch import running_stack
+from outrider.bench.stacks.started_services import started_services
 from outrider.services.stack.options import StackOptions
 from outrider.shared.base.errors import ConfigurationError
+from outrider.shared.obs.progress import Progress
 
 FIRST_ID = 10
 """Lowest token id of the prompts. Lower ids are often special tokens."""
 TIMEOUT_S = 600.0
 REPEATS = 5
 """Pairs of equal long prompts; the figures are their medians."""
-TALKS, TALK_TOKENS = 12, 128
-"""Number of conversations whose accept lengths are compared, and number of tokens per answer."""
+TALKS, TALK_REQUESTS, TALK_TOKENS = 12, 3, 128
+"""Number of conversations whose accept lengths are compared, requests of each, and tokens per answer."""
 LENGTHS = "--system-tokens, --turn-tokens, --answer-tokens, --turns or --long-prompt"
 
 
@@ -140,7 +141,7 @@ def run_prefix(options: PrefixOptions) -> int:
     with ExitStack() as cleanup:
         url = options.url
         if url is None:
-            cleanup.enter_context(running_stack(options.stack, lambda name, line: None, lambda line: None))
+            cleanup.enter_context(started_services(options.stack))
             url = f"http://127.0.0.1:{options.stack.port}"
         server = find_server(url, options.api_key)
         if not server.is_outrider:
@@ -191,35 +192,44 @@ async def _measure(
     async with httpx.AsyncClient(
         base_url=url, headers=key_headers(options.api_key), timeout=TIMEOUT_S, limits=limits, trust_env=False
     ) as client:
-        off = await _chat(client, options, "off")
-        on = await _chat(client, options, "auto")
-        times: tuple[list[float], list[float]] = ([], [])
-        for pair in range(REPEATS):
-            prompt = options.chats.tokens(f"long {pair}", options.long_prompt)
-            for measured in times:
-                began = time.perf_counter()
-                await _generate(client, prompt, 1, "off")
-                measured.append((time.perf_counter() - began) * 1e3)
-        return off, on, times, await accept_lengths(client)
+        requests = 2 * options.chats.count * options.chats.turns + 2 * REPEATS + TALK_REQUESTS * TALKS
+        with Progress("prefix", requests) as progress:
+            off = await _chat(client, options, "off", progress)
+            on = await _chat(client, options, "auto", progress)
+            times: tuple[list[float], list[float]] = ([], [])
+            for pair in range(REPEATS):
+                prompt = options.chats.tokens(f"long {pair}", options.long_prompt)
+                for measured in times:
+                    began = time.perf_counter()
+                    await _generate(client, prompt, 1, "off")
+                    measured.append((time.perf_counter() - began) * 1e3)
+                    progress.advance(step="long prompts")
+            return off, on, times, await accept_lengths(client, progress)
 
 
-async def accept_lengths(client: httpx.AsyncClient) -> tuple[float, float] | None:
+async def accept_lengths(client: httpx.AsyncClient, progress: Progress) -> tuple[float, float] | None:
     """Send several conversations twice, and return the accept lengths of the first and the second answers.
 
     A conversation consists of a prompt, the server's answer to it, and a second prompt. The prompts are part
     of `bench`. The first answer finds nothing in the prefix cache. All answers are greedy. The result is None
     if the server has no chat template or does not speculate.
+
+    Args:
+        client: Client of the server.
+        progress: Advances by 1 with each answer.
     """
     counts = ([0, 0], [0, 0])
     for index, (before, prompt) in enumerate(itertools.pairwise(load_prompts(HELDOUT_PROMPTS, TALKS + 1))):
         opening = await _complete(client, before, "before")
         if opening is None:
             return None
+        progress.advance(step="accept lengths")
         answer = opening["choices"][0]["message"]["content"]
         messages = [*before, {"role": "assistant", "content": answer}, *prompt]
         for count in counts:
             # The salt lets the first answer find nothing, not even the shorter conversation.
             reply = await _complete(client, messages, f"talk {index}")
+            progress.advance(step="accept lengths")
             report = (reply or {}).get("speculation") or {}
             if report.get("draft_tokens"):
                 count[0] += report["accepted_tokens"]
@@ -247,7 +257,7 @@ async def _complete(client: httpx.AsyncClient, messages: Messages, salt: str) ->
     return reply
 
 
-async def _chat(client: httpx.AsyncClient, options: PrefixOptions, mode: str) -> Hits:
+async def _chat(client: httpx.AsyncClient, options: PrefixOptions, mode: str, progress: Progress) -> Hits:
     """Run all chats, `clients` at a time, from an empty cache."""
     (await client.post("/flush_cache")).raise_for_status()
     hits, chats = Hits(), options.chats
@@ -260,6 +270,7 @@ async def _chat(client: httpx.AsyncClient, options: PrefixOptions, mode: str) ->
             reply = await _generate(client, prompt, chats.answer, mode)
             hits.add(prompt, chats.possible(chat, turn, before), reply["meta_info"])
             before = [*prompt, *reply["output_ids"]]
+            progress.advance(step=f"chats, speculation {mode}")
 
     async def converse_on() -> None:
         for chat in waiting:

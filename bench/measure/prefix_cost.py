@@ -19,6 +19,7 @@ from pathlib import Path
 from outrider.bench.measure.latency import MeasuredShape, parse_shapes, shrinking_lengths
 from outrider.bench.report.record import Result, Row, finish
 from outrider.bench.stacks.engine_stack import BenchEngine, EngineOptions, placement, running_engine
+from outrider.shared.obs.progress import Progress
 
 COST_GOAL = 1.01
 SYNTHETIC_LENGTH = 3.5
@@ -110,11 +111,15 @@ def run_prefix_cost(options: PrefixCostOptions, output: Path) -> int:
             cleanup.enter_context(running_engine(_with_cache(options.engine, enabled)))
             for enabled in (True, False)
         )
-        rows += _long_rows(on, options)
-        for shape in options.shapes:
-            for engine in (on, off):
-                engine.set_accept_length(shape.accept_length)
-            for batch in shape.batches or options.batches:
+        cases = [(shape, batch) for shape in options.shapes for batch in shape.batches or options.batches]
+        # A thread that redraws the bar would disturb the measurement.
+        with Progress("prefix", 1 + len(cases), still=True) as progress:
+            progress.tell(0, step=f"prompt of {options.long_prompt} tokens")
+            rows += _long_rows(on, options)
+            for number, (shape, batch) in enumerate(cases, 1):
+                progress.tell(number, step=f"{shape.label}, batch {batch}")
+                for engine in (on, off):
+                    engine.set_accept_length(shape.accept_length)
                 rows.append(_cost_row(on, off, shape, batch, options))
                 result.save(output)
     return finish(result, output, ("on_off", "goal"))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -15,6 +16,7 @@ import torch
 from outrider.bench.measure.clock import Times, measure, measure_eager
 from outrider.bench.measure.rated import rated_bandwidth, rated_matrix_rate
 from outrider.bench.report.record import Result, Row, finish
+from outrider.shared.obs.progress import Progress
 
 GB = 1e9
 FASTEST = "p10"
@@ -66,38 +68,23 @@ def roofline_rows(options: RooflineOptions) -> list[Row]:
     value. The floor of an eager launch is the time of the kernel itself. For every other measurement, the
     floor is the 10th percentile of its own samples.
     """
-    device, nbytes = options.device, _working_set(options.device, options.small)
-    bandwidth = rated_bandwidth(device)
-    copy = _copy(device, nbytes)
-    read = _read(device, nbytes)
-    rows = [
-        _rate("device copy, read + write", 2 * nbytes / GB, copy, "GB/s", bandwidth and bandwidth / GB),
-        _rate("device read", nbytes / GB, read, "GB/s", bandwidth and bandwidth / GB),
-    ]
-    matrix_rate = rated_matrix_rate(device, options.dtype)
-    for size in _matrix_sizes(device, options.small):
-        case = f"matrix product {size}³ {_name(options.dtype)}"
-        rows.append(
-            _rate(
-                case,
-                2 * size**3 / 1e12,
-                _matmul(options, size),
-                "TFLOP/s",
-                matrix_rate and matrix_rate / 1e12,
-            )
-        )
-    inside = measure(_small_kernel(device, 100), device, copies=100)
-    rows += [
-        _time(
-            "launch of a small kernel, eager",
-            measure_eager(_small_kernel(device), device),
-            inside.median,
-            "the kernel in a graph",
+    parts: list[tuple[str, Callable[[], list[Row]]]] = [
+        ("device memory", partial(_memory_rows, options)),
+        *(
+            (f"matrix product {size}³", partial(_matrix_rows, options, size))
+            for size in _matrix_sizes(options.device, options.small)
         ),
-        _time("small kernel inside a graph", inside),
+        ("launches", partial(_launch_rows, options.device)),
     ]
-    if device.type == "cuda":
-        rows += _bus(device, min(nbytes, 1 << 28))
+    if options.device.type == "cuda":
+        nbytes = min(_working_set(options.device, options.small), 1 << 28)
+        parts.append(("bus", partial(_bus, options.device, nbytes)))
+    rows: list[Row] = []
+    # A thread that redraws the bar would disturb the measurement.
+    with Progress("roofline", len(parts), still=True) as progress:
+        for number, (step, measured) in enumerate(parts):
+            progress.tell(number, step=step)
+            rows += measured()
     return rows
 
 
@@ -117,6 +104,32 @@ def _working_set(device: torch.device, small: bool) -> int:
 def _matrix_sizes(device: torch.device, small: bool) -> tuple[int, ...]:
     """Return the sizes of the matrix products. The largest product takes minutes on two CPU cores."""
     return (128,) if small else (4096, 8192) if device.type == "cuda" else (1024, 2048)
+
+
+def _memory_rows(options: RooflineOptions) -> list[Row]:
+    device, nbytes = options.device, _working_set(options.device, options.small)
+    bandwidth = rated_bandwidth(device)
+    copy = _copy(device, nbytes)
+    read = _read(device, nbytes)
+    return [
+        _rate("device copy, read + write", 2 * nbytes / GB, copy, "GB/s", bandwidth and bandwidth / GB),
+        _rate("device read", nbytes / GB, read, "GB/s", bandwidth and bandwidth / GB),
+    ]
+
+
+def _matrix_rows(options: RooflineOptions, size: int) -> list[Row]:
+    case = f"matrix product {size}³ {_name(options.dtype)}"
+    rate = rated_matrix_rate(options.device, options.dtype)
+    return [_rate(case, 2 * size**3 / 1e12, _matmul(options, size), "TFLOP/s", rate and rate / 1e12)]
+
+
+def _launch_rows(device: torch.device) -> list[Row]:
+    inside = measure(_small_kernel(device, 100), device, copies=100)
+    eager = measure_eager(_small_kernel(device), device)
+    return [
+        _time("launch of a small kernel, eager", eager, inside.median, "the kernel in a graph"),
+        _time("small kernel inside a graph", inside),
+    ]
 
 
 def _copy(device: torch.device, nbytes: int) -> Times:

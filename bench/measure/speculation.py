@@ -32,6 +32,7 @@ from outrider.bench.report.machine import describe_machine
 from outrider.bench.report.record import recorded_command, result_path
 from outrider.bench.report.source import recorded_source
 from outrider.bench.report.surroundings import recorded_environment
+from outrider.bench.stacks.started_services import StartBar
 from outrider.services.clients.rest import Reply, RestClient
 from outrider.services.stack.launch import free_port, running_stack
 from outrider.services.stack.options import StackOptions, Transport
@@ -53,6 +54,7 @@ class Kind(Enum):
 
 
 DRAFTED = (Kind.ON, Kind.AUTO)
+SERVERS = {"draft": "with a draft", "plain": "without a draft"}
 # Numerator and denominator of each ratio, paired per prompt.
 RATIOS = ((Kind.ON, Kind.OFF), (Kind.AUTO, Kind.OFF), (Kind.OFF, Kind.NO_DRAFT))
 
@@ -112,7 +114,8 @@ def run_bench(options: BenchOptions) -> int:
     Console(stderr=True).print("starting two servers, one of them without a draft")
     try:
         with ExitStack() as cleanup:
-            clients = _start(cleanup, options, log)
+            with StartBar() as bar:
+                clients = _start(cleanup, options, log, bar)
             runs = _measure(options, prompts, clients)
     except Exception:
         print(*log, sep="\n", file=sys.stderr)
@@ -143,7 +146,7 @@ def run_bench(options: BenchOptions) -> int:
     return 0
 
 
-def _start(cleanup: ExitStack, options: BenchOptions, log: deque[str]) -> Clients:
+def _start(cleanup: ExitStack, options: BenchOptions, log: deque[str], bar: StartBar) -> Clients:
     """Start the two servers in parallel, because each server takes a while to import, load and warm up."""
     ports = [free_port()]
     while len(ports) < 2:
@@ -152,7 +155,7 @@ def _start(cleanup: ExitStack, options: BenchOptions, log: deque[str]) -> Client
     given_up = threading.Event()
     with ThreadPoolExecutor(len(ports)) as starting:
         futures = [
-            starting.submit(_start_one, options, label, draft, port, log, given_up)
+            starting.submit(_start_one, options, label, draft, port, log, bar, given_up)
             for port, label, draft in zip(ports, ("draft", "plain"), (options.draft, None), strict=True)
         ]
         try:
@@ -173,6 +176,7 @@ def _start_one(
     draft: Path | None,
     port: int,
     log: deque[str],
+    bar: StartBar,
     given_up: threading.Event,
 ) -> tuple[ExitStack, RestClient]:
     stack_options = StackOptions(
@@ -186,10 +190,11 @@ def _start_one(
 
     def echo(name: str, line: str) -> None:
         log.append(f"{label}/{name} | {line}")
+        bar.hear(name, line, SERVERS[label])
 
     with ExitStack() as resources:
         stack = resources.enter_context(
-            running_stack(stack_options, echo, lambda line: None, given_up.is_set)
+            running_stack(stack_options, echo, lambda line: bar.tell(line, SERVERS[label]), given_up.is_set)
         )
         client = resources.enter_context(RestClient(stack.url))
         return resources.pop_all(), client

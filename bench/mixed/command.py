@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
-from collections import deque
 from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -28,7 +27,7 @@ from outrider.bench.mixed.plan import (
     sizes_for,
 )
 from outrider.bench.report.record import WIDTH, Result
-from outrider.services.stack.launch import running_stack
+from outrider.bench.stacks.started_services import started_services
 from outrider.services.stack.options import StackOptions
 from outrider.shared.base.errors import ConfigurationError, OutriderError, UnavailableError
 from outrider.shared.obs.progress import Progress
@@ -77,21 +76,9 @@ def run_mixed(options: MixedOptions) -> int:
         ConfigurationError: An option does not fit the server, or the server refuses a request.
         UnavailableError: No server answers at the address, or its draft does not become ready.
     """
-    log: deque[str] = deque(maxlen=40)
-    try:
-        with ExitStack() as cleanup:
-            url = options.url
-            if url is None:
-                stack = cleanup.enter_context(
-                    running_stack(
-                        _roomy(options), lambda name, line: log.append(f"{name} | {line}"), lambda line: None
-                    )
-                )
-                url = stack.url
-            return _run(options, url)
-    except Exception:
-        print(*log, sep="\n", file=sys.stderr)
-        raise
+    with ExitStack() as cleanup:
+        url = options.url or cleanup.enter_context(started_services(_roomy(options))).url
+        return _run(options, url)
 
 
 def _roomy(options: MixedOptions) -> StackOptions:

@@ -1,1 +1,1 @@
-"""Engines, drafts and random-weight models that benchmarks build, mostly in the benchmark's process."""
+"""Engines, drafts and random-weight models that benchmarks build, and the services that they start."""

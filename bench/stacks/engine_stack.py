@@ -38,6 +38,7 @@ from outrider.shared.base.errors import ConfigurationError, UnavailableError
 from outrider.shared.base.generation import SamplingParams, SpeculationMode
 from outrider.shared.kv.pool import CacheSizing
 from outrider.shared.nn.decoder import Decoder, default_dtype
+from outrider.shared.obs.progress import Progress
 from outrider.shared.spec.drafter import DrafterState
 from outrider.shared.spec.tree import DraftShape
 
@@ -249,7 +250,8 @@ def running_engine(options: EngineOptions) -> Iterator[BenchEngine]:
     with ExitStack() as cleanup:
         settings = _settings(options, NO_DRAFT)
         device, dtype = placement(options)
-        decoder = _decoder(cleanup, options, settings, device, dtype)
+        with Progress("making random weights"):
+            decoder = _decoder(cleanup, options, settings, device, dtype)
         synthetic = SyntheticAcceptance(rates_of_mean(1.0), decoder.config.vocab_size, device)
         make_drafter = None
         if options.drafts:
@@ -263,7 +265,8 @@ def running_engine(options: EngineOptions) -> Iterator[BenchEngine]:
                 settings = _settings(options, _start_draft(cleanup, options, settings, head, dtype, log))
         target = Target(settings, make_drafter, StandIn(decoder, synthetic))
         cleanup.callback(target.shutdown)
-        asyncio.run(target.wait_for_draft(DRAFT_START_S))
+        with Progress("waiting for the draft"):
+            asyncio.run(target.wait_for_draft(DRAFT_START_S))
         state = target.drafter.state()
         if options.drafts and state is not DrafterState.ON:
             raise UnavailableError(

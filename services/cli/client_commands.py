@@ -24,7 +24,7 @@ ApiKey = Annotated[
 Speculation = Annotated[
     str | None,
     typer.Option(
-        "--speculation", help="Speculative decoding: auto, on or off.", show_default="the server's: auto"
+        "--speculation", help="Speculative decoding: auto, on or off.", show_default="the mode of the server"
     ),
 ]
 MaxTokens = Annotated[int, typer.Option(help="Maximum number of tokens to generate.")]

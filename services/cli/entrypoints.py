@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 def serve_gateway(settings: GatewaySettings) -> int:
     """Run the gateway until it is stopped."""
+    watch_sockets()
     from outrider.services.gateway import app
 
     return app.run(settings)

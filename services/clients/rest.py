@@ -18,6 +18,8 @@ import httpx
 from outrider.shared.base.errors import ErrorCode, OutriderError, UnavailableError
 
 DEFAULT_URL = "http://127.0.0.1:8000"
+SHORTEST_STREAM_S = 0.02
+"""Text that arrives within this time is one delivery, whose speed says nothing."""
 
 
 def gateway_url(given: str) -> str:
@@ -63,9 +65,13 @@ class Reply:
         return self.completion_tokens / self.total_s if self.total_s else 0.0
 
     @property
-    def is_streamed(self) -> bool:
-        """True if the text came in several events. A speed computed from a single event means little."""
-        return self.last_token_s > self.first_token_s
+    def stream_speed(self) -> float | None:
+        """Tokens after the first one per second after the first text, as the playground defines tokens/s.
+
+        None if the text came almost at once, because the time then says nothing about the speed.
+        """
+        seconds = self.last_token_s - self.first_token_s
+        return (self.completion_tokens - 1) / seconds if seconds >= SHORTEST_STREAM_S else None
 
 
 class RestClient:

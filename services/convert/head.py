@@ -28,6 +28,7 @@ from outrider.services.draft.heads.registry import HeadKind, head_kind, load_hea
 from outrider.shared.base.errors import CheckpointError, ConfigurationError
 from outrider.shared.nn.checkpoint.checkpoint_reader import CheckpointReader
 from outrider.shared.nn.config.model_config import CONFIG_FILE
+from outrider.shared.obs.progress import Progress
 
 HOST = torch.device("cpu")
 WEIGHTS_FILE = "model.safetensors"
@@ -120,12 +121,14 @@ def _read(source: Path, kind: HeadKind) -> _Source:
         keys = _READERS[kind](source, reader)
         files = {name: file for file in reader.files for name in file.tensors}
         tensors: dict[str, torch.Tensor] = {}
-        for name, actual in keys.actual.items():
-            scale = read_scale(reader, keys.scales[name]) if name in keys.scales else None
-            # Clone the tensors, because they must stay valid after the source files are unmapped.
-            tensors[name] = keys.adapt(name, files[actual].read(actual).clone(), scale)
-            if scale is not None:
-                tensors[name] = tensors[name].to(torch.bfloat16)
+        with Progress("reading tensors", len(keys.actual)) as progress:
+            for name, actual in keys.actual.items():
+                scale = read_scale(reader, keys.scales[name]) if name in keys.scales else None
+                # Clone the tensors, because they must stay valid after the source files are unmapped.
+                tensors[name] = keys.adapt(name, files[actual].read(actual).clone(), scale)
+                if scale is not None:
+                    tensors[name] = tensors[name].to(torch.bfloat16)
+                progress.advance()
     return _Source(kind, tensors, keys.ignored, read_head_config(source))
 
 
@@ -196,9 +199,11 @@ def _write(destination: Path, config: Mapping[str, Any], tensors: Mapping[str, t
     made = not destination.exists()
     destination.mkdir(parents=True, exist_ok=True)
     try:
-        save_file(dict(tensors), destination / WEIGHTS_FILE, metadata={"format": "pt"})
-        (destination / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        load_head(destination, HOST, torch.float32)
+        with Progress("writing the head", 2, counts=False) as progress:
+            save_file(dict(tensors), destination / WEIGHTS_FILE, metadata={"format": "pt"})
+            (destination / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+            progress.advance(step="checking")
+            load_head(destination, HOST, torch.float32)
     except BaseException:
         for name in (WEIGHTS_FILE, CONFIG_FILE):
             (destination / name).unlink(missing_ok=True)

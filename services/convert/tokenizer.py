@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider.shared.base.errors import CheckpointError, ConfigurationError
+from outrider.shared.obs.progress import Progress
 
 TOKENIZER_FILE = "tokenizer.json"
 SAMPLES: Sequence[str] = (
@@ -68,10 +69,11 @@ def convert_tokenizer(folder: Path, output: Path | None = None) -> ConvertedToke
             field="transformers",
         ) from None
     try:
-        original: Any = AutoTokenizer.from_pretrained(
-            str(folder), local_files_only=True, trust_remote_code=False
-        )
-        backend = original.backend_tokenizer
+        with Progress("converting the tokenizer"):
+            original: Any = AutoTokenizer.from_pretrained(
+                str(folder), local_files_only=True, trust_remote_code=False
+            )
+            backend = original.backend_tokenizer
     except Exception as error:
         # Each tokenizer class raises its own exceptions. The exception's text names the missing file or
         # package.

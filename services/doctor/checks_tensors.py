@@ -16,6 +16,7 @@ from outrider.services.draft.strategies.mtp_copies import compare_copies
 from outrider.shared.nn.checkpoint.checkpoint_reader import CheckpointReader
 from outrider.shared.nn.checkpoint.expert_files import MXFP4_SCALES, check_mxfp4_scales
 from outrider.shared.nn.config.model_config import ModelConfig
+from outrider.shared.obs.progress import Progress
 from outrider.shared.spec.algorithm import Algorithm
 
 MAX_SAMPLED = 2000
@@ -37,7 +38,7 @@ def check_target_tensors(pair: Pair) -> Iterator[Finding]:
                 "expected",
             )
         yield from judge(
-            _statistics(reader, names, whole=False),
+            _statistics(reader, names, "the target", whole=False),
             "the target",
             sampled=True,
             norms_about_one=ANYTHING not in config.ignored,
@@ -59,7 +60,7 @@ def check_draft_tensors(pair: Pair) -> Iterator[Finding]:
                 yield Finding.ok("tensors", f"{len(names)}, all as expected")
             about_one = ANYTHING not in config.ignored
             yield from judge(
-                _statistics(reader, names, whole=False),
+                _statistics(reader, names, "the draft model", whole=False),
                 "the draft model",
                 sampled=True,
                 norms_about_one=about_one,
@@ -68,7 +69,8 @@ def check_draft_tensors(pair: Pair) -> Iterator[Finding]:
         count = len(pair.mtp.layers)
         with CheckpointReader(choice.require_folder()) as reader:
             names = [name for name in reader.names if name.startswith(pair.mtp.prefixes)]
-            yield from judge(_statistics(reader, names, whole=True), "the MTP layers", sampled=False)
+            statistics = _statistics(reader, names, "the MTP layers", whole=True)
+            yield from judge(statistics, "the MTP layers", sampled=False)
         yield Finding.ok(
             "tensors",
             f"{count} MTP layer{'s' if count > 1 else ''} of {choice.require_folder().name}, all as expected",
@@ -76,7 +78,8 @@ def check_draft_tensors(pair: Pair) -> Iterator[Finding]:
     if choice.algorithm is not Algorithm.EAGLE:
         return
     with CheckpointReader(choice.require_folder()) as reader:
-        yield from judge(_statistics(reader, list(reader.names), whole=True), "the head", sampled=False)
+        statistics = _statistics(reader, list(reader.names), "the head", whole=True)
+        yield from judge(statistics, "the head", sampled=False)
         yield from _file_format(reader)
     # Read the head last, because reading may raise an error. The statistics above may explain the error.
     missing = ", ".join(pair.head.missing())
@@ -178,7 +181,10 @@ def _compare(reader: CheckpointReader, config: ModelConfig) -> list[str]:
     return list(expected.shapes) or list(reader.names)
 
 
-def _statistics(reader: CheckpointReader, names: Sequence[str], *, whole: bool) -> list[NamedStatistics]:
+def _statistics(
+    reader: CheckpointReader, names: Sequence[str], whose: str, *, whole: bool
+) -> list[NamedStatistics]:
+    """Return the statistics of the floating-point tensors with these names, and show the progress."""
     floating = [
         name for name in names if reader.tensors[name].dtype.is_floating_point and reader.tensors[name].shape
     ]
@@ -186,7 +192,12 @@ def _statistics(reader: CheckpointReader, names: Sequence[str], *, whole: bool) 
         # A sample is enough, because a model with experts has tens of thousands of similar tensors. Serving
         # reads the whole target anyway.
         floating = floating[:: 1 + len(floating) // MAX_SAMPLED]
-    return [NamedStatistics(name, describe(_file(reader, name), whole=whole)) for name in floating]
+    found = []
+    with Progress(f"reading tensors of {whose}", len(floating)) as progress:
+        for name in floating:
+            found.append(NamedStatistics(name, describe(_file(reader, name), whole=whole)))
+            progress.advance()
+    return found
 
 
 def _file_format(reader: CheckpointReader) -> Iterator[Finding]:

@@ -20,7 +20,6 @@ from outrider.services.doctor.prompts import read_prompts
 from outrider.shared.base.errors import ConfigurationError, OutriderError
 from outrider.shared.nn.decoder import default_dtype
 from outrider.shared.obs.logging import configure_logging
-from outrider.shared.obs.progress import Progress
 from outrider.shared.spec.algorithm import Algorithm
 from outrider.shared.spec.tree import DraftShape
 
@@ -121,14 +120,7 @@ def _probed(report: DoctorReport, pair: Pair, options: DoctorOptions) -> DoctorR
             prompts = read_prompts(
                 options.prompts, pair.target, pair.target_config.vocab_size, options.num_prompts
             )
-            with Progress("probe", 1.0, counts=False) as progress:
-                measured = run_probe(
-                    pair,
-                    prompts,
-                    options.tokens,
-                    options.shape,
-                    lambda step, share: progress.tell(share, step=step),
-                )
+            measured = run_probe(pair, prompts, options.tokens, options.shape)
             found, numbers = list(judge_probe(measured)), {"probe": probe_numbers(measured)}
         except OutriderError as error:
             found, numbers = [Finding.of_error(error)], {}

@@ -34,6 +34,7 @@ from outrider.shared.attn.create import create_backend
 from outrider.shared.base.generation import SamplingParams, SpeculationMode
 from outrider.shared.nn.decoder import Decoder
 from outrider.shared.nn.open import load_decoder
+from outrider.shared.obs.progress import Progress
 from outrider.shared.spec.drafter import FeatureSpec
 from outrider.shared.spec.tree import DraftShape
 
@@ -42,9 +43,6 @@ BATCH = 8
 BETTER = 1.03
 """Least ratio of accept lengths at which an alternative is recommended. Smaller gains may be due to
 chance."""
-Progress = Callable[[str, float], None]
-"""Called with the name of the current step of a probe, and the share of answers that are finished (0 to
-1)."""
 USEFUL = 1.2
 """Minimum useful accept length. Below this length, drafting costs more time than it saves."""
 
@@ -77,37 +75,47 @@ def run_probe(
     prompts: Sequence[Sequence[int]],
     num_tokens: int,
     shape: DraftShape,
-    progress: Progress = lambda step, share: None,
 ) -> list[Measured]:
     """Load a target and a draft, and answer prompts greedily, once for each variant of the aux layers.
+
+    Both steps show their progress.
 
     Args:
         pair: The target and the draft. There must be a drafting method.
         prompts: Prompts as token ids.
         num_tokens: Length of each answer, in tokens.
         shape: Shape of every draft tree.
-        progress: Called with each step; see `Progress`.
 
     Raises:
         CheckpointError, ConfigurationError: The target or the draft cannot be loaded.
         OutriderError: A request failed.
     """
-    progress("loading", 0.0)
-    decoder = load_decoder(pair.target, pair.device, pair.dtype)
+    decoder = load_target(pair)
     room = max(len(prompt) for prompt in prompts) + num_tokens + shape.max_nodes + 2 * PAGE_SIZE
     engine, spec = load_draft(pair, decoder, room, shape)
     variants = list(_variants(spec, decoder))
     measured: list[Measured] = []
-    for number, (name, one) in enumerate(variants):
+    with Progress("probe", len(variants), counts=False) as progress:
+        for number, (name, one) in enumerate(variants):
 
-        def answered(share: float, name: str = name, number: int = number) -> None:
-            progress(name, (number + share) / len(variants))
+            def answered(share: float, name: str = name, number: int = number) -> None:
+                progress.tell(number + share, step=name)
 
-        named = _named(pair, one)
-        measured.append(
-            _measure(name, decoder, engine, one, prompts, num_tokens, room, shape, named, answered)
-        )
+            named = _named(pair, one)
+            measured.append(
+                _measure(name, decoder, engine, one, prompts, num_tokens, room, shape, named, answered)
+            )
     return measured
+
+
+def load_target(pair: Pair) -> Decoder:
+    """Load the target of a pair, and show the progress.
+
+    Raises:
+        CheckpointError, ConfigurationError: The target cannot be loaded.
+    """
+    with Progress("loading", counts=False) as progress:
+        return load_decoder(pair.target, pair.device, pair.dtype, progress.tell)
 
 
 def load_draft(pair: Pair, decoder: Decoder, room: int, shape: DraftShape) -> tuple[DraftEngine, FeatureSpec]:

@@ -62,6 +62,10 @@ def warm_up(
         CheckpointError: The draft's output is not finite, because its weights are damaged or its dtype is too
             narrow.
     """
+    if device.type == "cuda":
+        from outrider.kernels.ahead.late import log_late_compilations  # needs Triton
+
+        log_late_compilations()
     # 1. Tune tiles. Then rehearse the work without running kernels, to find and compile all kernels that the
     # work needs.
     if tiles and isinstance(engine.strategy, HasProducts):

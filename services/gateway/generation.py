@@ -108,8 +108,10 @@ class Generator:
                     if texts is not None:
                         rounds = _with_texts(texts, token_ids, rounds)
                     piece = assembler.push(token_ids)
+                    if rounds:
+                        piece = replace(piece, rounds=rounds)
                     if piece.text or piece.token_ids or rounds:
-                        yield ChoiceEvent(index, _scored(replace(piece, rounds=rounds), scores))
+                        yield ChoiceEvent(index, _scored(piece, scores))
                     if assembler.matched_stop is not None:
                         break
                 if (states := _of_text(event.states, request, assembler)) is not None:

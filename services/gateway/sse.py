@@ -21,17 +21,12 @@ KEEP_ALIVE = b": keep-alive\n\n"
 HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 T = TypeVar("T")
+_JSON = json.JSONEncoder(allow_nan=False, separators=(",", ":"), ensure_ascii=False)
 
 
 def encode_event(event: dict[str, Any]) -> bytes:
     """Encode one event. JSON escapes line breaks, so an event always fits in one data line."""
-    return (
-        b"data: "
-        + json.dumps(event, allow_nan=False, separators=(",", ":"), ensure_ascii=False).encode(
-            "utf-8", "backslashreplace"
-        )
-        + b"\n\n"
-    )
+    return b"data: " + _JSON.encode(event).encode("utf-8", "backslashreplace") + b"\n\n"
 
 
 class EventStream(Response):

@@ -48,6 +48,7 @@ async def status_object(core: GatewayCore) -> dict[str, Any]:
             "waiting_prompt_tokens": core.admission.waiting_tokens,
             "max_queued_requests": core.settings.max_queued_requests,
             "max_queued_prompt_tokens": core.settings.max_queued_prompt_tokens,
+            "speculation_mode": core.settings.speculation_mode.value,
         },
         "model": _model(core, found[0][1]) if found else None,
         "target": _total([(info, stats) for _, info, stats in found]) if found else None,

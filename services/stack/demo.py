@@ -17,6 +17,7 @@ from outrider.services.clients.summary import speculation_summary
 from outrider.services.hub.pair import demo_name
 from outrider.services.stack.launch import free_port, outrider_command, running_stack
 from outrider.services.stack.options import StackOptions, Transport
+from outrider.shared.obs.progress import Progress
 
 REPEATS = 3
 SHOWN_LINES_ON_FAILURE = 30
@@ -98,14 +99,16 @@ def _measure(console: Console, client: RestClient, prompt: str, tokens: int) -> 
     """
     runs: dict[str, list[Reply]] = {"on": [], "off": []}
     options: dict[str, Any] = {"temperature": 0, "max_tokens": tokens, "ignore_eos": True}
-    for _ in range(REPEATS):
-        for mode, replies in runs.items():
-            reply = Reply()
-            for _piece in client.stream_chat(
-                [{"role": "user", "content": prompt}], options | {"speculation": {"mode": mode}}, reply
-            ):
-                pass
-            replies.append(reply)
+    with Progress("measuring", REPEATS * len(runs)) as progress:
+        for _ in range(REPEATS):
+            for mode, replies in runs.items():
+                reply = Reply()
+                for _piece in client.stream_chat(
+                    [{"role": "user", "content": prompt}], options | {"speculation": {"mode": mode}}, reply
+                ):
+                    pass
+                replies.append(reply)
+                progress.advance(step=f"speculation {mode}")
     speeds = {
         mode: statistics.median(reply.tokens_per_s for reply in replies) for mode, replies in runs.items()
     }

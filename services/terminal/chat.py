@@ -164,5 +164,6 @@ def run_chat(client: RestClient, conversation: Conversation) -> None:
 
 def print_summary(reply: Reply, console: Console) -> None:
     """Print the numbers of one answer on one line."""
-    speed = f"; {reply.tokens_per_s:.0f} tokens/s" if reply.is_streamed else ""
-    console.print(f"[dim]{speculation_summary(reply)}{speed}; {reply.finish_reason}[/]", soft_wrap=True)
+    speed = reply.stream_speed
+    shown = "" if speed is None else f"; {speed:.0f} tokens/s after the first token"
+    console.print(f"[dim]{speculation_summary(reply)}{shown}; {reply.finish_reason}[/]", soft_wrap=True)

@@ -11,10 +11,12 @@ from rich.table import Table
 
 from outrider.services.clients.rest import Reply
 from outrider.services.terminal.conversation import OPTIONS, Conversation
+from outrider.services.terminal.reasons import why_no_draft
 from outrider.services.terminal.tree_text import round_tree
 from outrider.shared.base.errors import InvalidRequestError
 
 MODES = ("auto", "on", "off")
+DEFAULT = "default"
 
 
 class LeaveChat(Exception):
@@ -84,10 +86,11 @@ def _set(state: ChatState, argument: str, console: Console) -> None:
 
 
 def _spec(state: ChatState, argument: str, console: Console) -> None:
-    if argument not in MODES:
-        raise InvalidRequestError(f"Write /spec followed by one of {', '.join(MODES)}.", field="/spec")
-    state.conversation.mode = argument
-    console.print(f"[dim]Speculation: {argument}.[/]")
+    if argument not in (*MODES, DEFAULT):
+        allowed = ", ".join((*MODES, DEFAULT))
+        raise InvalidRequestError(f"Write /spec followed by one of {allowed}.", field="/spec")
+    state.conversation.mode = None if argument == DEFAULT else argument
+    console.print(f"[dim]Speculation: {'default of the server' if argument == DEFAULT else argument}.[/]")
 
 
 def _stats(state: ChatState, argument: str, console: Console) -> None:
@@ -95,19 +98,20 @@ def _stats(state: ChatState, argument: str, console: Console) -> None:
         console.print("[dim]No answer yet.[/]")
         return
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for title in ("answer", "tokens", "tokens/s", "first token", "accept length", "rounds", "fallback"):
-        table.add_column(title, justify="left" if title == "fallback" else "right")
+    for title in ("answer", "tokens", "tokens/s", "first token", "accept length", "rounds"):
+        table.add_column(title, justify="right")
+    table.add_column("why a round had no draft")
     for number, reply in enumerate(state.replies, 1):
         speculation = reply.speculation
         drafted = bool(speculation.get("draft_tokens"))
         table.add_row(
             str(number),
             str(reply.completion_tokens),
-            f"{reply.tokens_per_s:.0f}" if reply.is_streamed else "–",
+            "–" if reply.stream_speed is None else f"{reply.stream_speed:.0f}",
             f"{reply.first_token_s * 1e3:.0f} ms",
             f"{speculation['accept_length']:.2f}" if drafted else "–",
             str(speculation.get("rounds", "–")),
-            speculation.get("fallback_reason") or "",
+            why_no_draft(reason) if (reason := speculation.get("fallback_reason")) else "",
         )
     console.print(table)
 
@@ -154,7 +158,7 @@ COMMANDS: Mapping[str, Command] = {
     "reset": Command(_reset, "", "forget all messages; keep the system prompt and the options"),
     "system": Command(_system, "[TEXT]", "set the system prompt, or remove it"),
     "set": Command(_set, "[NAME VALUE]", "show the options, or set one; the value `default` removes it"),
-    "spec": Command(_spec, "on|off|auto", "set the speculation mode"),
+    "spec": Command(_spec, "on|off|auto|default", "set the speculation mode; `default` is the server's"),
     "stats": Command(_stats, "", "show the numbers of all answers"),
     "tree": Command(_tree, "", "show the draft tree of the last round"),
     "save": Command(_save, "FILE", "save the chat"),

@@ -117,9 +117,9 @@ def _services(status: Mapping[str, Any]) -> Table:
     several = f"{sum(one['ready'] for one in targets)} of {len(targets)} ready"
     return _pairs(
         ("gateway", "draining" if status["draining"] else f"version {status['version']}"),
-        ("up for", duration(status["uptime_s"])),
         ("targets", several) if len(targets) > 1 else ("target", "ready" if target else "not ready"),
-        ("draft", target["draft"]["state"] if target else None),
+        ("draft", target["draft"]["state"] if target else "unknown"),
+        ("gateway up for", duration(status["uptime_s"])),
     )
 
 
@@ -140,7 +140,7 @@ def duration(seconds: float) -> str:
 def _targets(targets: list[dict[str, Any]]) -> Table:
     table = Table(box=None, expand=True, header_style="dim", padding=(0, 1, 0, 0))
     table.add_column("address", ratio=1)
-    for title in ("model", "state", "running", "waiting", "pages", "accept", "draft"):
+    for title in ("model", "state", "running", "waiting", "pages in use", "accept length", "draft"):
         table.add_column(title, no_wrap=True)
     for one in targets:
         cells = ["–"] * 5
@@ -149,7 +149,7 @@ def _targets(targets: list[dict[str, Any]]) -> Table:
             cells = [
                 f"{stats['running']} of {stats['max_running_requests']}",
                 str(stats["waiting"]),
-                f"{1 - pages['free'] / pages['total']:.0%}" if pages["total"] else "–",
+                _percent(1 - pages["free"] / pages["total"]) if pages["total"] else "–",
                 f"{length:.2f}" if length else "–",
                 stats["draft"]["state"],
             ]
@@ -167,10 +167,10 @@ def _load(status: Mapping[str, Any], before: Mapping[str, Any] | None) -> Table:
     return _pairs(
         ("tokens/s", speed),
         ("running", f"{target['running']} of {target['max_running_requests']}" if target else None),
-        ("waiting, target", target["waiting"] if target else None),
-        ("waiting, gateway", f"{gateway['waiting']} of {gateway['max_queued_requests']}"),
-        ("prompt tokens waiting", gateway.get("waiting_prompt_tokens")),
-        ("generated tokens", target["generated_tokens"] if target else None),
+        ("waiting in the target", target["waiting"] if target else None),
+        ("waiting in the gateway", f"{gateway['waiting']} of {gateway['max_queued_requests']}"),
+        ("prompt tokens waiting", f"{gateway.get('waiting_prompt_tokens', 0):,}"),
+        ("generated tokens", f"{target['generated_tokens']:,}" if target else None),
     )
 
 
@@ -179,7 +179,7 @@ def _memory(status: Mapping[str, Any]) -> Table:
     pages = target["kv_pages"] if target else None
     used = pages["total"] - pages["free"] if pages else 0
     return _pairs(
-        ("pages in use", f"{used} of {pages['total']}" if pages else None),
+        ("pages in use", f"{used:,} of {pages['total']:,}" if pages else None),
         ("committed tokens", _count(metrics, 'kv_cache_tokens{kind="committed"}')),
         ("reserved tokens", _count(metrics, 'kv_cache_tokens{kind="reserved"}')),
         ("retractions", _count(metrics, "num_preemptions_total")),
@@ -190,18 +190,24 @@ def _memory(status: Mapping[str, Any]) -> Table:
 def _found(metrics: Mapping[str, float]) -> str | None:
     """Return the share of prompt tokens whose K/V was in the prefix cache."""
     queried = metrics.get("outrider_prefix_cache_queries_total", 0.0)
-    return f"{metrics.get('outrider_prefix_cache_hits_total', 0.0) / queried:.0%}" if queried else None
+    return _percent(metrics.get("outrider_prefix_cache_hits_total", 0.0) / queried) if queried else None
+
+
+def _percent(share: float, digits: int = 0) -> str:
+    """Return a share in percent. The operator's page uses the same form."""
+    return f"{100 * share:.{digits}f} %"
 
 
 def _speculation(status: Mapping[str, Any], before: Mapping[str, Any] | None) -> Table:
     target, metrics = status["target"], status["metrics"]
     speedup = metrics.get("outrider_estimated_speedup")
     return _pairs(
-        ("algorithm", target["draft"]["algorithm"] if target else None),
+        ("mode of requests that name none", status["gateway"].get("speculation_mode")),
+        ("algorithm", (target["draft"]["algorithm"] or "none") if target else None),
         ("accept length", f"{target['accept_length']:.2f}" if target and target["accept_length"] else None),
-        ("estimated speed-up", f"{speedup:.2f} ×" if speedup else None),
-        ("draft time", _mean_ms("draft_seconds", metrics, before)),
-        ("verify time", _mean_ms("verify_seconds", metrics, before)),
+        ("speed-up of recent drafted rounds", f"{speedup:.2f} ×" if speedup else None),
+        ("draft time per round", _mean_ms("draft_seconds", metrics, before)),
+        ("verify time per pass", _mean_ms("verify_seconds", metrics, before)),
     )
 
 
@@ -242,7 +248,7 @@ def _depths(status: Mapping[str, Any]) -> Table:
     while accepted := metrics.get(f'outrider_accepted_tokens_total{{depth="{len(shares) + 1}"}}'):
         drafted = metrics.get(f'outrider_drafted_rounds_total{{depth="{len(shares) + 1}"}}', drafts)
         shares.append(accepted / drafted)
-    rows = [(f"depth {depth}", f"{share:.1%}") for depth, share in enumerate(shares[:SHOWN_DEPTHS], 1)]
+    rows = [(f"depth {depth}", _percent(share, 1)) for depth, share in enumerate(shares[:SHOWN_DEPTHS], 1)]
     return _pairs(*rows) if rows else _pairs(("drafted rounds", None))
 
 
@@ -250,7 +256,7 @@ def _decision(status: Mapping[str, Any]) -> Table | None:
     """Return the controller's last decision and the rounds without a draft, in words."""
     auto = (status["target"] or {}).get("auto")
     missing = [
-        f"{why_no_draft(name[len(NO_DRAFT) : -len(LABEL_END)])} ({count:.0f})"
+        f"{why_no_draft(name[len(NO_DRAFT) : -len(LABEL_END)])} ({count:,.0f})"
         for name, count in status["metrics"].items()
         if name.startswith(NO_DRAFT) and count
     ]
@@ -271,9 +277,9 @@ def _mean_ms(name: str, metrics: Mapping[str, float], before: Mapping[str, Any] 
     return f"{total / count * 1e3:.1f} ms" if count else None
 
 
-def _count(metrics: Mapping[str, float], name: str) -> int | None:
+def _count(metrics: Mapping[str, float], name: str) -> str | None:
     value = metrics.get(f"outrider_{name}")
-    return None if value is None else int(value)
+    return None if value is None else f"{value:,.0f}"
 
 
 def _errors(errors: list[dict[str, Any]]) -> Table:

@@ -20,7 +20,7 @@ def round_tree(trace: dict[str, Any]) -> Tree:
     for index, node in enumerate(nodes[1:], 1):
         probability = math.exp(node["logprob"]) if node["logprob"] is not None else 0.0
         style = f"bold {style_of(trace, accepted[index])}" if index in accepted else "dim"
-        text = Text.assemble((_shown(node), style), (f"  {probability:.1%}", "dim"))
+        text = Text.assemble((_shown(node), style), (f"  {100 * probability:.1f} %", "dim"))
         branches.append(branches[node["parent"]].add(text))
     emitted, count = trace["emitted_text"], len(accepted)
     if len(emitted) > count:

@@ -20,8 +20,9 @@ from outrider.services.tune.live import LiveClient
 from outrider.services.tune.plot import write_pictures
 from outrider.services.tune.profile import profile_text, write_profile
 from outrider.services.tune.report import print_result, result_json
+from outrider.services.tune.result import TuneSizes
 from outrider.services.tune.run_count import RunCount
-from outrider.services.tune.search import TuneSizes, search
+from outrider.services.tune.search import search
 from outrider.shared.base.errors import ConfigurationError
 from outrider.shared.nn.open import read_model_config
 from outrider.shared.obs.progress import Progress
@@ -91,7 +92,7 @@ def run_tune(options: TuneOptions) -> int:
             check=options.check,
         )
         with Progress("tune", 1.0, counts=False, console=progress) as bar:
-            count = RunCount(bar, sizes)
+            count = RunCount(bar, sizes, len(prompts))
             live = LiveClient(url, client.model, options.api_key, count.ran)
             result = search(live, prompts, sizes, lambda line: _print_step(progress, line), count.batch_done)
         target = client.model

@@ -51,9 +51,10 @@ def shapes_within(limits: DraftShape, batch: int) -> tuple[DraftShape, ...]:
 def faster(ratios: Sequence[float]) -> bool:
     """Return True if one choice is faster than another by more than the noise.
 
-    The difference exceeds the noise if it is at least `EQUAL` and has the same sign in every pass.
+    The difference exceeds the noise if it is at least `EQUAL` and has the same sign in every pass. One pass
+    alone does not show it.
 
     Args:
         ratios: Speed of the one choice divided by the speed of the other, for each pass with both.
     """
-    return bool(ratios) and min(ratios) > 1 and median(ratios) > 1 + EQUAL
+    return len(ratios) > 1 and min(ratios) > 1 and median(ratios) > 1 + EQUAL

@@ -9,7 +9,7 @@ from outrider.bench.plot.canvas import DARK, LIGHT, Theme
 from outrider.bench.plot.charts import Axis, Group, Heading, group_chart
 from outrider.services.tune.candidates import shape_name
 from outrider.services.tune.report import shown_shapes, shown_speedup
-from outrider.services.tune.search import TuneResult
+from outrider.services.tune.result import TuneResult
 from outrider.shared.base.errors import ConfigurationError
 
 STEPS = (0.25, 0.5, 1.0, 2.0, 5.0)

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from outrider.services.tune.candidates import shape_name
-from outrider.services.tune.search import TuneResult
+from outrider.services.tune.result import TuneResult
 from outrider.shared.base.errors import ConfigurationError
 from outrider.shared.base.generation import SpeculationMode
 from outrider.shared.spec.tree import DraftShape

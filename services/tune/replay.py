@@ -5,6 +5,11 @@ answer do not depend on the shape either. A recorded round therefore shows how m
 the same position would have accepted. This number is the length of the smaller tree's longest path from the
 root whose tokens match the answer.
 
+The end of an answer cuts its last round short. A deep shape loses more by this than a shallow one, so the
+prediction counts the rounds of whole answers. From the recorded rounds, it estimates for each level how often
+the draft is still right there. Rounds whose answer ends above a level do not count for that level. From these
+shares follows the expected number of rounds of an answer with a given length.
+
 The prediction is an estimate, because rounds of a smaller tree would begin at other positions than the
 recorded rounds. `search` therefore measures the best shapes.
 """
@@ -90,13 +95,41 @@ class RecordedTree:
         return -self.scores[node], node
 
 
-def accept_length(trees: Sequence[RecordedTree], shape: DraftShape) -> float:
+def accept_length(trees: Sequence[RecordedTree], shape: DraftShape, lengths: Sequence[int]) -> float:
     """Return the predicted mean number of tokens per round of a tree shape, including the bonus token.
 
-    A round counts only if more tokens of the answer follow its root than the shape has levels. If this is so
-    for no round, all rounds count.
+    Args:
+        trees: The recorded trees of the answers, each at least as large as the shape.
+        shape: The shape.
+        lengths: Number of tokens of each answer. The first token of an answer belongs to no round.
     """
-    if not shape.drafts or not trees:
+    tokens = sum(length - 1 for length in lengths if length > 1)
+    if not shape.drafts or not trees or tokens == 0:
         return 1.0
-    whole = [tree for tree in trees if len(tree.following) > shape.depth] or list(trees)
-    return 1.0 + sum(tree.accepted(shape) for tree in whole) / len(whole)
+    rounds = _expected_rounds(_survival(trees, shape), max(lengths) - 1)
+    return tokens / sum(rounds[length - 1] for length in lengths if length > 1)
+
+
+def _survival(trees: Sequence[RecordedTree], shape: DraftShape) -> list[float]:
+    """Return, for each level including the root, the share of rounds that accept a node there.
+
+    This is the Kaplan-Meier estimate. A round whose answer ends after n tokens says nothing about levels
+    below the n-th one.
+    """
+    accepted = [(tree.accepted(shape), len(tree.following)) for tree in trees]
+    shares = [1.0]
+    for level in range(1, shape.columns):
+        reached = [count for count, most in accepted if count >= level - 1 and most >= level]
+        right = sum(count >= level for count in reached)
+        shares.append(shares[-1] * right / len(reached) if reached else 0.0)
+    return shares
+
+
+def _expected_rounds(survival: Sequence[float], most: int) -> list[float]:
+    """Return the expected number of rounds that yield at least n tokens, for n from 0 to `most`."""
+    ends = [here - below for here, below in zip(survival, [*survival[1:], 0.0], strict=True)]
+    rounds = [0.0]
+    for left in range(1, most + 1):
+        after = (share * rounds[max(0, left - 1 - accepted)] for accepted, share in enumerate(ends))
+        rounds.append(1.0 + sum(after))
+    return rounds

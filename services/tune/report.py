@@ -10,7 +10,7 @@ from rich.table import Table
 
 from outrider.services.tune.candidates import AutoLimits, shape_name
 from outrider.services.tune.profile import profile_values, shape_json
-from outrider.services.tune.search import BatchResult, Check, TuneResult
+from outrider.services.tune.result import BatchResult, Check, TuneResult
 from outrider.shared.base.generation import SpeculationMode
 from outrider.shared.spec.tree import NO_DRAFT, DraftShape
 
@@ -65,9 +65,23 @@ def print_result(result: TuneResult, console: Console) -> None:
         if one.check is not None:
             console.print(
                 f"{one.batch} at a time: {shape_name(one.check.choice)} has {one.check.ratio:.1%} of the "
-                f"speed of {shape_name(one.check.best)}, the best of all shapes"
+                f"speed of {shape_name(one.check.best)}, the best of all shapes (median of "
+                f"{len(one.check.ratios)} passes, {min(one.check.ratios):.1%} to {max(one.check.ratios):.1%})"
             )
-    console.print(f"searched for {result.seconds:.0f} s")
+    console.print(duration_line(result))
+
+
+def duration_line(result: TuneResult) -> str:
+    """Return a line with the duration of the search, without the checks, and that of an exhaustive search."""
+    seconds = sum(one.seconds for one in result.batches)
+    exhaustive_s = sum(one.exhaustive_s for one in result.batches)
+    if seconds >= exhaustive_s:
+        return f"searched for {seconds:.0f} s"
+    about = "" if all(one.check for one in result.batches) else "about "
+    return (
+        f"searched for {seconds:.0f} s: {about}{seconds / exhaustive_s:.1%} of the {exhaustive_s:.0f} s "
+        "that measuring every shape takes"
+    )
 
 
 def mode_line(result: TuneResult) -> str:
@@ -119,6 +133,9 @@ def result_json(result: TuneResult) -> dict[str, Any]:
                 "batch": one.batch,
                 "best": shape_name(one.best),
                 "seconds": round(one.seconds, 2),
+                "exhaustive_seconds": round(one.exhaustive_s, 2),
+                "share_of_exhaustive": round(one.seconds / one.exhaustive_s, 4) if one.exhaustive_s else None,
+                "contenders": [shape_name(shape) for shape in one.contenders],
                 "tokens_per_s": {shape_name(shape): round(speed, 2) for shape, speed in one.measured.items()}
                 | ({} if one.auto is None else {"auto": round(one.auto, 2)}),
                 "ratios_to_plain": rounded(one.ratios),

@@ -18,12 +18,13 @@ from outrider.services.doctor.probe import PAGE_SIZE
 from outrider.services.doctor.prompts import read_prompts
 from outrider.services.verify.cases import OPTIONS, plain, requests_of, ways
 from outrider.services.verify.compare import Difference, differences
-from outrider.services.verify.law import LawTest, check_law
+from outrider.services.verify.law import LawTest, check_law, law_tokens
 from outrider.services.verify.logprobs import LogprobComparison, compare_logprobs, logprob_tolerance
 from outrider.services.verify.pair_engine import PairEngine
 from outrider.services.verify.states import StateComparison, compare_states
 from outrider.shared.base.errors import ConfigurationError
 from outrider.shared.obs.logging import configure_logging
+from outrider.shared.obs.progress import Progress
 from outrider.shared.spec.algorithm import Algorithm
 from outrider.shared.spec.tree import DraftShape
 
@@ -155,36 +156,50 @@ def run_verify(options: VerifyOptions) -> int:
     return 0 if report.passed else 1
 
 
-def verify(pair: Pair, options: VerifyOptions, progress: Console) -> VerifyReport:
-    """Run all comparisons on a pair. Each finished run prints a line to `progress`."""
+def verify(pair: Pair, options: VerifyOptions, console: Console) -> VerifyReport:
+    """Run all comparisons on a pair. `console` gets a progress bar, and a line for each finished run."""
     vocabulary = pair.target_config.vocab_size
     prompts = read_prompts(options.prompts, pair.target, vocabulary, options.num_prompts)
     longest = max(len(prompt) for prompt in prompts) + options.tokens
     engine = PairEngine(pair, longest + options.shape.max_nodes + 2 * PAGE_SIZE, options.shape)
-    off_ways = plain(options.shape)
-    greedy = engine.answer(requests_of(prompts, options.tokens, off_ways).values(), speculate=False).tokens
-    stops = [_middle(greedy[f"greedy, prompt {index + 1}"]) for index in range(len(prompts))]
-    off = engine.answer(requests_of(prompts, options.tokens, off_ways, stops).values(), speculate=False)
-    progress.print("answered without speculation")
-    tolerance = logprob_tolerance(engine, prompts)
-    runs = []
-    for name, speculation in ways(options.shape).items():
-        requests = requests_of(prompts, options.tokens, speculation, stops)
-        on = engine.answer(requests.values(), speculate=True)
-        runs.append(
-            VerifiedRun(
-                name,
-                len(requests),
-                sum(len(tokens) for tokens in on.tokens.values()),
-                on.accept_length,
-                differences(engine, requests, off, on),
-                compare_logprobs(requests, off, on, tolerance),
-                compare_states(requests, off, on, engine.decoder.dtype),
+    with Progress("verify", _work(options, prompts), counts=False, console=console) as progress:
+        engine.on_finish = lambda request: progress.advance(request.max_new_tokens)
+        off_ways = plain(options.shape)
+        first = requests_of(prompts, options.tokens, off_ways)
+        greedy = engine.answer(first.values(), speculate=False).tokens
+        stops = [_middle(greedy[f"greedy, prompt {index + 1}"]) for index in range(len(prompts))]
+        off = engine.answer(requests_of(prompts, options.tokens, off_ways, stops).values(), speculate=False)
+        console.print("answered without speculation")
+        tolerance = logprob_tolerance(engine, prompts)
+        runs = []
+        for name, speculation in ways(options.shape).items():
+            requests = requests_of(prompts, options.tokens, speculation, stops)
+            on = engine.answer(requests.values(), speculate=True)
+            runs.append(
+                VerifiedRun(
+                    name,
+                    len(requests),
+                    sum(len(tokens) for tokens in on.tokens.values()),
+                    on.accept_length,
+                    differences(engine, requests, off, on),
+                    compare_logprobs(requests, off, on, tolerance),
+                    compare_states(requests, off, on, engine.decoder.dtype),
+                )
             )
-        )
-        progress.print(f"compared: {name}")
-    law = check_law(engine, prompts[0], options.samples, ways(options.shape)["tree"][0])
+            console.print(f"compared: {name}")
+        law = check_law(engine, prompts[0], options.samples, ways(options.shape)["tree"][0])
     return VerifyReport(runs, law)
+
+
+def _work(options: VerifyOptions, prompts: Sequence[Sequence[int]]) -> int:
+    """Return the sum of `max_new_tokens` of all requests."""
+
+    def tokens(stops: Sequence[int] | None) -> int:
+        requests = requests_of(prompts, options.tokens, plain(options.shape), stops)
+        return sum(request.max_new_tokens for request in requests.values())
+
+    runs = 1 + len(ways(options.shape))
+    return tokens(None) + runs * tokens([0] * len(prompts)) + options.samples * law_tokens(options.shape)
 
 
 def _finite(values: dict[str, Any]) -> dict[str, Any]:

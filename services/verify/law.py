@@ -12,6 +12,7 @@ import torch
 from outrider.services.target.request import GenerationRequest, SpeculationParams
 from outrider.services.verify.pair_engine import PairEngine, filtered
 from outrider.shared.base.generation import SamplingParams
+from outrider.shared.spec.tree import DraftShape
 
 TOP_K = 8
 """Only the eight most likely tokens are sampled, so that there are few outcomes and few first tokens."""
@@ -47,6 +48,11 @@ class LawTest:
         return self.p_value >= ALARM
 
 
+def law_tokens(shape: DraftShape) -> int:
+    """Return the length of a sampled answer. A shorter answer would not leave room for the whole tree."""
+    return 2 + shape.depth
+
+
 def check_law(
     engine: PairEngine, prompt: Sequence[int], samples: int, speculation: SpeculationParams
 ) -> LawTest:
@@ -69,7 +75,7 @@ def check_law(
         GenerationRequest(
             str(seed),
             tuple(prompt),
-            2 + speculation.shape.depth,  # a shorter answer would not leave room for the whole tree
+            law_tokens(speculation.shape),
             replace(sampling, seed=seed),
             speculation,
             ignore_eos=True,

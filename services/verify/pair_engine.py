@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 
@@ -11,7 +11,7 @@ import torch
 from outrider.kernels.philox import gumbel_noise
 from outrider.kernels.verify.filters import filter_logits
 from outrider.services.doctor.pair import Pair
-from outrider.services.doctor.probe import BATCH, PAGE_SIZE, drafting, load_draft
+from outrider.services.doctor.probe import BATCH, PAGE_SIZE, drafting, load_draft, load_target
 from outrider.services.target.drafting.no_drafter import NoDrafter
 from outrider.services.target.engine.engine import TargetEngine
 from outrider.services.target.model.model_runner import ModelRunner
@@ -23,7 +23,6 @@ from outrider.shared.attn.create import create_backend
 from outrider.shared.base.generation import SamplingParams
 from outrider.shared.base.logit_rules import TokenLogprob
 from outrider.shared.base.token_states import TokenStates
-from outrider.shared.nn.open import load_decoder
 from outrider.shared.spec.tree import DraftShape
 
 
@@ -38,6 +37,7 @@ class Answers:
         states: Request id → states of the tokens, for requests that ask for states.
         failed: Requests that failed.
         accept_length: Average number of tokens per round, over rounds with draft nodes.
+        on_finish: Called with the id of each request that has finished.
     """
 
     tokens: dict[str, list[int]] = field(default_factory=dict)
@@ -46,6 +46,7 @@ class Answers:
     states: dict[str, list[TokenStates]] = field(default_factory=dict)
     failed: list[FailedEvent] = field(default_factory=list)
     accept_length: float = 1.0
+    on_finish: Callable[[str], None] = lambda _: None
 
     def deliver(self, events: Sequence[Event]) -> None:
         """Collect the tokens, logprobs, states and failures of one step."""
@@ -58,6 +59,8 @@ class Answers:
                     self.states.setdefault(event.request_id, []).append(event.states)
             elif isinstance(event, FailedEvent):
                 self.failed.append(event)
+            else:
+                self.on_finish(event.request_id)
 
 
 class PairEngine:
@@ -68,12 +71,17 @@ class PairEngine:
         room: Largest number of tokens of a sequence, including the nodes of a draft tree.
         shape: Shape of the largest draft tree.
 
+    Attributes:
+        decoder: The loaded target.
+        on_finish: Called with each request that has finished.
+
     Raises:
         CheckpointError, ConfigurationError: The target or the draft cannot be loaded.
     """
 
     def __init__(self, pair: Pair, room: int, shape: DraftShape) -> None:
-        self.decoder = load_decoder(pair.target, pair.device, pair.dtype)
+        self.on_finish: Callable[[GenerationRequest], None] = lambda _: None
+        self.decoder = load_target(pair)
         self._room = room
         self._draft, self._spec = load_draft(pair, self.decoder, room, shape)
 
@@ -87,7 +95,9 @@ class PairEngine:
         Raises:
             OutriderError: A request failed.
         """
-        decoder, answers = self.decoder, Answers()
+        decoder, queue = self.decoder, list(requests)
+        by_id = {request.request_id: request for request in queue}
+        answers = Answers(on_finish=lambda name: self.on_finish(by_id[name]))
         around = (
             drafting(self._draft, self._spec, decoder)
             if speculate
@@ -96,7 +106,6 @@ class PairEngine:
         with around as drafter:
             pool = decoder.make_pool(BATCH * -(-self._room // PAGE_SIZE), PAGE_SIZE)
             runner = ModelRunner(decoder, pool, create_backend("auto", decoder.device))
-            queue = list(requests)
             scheduler = Scheduler(
                 pool.allocator,
                 PAGE_SIZE,

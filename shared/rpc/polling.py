@@ -1,9 +1,9 @@
 """Makes gRPC's waiting threads watch the sockets themselves, and busy-poll while they expect a message.
 
 By default, the threads of grpcio's event engine watch the sockets, and wake the waiting Python thread. On a
-virtual machine, waking a sleeping core takes 150 µs. Between target and draft, the waiting thread therefore
-watches the sockets itself (`watch_sockets`). It does not sleep while a message is expected within
-milliseconds (`PollWindow`). The polling loop is C code that does not hold the GIL.
+virtual machine, waking a sleeping core takes 150 µs. In all services, the waiting thread therefore watches
+the sockets itself (`watch_sockets`). Between target and draft, it does not sleep while a message is expected
+within milliseconds (`PollWindow`). The polling loop is C code that does not hold the GIL.
 """
 
 from __future__ import annotations

@@ -140,7 +140,7 @@ def test_clear_empties_the_page_and_the_storage(page: Page) -> None:
     assert page.input_value("#mode") == "on"
     set_fields(page)
     page.get_by_role("button", name="Default settings").click()
-    assert page.input_value("#mode") == "auto"
+    assert page.input_value("#mode") == "", "the default of the server"
 
 
 @pytest.mark.parametrize("kept", ["{", '{"turns": [{"question": "x", "record": {"parts": [{"ms": 1}]}}]}'])
@@ -181,6 +181,46 @@ def test_the_embedded_model_offers_questions_that_it_can_answer(open_page: OpenP
     expect(other.locator("#examples-row")).to_be_hidden()
 
 
+@pytest.mark.parametrize(
+    ("mode", "words"),
+    [
+        ("on", "Mode “on”, the default of the server, requests the same tree in every round."),
+        (
+            "auto",
+            "Mode “auto”, the default of the server, lets the controller choose the shape of each round.",
+        ),
+    ],
+)
+def test_the_server_decides_the_mode_unless_the_user_chooses_one(
+    open_page: OpenPage, mode: str, words: str
+) -> None:
+    page = open_page()
+    page.route("**/server_info", lambda route: _with(route, speculation_mode=mode))
+    page.reload()
+    expect(page.locator("#mode option:checked")).to_have_text(f"default of the server: {mode}")
+    answer_with(page, [({"content": "Yes"}, ["Ye", "s"])])
+    with page.expect_request(CHATS) as sent:
+        ask(page)
+    assert json.loads(sent.value.post_data or "")["speculation"] == {"trace": True}
+    expect(page.locator("#choices-why")).to_contain_text(words)
+    # The stored answer keeps the mode that it had, whatever the default is later.
+    page.unroute("**/server_info")
+    page.route("**/server_info", lambda route: _with(route, speculation_mode="off"))
+    page.reload()
+    expect(page.locator("#mode option:checked")).to_have_text("default of the server: off")
+    expect(page.locator("#choices-why")).to_contain_text(words)
+    set_fields(page, mode="on")
+    with page.expect_request(CHATS) as sent:
+        ask(page)
+    assert json.loads(sent.value.post_data or "")["speculation"] == {"mode": "on", "trace": True}
+    expect(page.locator("#choices-why")).to_contain_text("Mode “on” fixes this shape.")
+
+
 def _with_other_weights(route: Route) -> None:
+    _with(route, weight_version="0123456789abcdef")
+
+
+def _with(route: Route, **values: str) -> None:
+    """Let the server answer, with other values in its answer."""
     reply = route.fetch()
-    route.fulfill(response=reply, json=reply.json() | {"weight_version": "0123456789abcdef"})
+    route.fulfill(response=reply, json=reply.json() | values)

@@ -111,6 +111,31 @@ def test_a_race_compares_speed_and_texts_of_the_same_request(page: Page) -> None
     assert page.locator("#slow-text").inner_text() == text
 
 
+def test_a_race_in_the_mode_of_the_server_compares_with_plain_decoding(open_page: OpenPage) -> None:
+    page = open_page()
+    expect(page.locator("#server")).to_contain_text("EAGLE3")
+    bodies = []
+    page.on("request", lambda request: bodies.append(request.post_data) if request.method == "POST" else None)
+    set_fields(page, max_tokens="16")
+    page.get_by_role("tab", name="Race").click()
+    page.fill("#prompt", PROMPT)
+    page.get_by_role("button", name="Race", exact=True).click()
+    expect(page.locator("#race-result")).to_contain_text("times as fast. Both texts are equal")
+    fast, slow = (json.loads(body or "") for body in bodies)
+    assert (fast.pop("speculation"), slow.pop("speculation")) == (
+        {"trace": True},
+        {"mode": "off", "trace": True},
+    )
+    assert fast == slow
+    # In mode "off", there would be no difference that a race could show.
+    set_fields(page, mode="off")
+    page.fill("#prompt", PROMPT)
+    page.get_by_role("button", name="Race", exact=True).click()
+    expect(page.locator("#race-result")).to_contain_text(
+        "Mode “off” has nothing to race against, so the first lane runs in mode “auto”."
+    )
+
+
 def test_settings_reach_the_request(page: Page) -> None:
     set_fields(
         page, depth="2", topk="3", max_nodes="6", temperature="0.5", top_p="0.9", seed="5", max_tokens="9"

@@ -42,7 +42,7 @@ def test_the_status_page_names_both_speeds_and_divides_by_depth(open_page: OpenP
         set_fields(page, depth=depth, topk="1", max_nodes=str(int(depth) + 1))
         ask(page)
     status = open_page("/status")
-    expect(status.locator("#speculation")).to_contain_text("Mean speed of recent drafted rounds")
+    expect(status.locator("#speculation")).to_contain_text("Speed-up of recent drafted rounds")
     expect(status.locator("#auto, #speculation").get_by_text("Estimated speed-up")).to_have_count(0)
     metrics = httpx.get(status.url.removesuffix("/status") + "/status.json").json()["metrics"]
     drafted, accepted = (
@@ -66,6 +66,26 @@ def test_the_charts_begin_with_what_the_gateway_remembers(open_page: OpenPage, p
     for title in ("Tokens/s", "Running requests", "Accept length"):
         chart = status.locator(".chart").filter(has_text=title).locator("svg")
         expect(chart).to_have_attribute("aria-label", re.compile(r"at most [1-9]"))
+
+
+def test_each_of_several_targets_has_a_line(open_page: OpenPage, stack: Stack) -> None:
+    status = open_page("/status")
+    expect(status.locator("#services")).to_contain_text("ready")
+    expect(status.locator("#targets-card")).to_be_hidden()
+    reply = httpx.get(f"{stack.base_url}/status.json").json()
+    reply["targets"].append(
+        {"address": "10.0.0.2:7001", "model": None, "ready": False, "load_tokens": 0, "stats": None}
+    )
+    status.route("**/status.json", lambda route: route.fulfill(json=reply))
+    expect(status.locator("#services")).to_contain_text("1 of 2 ready")
+    up, down = status.locator("#targets tr").all()
+    cells = up.locator("td").all_inner_texts()
+    assert cells[2] == "ready"
+    assert re.fullmatch(r"\d+ of \d+", cells[3])
+    assert re.fullmatch(r"\d+ %", cells[5])
+    assert cells[7] == "on"
+    assert down.locator("td").all_inner_texts() == ["10.0.0.2:7001", "–", "not ready", *["–"] * 5]
+    assert violations(status) == {}
 
 
 def test_names_in_tables_stay_whole_on_a_phone(open_page: OpenPage) -> None:

@@ -164,6 +164,11 @@ def test_the_target_sees_the_allowed_priority_mode_and_salt(
 ) -> None:
     batch = {"priority": [-9, -1], "speculation": ["off"], "cache_salt": "'batch'"}
     with client_of(serve(batch=batch, app={"priority": [0, 5]})) as http:
+        shown = {name: http.get("/server_info", headers=auth(name)).json() for name in ("batch", "app")}
+        assert {name: info["speculation_mode"] for name, info in shown.items()} == {
+            "batch": "off",
+            "app": "auto",
+        }
         http.post("/v1/completions", json={**BODY, "cache_salt": "mine"}, headers=auth("batch"))
         http.post("/v1/completions", json={**BODY, "priority": 5}, headers=auth("app"))
     first, second = fake.seen

@@ -67,6 +67,7 @@ def test_requests_without_a_mode_get_the_mode_of_the_gateway(
             body = {"model": "toy", "prompt": [5, 6], "max_tokens": 2, **fields}
             assert http.post("/v1/completions", json=body).status_code == 200
         assert http.get("/server_info").json()["speculation_mode"] == "off"
+        assert http.get("/status.json").json()["gateway"]["speculation_mode"] == "off"
     assert [one.speculation.mode for one in fake.seen] == [
         common_pb2.SPECULATION_MODE_OFF,
         common_pb2.SPECULATION_MODE_OFF,

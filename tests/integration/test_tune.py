@@ -43,6 +43,7 @@ def test_the_profile_has_the_best_mode_and_shape(stack: Stack, tmp_path: Path) -
     shape = {"auto": found["limits"], "on": found["shape"], "off": {}}[found["mode"]]
     assert profile == {"speculation_mode": found["mode"], **shape}
     assert all(one["tokens_per_s"]["auto"] > 0 for one in found["batches"])
+    assert all(one["best"] in one["contenders"] for one in found["batches"] if one["best"] != "plain")
 
 
 def test_a_check_compares_the_choice_with_the_best_of_all_shapes(stack: Stack, tmp_path: Path) -> None:
@@ -54,7 +55,8 @@ def test_a_check_compares_the_choice_with_the_best_of_all_shapes(stack: Stack, t
     assert check["choice"] == found["best"]
     assert len(check["ratios"]) == 3
     assert check["ratio"] == 1 or check["choice"] != check["best_of_all"]
-    assert check["seconds_of_all"] > 0
+    assert found["exhaustive_seconds"] > 3 * check["seconds_of_all"] > 0
+    assert found["share_of_exhaustive"] > 0
 
 
 def test_without_a_url_a_server_of_the_pair_is_started(stack: Stack, tmp_path: Path) -> None:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from triton import knobs
 
 from outrider.kernels.ahead import pool as compiler_pool
+from outrider.kernels.ahead.late import log_late_compilations
 from outrider.kernels.ahead.pool import CompilerPool
 
 
@@ -37,3 +42,18 @@ def test_waiting_for_kernels_has_an_end() -> None:
     assert busy.is_alive()
     stop.set()
     busy.join()
+
+
+def test_a_kernel_that_is_compiled_at_its_launch_is_logged(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(knobs.compilation, "listener", None)
+    log_late_compilations()
+    listener = knobs.compilation.listener
+    assert listener is not None
+    caplog.set_level(logging.INFO, "outrider.kernels")
+    times = knobs.CompileTimes(1_000, [("ttir", 9_000), ("cubin", 400_000)], 10_000)
+    for name, cached in (("_norm", False), ("_merge", True)):
+        source: Any = SimpleNamespace(name=name)
+        listener(src=source, metadata={}, metadata_group={}, times=times, cache_hit=cached)
+    assert caplog.messages == ["kernel _norm was compiled when it was launched, in 0.42 s"]

@@ -330,8 +330,7 @@ class SessionTable:
         )
 
     def _valid(self, tokens: Sequence[int]) -> bool:
-        vocab_size = self.limits.vocab_size
-        return all(0 <= token < vocab_size for token in tokens)
+        return not tokens or (min(tokens) >= 0 and max(tokens) < self.limits.vocab_size)
 
     def _problem(self, session: Session, commit: Commit) -> Reason:
         """Return the reason to reject a commit that is not older than the session's state, or `Reason.NONE`.

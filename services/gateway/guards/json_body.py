@@ -11,7 +11,7 @@ from pydantic_core import from_json
 from outrider.shared.base.errors import InvalidRequestError
 
 LARGE_BODY = 64 * 1024
-"""Size in bytes above which a body is checked before it is parsed, and is parsed by the faster parser."""
+"""Size in bytes above which a body is checked before it is parsed."""
 MAX_OBJECTS = 100_000
 """Largest number of objects and lists in a large body. Python needs at least 100 ns for each."""
 MAX_STRINGS = 200_000
@@ -39,9 +39,7 @@ def parse_body(body: bytes) -> Any:
     # While a body creates many objects, the garbage collector would traverse them again and again.
     gc.disable()
     try:
-        if len(body) <= LARGE_BODY:
-            return _parse_exactly(body)
-        commas = _check_shape(body)
+        commas = _check_shape(body) if len(body) > LARGE_BODY else 0
         try:
             return from_json(body, allow_inf_nan=False)
         except ValueError as error:

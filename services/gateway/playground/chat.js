@@ -18,16 +18,16 @@ export class Chat {
 
   // Asks the model. `onParts(record, parts)` sees the parts of the answer. Returns its record, which is null if
   // there was no answer. In this case and after an error without any text, the question is not part of the chat.
-  async ask(question, { options, system, model }, signal, onParts) {
+  async ask(question, { options, system }, served, signal, onParts) {
     const messages = [...(system ? [{ role: 'system', content: system }] : []), ...this.messages(),
       { role: 'user', content: question }];
-    const record = new Record(messages, options, model);
+    const record = new Record(messages, options, served);
     const turn = this._add({ question, record, opened: false });
     this.onSelect(record, turn.element);
     const log = $('log');
     log.setAttribute('aria-busy', 'true');
     try {
-      await runChat(record, { model, messages, ...options }, signal, (parts) => {
+      await runChat(record, { model: served.model, messages, ...options }, signal, (parts) => {
         appendPieces(turn.element, parts.flatMap((part) => part.pieces));
         onParts(record, parts);
       });

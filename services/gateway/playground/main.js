@@ -16,9 +16,11 @@ import { installTheme } from './theme.js';
 import { appendPieces, copyExactly, explainTokens } from './tokens.js';
 
 const $ = (id) => document.getElementById(id);
-const empty = new Record([], {}, '');
+const unknown = { model: '', mode: '' };
+const empty = new Record([], {}, unknown);
 
-let model = '';
+// The model's name, and the mode of requests that name none.
+let served = unknown;
 let connecting = null;
 let current = { record: empty, element: null };
 let running = null;
@@ -36,7 +38,7 @@ const card = new RoundsCard((parts) => {
 async function load() {
   const [info, models, openapi] = await Promise.all([
     getJson('/server_info'), getJson('/v1/models'), getJson('/openapi.json').catch(() => null)]);
-  model = models.data[0].id;
+  served = { model: models.data[0].id, mode: info.speculation_mode ?? '' };
   fitSettings($('settings'), info, openapi);
   showExamples(info.weight_version, (question) => {
     if (running) return;
@@ -44,7 +46,7 @@ async function load() {
     $('composer').requestSubmit();
   });
   const draft = info.speculative_algorithm ? `draft ${info.speculative_algorithm}` : 'no draft';
-  $('server').textContent = `model ${model} · ${draft}`;
+  $('server').textContent = `model ${served.model} · ${draft}`;
   $('key-form').hidden = true;
 }
 
@@ -64,7 +66,7 @@ async function connect() {
 
 // Returns when the name of the model is known.
 async function connected(signal) {
-  if (model) return;
+  if (served.model) return;
   say('Waiting for the name of the model.');
   if (!connecting) connect();
   await Promise.race([connecting, new Promise((_, reject) => {
@@ -110,7 +112,7 @@ function select(record, element, raced = false) {
 }
 
 async function chatOnce(prompt, settings, signal) {
-  const record = await chat.ask(prompt, { ...settings, model }, signal, (shown, parts) => {
+  const record = await chat.ask(prompt, settings, served, signal, (shown, parts) => {
     if (current.record !== shown) return;
     card.add(parts);
     showNumbers(shown);
@@ -121,7 +123,7 @@ async function chatOnce(prompt, settings, signal) {
 async function raceOnce(prompt, { options, system }, signal) {
   const messages = [...(system ? [{ role: 'system', content: system }] : []), { role: 'user', content: prompt }];
   let first = empty;
-  await race.run({ model, messages, ...options }, model, signal, (record) => {
+  await race.run({ messages, ...options }, served, signal, (record) => {
     first = record;
     select(record, null, true);
   }, (parts) => {
@@ -163,7 +165,7 @@ $('composer').addEventListener('submit', async (event) => {
   if (failure) {
     $('prompt').value ||= prompt;
     // The server may have been started again with another model.
-    if (failure.status === 404) [model, connecting] = ['', null];
+    if (failure.status === 404) [served, connecting] = [unknown, null];
     if (failure.name === 'AbortError') say('Stopped.');
     else report(failure);
   }

@@ -56,17 +56,17 @@ function showHistogram({ histogram }) {
 }
 
 function showChoices(record, raced) {
-  const { shapes, settings, speculation } = record;
+  const { shapes, settings, mode, speculation } = record;
   const list = [...shapes].sort((a, b) => b[1] - a[1]).slice(0, 4)
     .map(([shape, rounds]) => `${shape}: ${rounds} ${rounds === 1 ? 'round' : 'rounds'}`);
   const why = [];
-  const mode = settings.speculation?.mode;
-  if (mode === 'on') why.push('Mode “on” requests the same tree in every round.');
-  if (mode === 'off') why.push('Mode “off” decodes plainly.');
-  if (mode === 'auto') why.push('Mode “auto” lets the controller choose the shape of each round.', ...decisionsOf(record));
+  const named = settings.speculation?.mode ? `Mode “${mode}”` : `Mode “${mode}”, the default of the server,`;
+  if (mode === 'on') why.push(`${named} requests the same tree in every round.`);
+  if (mode === 'off') why.push(`${named} decodes plainly.`);
+  if (mode === 'auto') why.push(`${named} lets the controller choose the shape of each round.`, ...decisionsOf(record));
   if (speculation?.speedup_estimate) {
-    why.push(`The controller expects ${speculation.speedup_estimate.toFixed(2)} times the tokens per second of plain decoding, `
-      + 'from the rounds that it has measured.');
+    why.push(`On this server, recent drafted rounds gave ${speculation.speedup_estimate.toFixed(2)} times the tokens per `
+      + 'second of plain decoding.');
     if (raced) {
       why.push('The race compares two answers only, with their prompts and with all other work of the computer. '
         + 'Its result can therefore be higher or lower.');
@@ -89,7 +89,7 @@ function decisionsOf({ auto, reasons }) {
 }
 
 // How many rounds had no draft, and why. In traces of older servers, only the report of the answer names a reason.
-function missingDrafts({ numRounds, totals, speculation, settings, reasons }) {
+function missingDrafts({ numRounds, totals, speculation, mode, reasons }) {
   const missing = numRounds - totals.draftingRounds;
   if (!missing) return [];
   const count = `${missing} of ${numRounds} rounds had no draft`;
@@ -99,7 +99,7 @@ function missingDrafts({ numRounds, totals, speculation, settings, reasons }) {
     return [`${count}: ${counted(reasons.missing, whyNoDraft)}${rest ? `; without a reason (${rest} ${rest === 1 ? 'round' : 'rounds'})` : ''}.`];
   }
   if (!speculation) return [];
-  const reason = speculation.fallback_reason ?? (settings.speculation?.mode === 'auto' ? 'controller' : null);
+  const reason = speculation.fallback_reason ?? (mode === 'auto' ? 'controller' : null);
   const where = CHOICES.includes(reason) ? 'In these rounds' : 'In at least one of them';
   return [`${count}.`, ...(reason ? [`${where}, ${whyNoDraft(reason)}.`] : [])];
 }

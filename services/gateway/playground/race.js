@@ -9,8 +9,8 @@ const INSTEAD_OF_OFF = 'Mode “off” has nothing to race against, so the first
 const $ = (id) => document.getElementById(id);
 
 // A race in mode “off” would compare plain decoding with itself. Its first lane therefore runs in mode “auto”.
-function drafting(speculation) {
-  return speculation?.mode === 'off' ? { ...speculation, mode: 'auto' } : speculation;
+function drafting(speculation, replaced) {
+  return replaced ? { ...speculation, mode: 'auto' } : speculation;
 }
 
 class Lane {
@@ -76,18 +76,18 @@ export class Race {
   }
 
   // Runs both requests, one after the other or together. `onParts(record, parts)` sees the parts of the first.
-  async run(body, model, signal, onStart, onParts) {
+  async run(body, served, signal, onStart, onParts) {
     this.stopReplay?.();
-    $('race-result').textContent = body.speculation?.mode === 'off' ? INSTEAD_OF_OFF : '';
+    this.replaced = (body.speculation?.mode ?? served.mode) === 'off';
+    $('race-result').textContent = this.replaced ? INSTEAD_OF_OFF : '';
     $('race-replay').disabled = true;
     this.complete = false;
-    this.replaced = body.speculation?.mode === 'off';
     const together = $('together').checked;
     const runs = this.lanes.map((lane, index) => {
-      const speculation = index ? { mode: 'off', trace: true } : drafting(body.speculation);
-      const own = { ...body, speculation };
+      const speculation = index ? { mode: 'off', trace: true } : drafting(body.speculation, this.replaced);
+      const own = { model: served.model, ...body, speculation };
       const { messages, ...settings } = own;
-      const record = new Record(messages, settings, model);
+      const record = new Record(messages, settings, served);
       lane.start(record, index && !together ? 'waits for its turn' : 'running');
       if (!index) onStart(record);
       return async () => {

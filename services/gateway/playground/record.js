@@ -18,10 +18,12 @@ export function speedOf(tokens, seconds) {
 }
 
 export class Record {
-  constructor(messages, settings, model) {
+  // `served` has the model's name, and the mode of speculation if the settings name none.
+  constructor(messages, settings, served) {
     this.messages = messages;
     this.settings = settings;
-    this.model = model;
+    this.model = served.model;
+    this.mode = settings.speculation?.mode ?? served.mode;
     this.parts = [];
     this.speculation = null;
     this.usage = null;
@@ -159,8 +161,8 @@ export class Record {
 
   // The record as the plain object that a saved trace contains.
   toObject() {
-    const { messages, settings, model, parts, speculation, usage, seed, finishReason, auto } = this;
-    return { format: FORMAT, model, messages, settings, seed, parts, speculation, usage, finishReason, auto };
+    const { messages, settings, model, mode, parts, speculation, usage, seed, finishReason, auto } = this;
+    return { format: FORMAT, model, mode, messages, settings, seed, parts, speculation, usage, finishReason, auto };
   }
 
   // Reads a saved trace. Throws an Error that says what is wrong with the file.
@@ -178,7 +180,8 @@ export class Record {
     if (saved?.format !== FORMAT || !Array.isArray(saved.parts) || !Array.isArray(saved.messages)) {
       throw new Error(`This file is not a trace that the playground saved (format ${FORMAT}).`);
     }
-    const record = new Record(saved.messages, saved.settings ?? {}, String(saved.model ?? ''));
+    const served = { model: String(saved.model ?? ''), mode: String(saved.mode ?? '') };
+    const record = new Record(saved.messages, saved.settings ?? {}, served);
     for (const part of saved.parts) record._add(checked(part));
     const { speculation, usage, seed, finishReason } = saved;
     if (Array.isArray(saved.auto?.shapes)) record.auto = { ...saved.auto, reason: String(saved.auto.reason) };

@@ -28,7 +28,7 @@ export async function runChat(record, body, signal, onParts) {
       const wait = MS_BETWEEN_BATCHES - (performance.now() - flushedAt);
       timer ||= setTimeout(() => requestAnimationFrame(flushOnce), Math.max(0, wait));
     }
-    await noteDecision(record, body);
+    await noteDecision(record);
   } finally {
     clearTimeout(timer);
     ended = true;

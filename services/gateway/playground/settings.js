@@ -15,7 +15,9 @@ export function readSettings(form) {
     field.focus();
     throw new Error(`${form.querySelector(`label[for="${field.id}"]`).textContent}: ${field.validationMessage}`);
   }
-  const speculation = { mode: value(form, 'mode'), trace: true };
+  const speculation = { trace: true };
+  // Without a mode, the server's own default decides.
+  if (value(form, 'mode')) speculation.mode = value(form, 'mode');
   for (const name of SHAPE) {
     if (value(form, name)) speculation[name] = Number(value(form, name));
   }
@@ -51,8 +53,11 @@ function parsed(schema) {
   }
 }
 
-// Sets the limits of the tree fields, and shows the schema field only if the API takes schemas.
+// Sets the limits of the tree fields, names the server's mode, and shows the schema field only if the API takes
+// schemas.
 export function fitSettings(form, info, openapi) {
+  const usualMode = info.speculation_mode;
+  form.elements.mode.options[0].textContent = usualMode ? `default of the server: ${usualMode}` : 'default of the server';
   const limits = {
     depth: [info.speculative_max_steps, info.speculative_num_steps],
     topk: [info.speculative_max_topk, info.speculative_eagle_topk],

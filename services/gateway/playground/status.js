@@ -10,6 +10,7 @@ const INTERVAL_MS = 1000;
 const number = new Intl.NumberFormat('en', { maximumFractionDigits: 1 });
 const TRANSPORTS = { inproc: 'in process', ipc: 'IPC', grpc: 'gRPC' };
 const ms = (seconds) => `${(seconds * 1000).toFixed(1)} ms`;
+const percent = (share) => `${(share * 100).toFixed(0)} %`;
 
 let before = null;
 
@@ -17,7 +18,7 @@ const charts = {
   speed: new Chart($('charts'), 'Tokens/s', (value) => number.format(value)),
   running: new Chart($('charts'), 'Running requests', (value) => number.format(value)),
   accept: new Chart($('charts'), 'Accept length', (value) => value.toFixed(2)),
-  kv: new Chart($('charts'), 'KV cache in use', (value) => `${(value * 100).toFixed(0)} %`),
+  kv: new Chart($('charts'), 'KV cache in use', percent),
   draft: new Chart($('charts'), 'Draft time per round', ms),
   verify: new Chart($('charts'), 'Verify time per pass', ms),
 };
@@ -78,8 +79,8 @@ function showResources(resources) {
 function showDecision(auto) {
   show('auto', auto ? [
     ['Last choice', chosen(auto)], ['Reason', whyDecided(auto)],
-    ['Expected speed of this choice', auto.estimated_speedup ? `${auto.estimated_speedup.toFixed(2)} × plain decoding` : null],
-    ['Estimated round', auto.round_ms ? `${auto.round_ms.toFixed(1)} ms` : null],
+    ['Estimated speed of this choice', auto.estimated_speedup ? `${auto.estimated_speedup.toFixed(2)} × plain decoding` : null],
+    ['Estimated time of a round', auto.round_ms ? `${auto.round_ms.toFixed(1)} ms` : null],
   ] : [['Last choice', null]]);
 }
 
@@ -96,6 +97,7 @@ function render(status) {
   const { gateway, model, target, targets, metrics } = status;
   const ready = targets.filter((one) => one.ready).length;
   const metric = (name) => metrics[`outrider_${name}`];
+  const counted = (name) => (metric(name) === undefined ? null : number.format(metric(name)));
   $('server').textContent = model ? `model ${model.names.join(', ')}` : 'no target';
   const draft = target?.draft;
   show('services', [
@@ -116,7 +118,6 @@ function render(status) {
     ['Waiting in the target', target?.waiting], ['Waiting in the gateway', `${gateway.waiting} of ${gateway.max_queued_requests}`],
     ['Prompt tokens waiting', number.format(gateway.waiting_prompt_tokens)],
     ['Generated tokens', target ? number.format(target.generated_tokens) : null],
-    ['Retractions', metric('num_preemptions_total')],
   ]);
   const pages = target?.kv_pages;
   $('kv').value = pages?.total ? 1 - pages.free / pages.total : 0;
@@ -124,23 +125,24 @@ function render(status) {
   const found = queried ? metric('prefix_cache_hits_total') / queried : null;
   show('memory', [
     ['Pages in use', pages ? `${number.format(pages.total - pages.free)} of ${number.format(pages.total)}` : null],
-    ['Committed tokens', metric('kv_cache_tokens{kind="committed"}')],
-    ['Reserved tokens', metric('kv_cache_tokens{kind="reserved"}')],
-    ['Prompt tokens found', found === null ? null : `${(found * 100).toFixed(0)} %`],
+    ['Committed tokens', counted('kv_cache_tokens{kind="committed"}')],
+    ['Reserved tokens', counted('kv_cache_tokens{kind="reserved"}')],
+    ['Retractions', counted('num_preemptions_total')],
+    ['Prompt tokens found', found === null ? null : percent(found)],
   ]);
   showResources(target?.resources);
   showDecision(target?.auto);
   const fallbacks = Object.entries(metrics)
     .filter(([name, value]) => name.startsWith('outrider_draft_fallback_total{') && value)
-    .map(([name, value]) => `${whyNoDraft(/reason="([^"]*)"/.exec(name)[1])} (${value})`).join('; ');
-  const counted = (name) => number.format(metric(name) ?? 0);
+    .map(([name, value]) => `${whyNoDraft(/reason="([^"]*)"/.exec(name)[1])} (${number.format(value)})`).join('; ');
   const drafts = metric('spec_decode_num_drafts_total') ?? 0;
   show('speculation', [
-    ['Algorithm', draft?.algorithm ?? 'none'],
+    ['Mode of requests that name none', gateway.speculation_mode],
+    ['Algorithm', draft ? draft.algorithm ?? 'none' : null],
     ['Tree in mode “on”', draft?.algorithm ? `depth ${draft.num_steps}, topk ${draft.topk}, ${draft.num_draft_tokens} nodes` : null],
     ['Accept length', target?.accept_length ? target.accept_length.toFixed(2) : null],
-    ['Mean speed of recent drafted rounds', metric('estimated_speedup') ? `${metric('estimated_speedup').toFixed(2)} × plain decoding` : null],
-    ['Accepted draft tokens', `${counted('spec_decode_num_accepted_tokens_total')} of ${counted('spec_decode_num_draft_tokens_total')}`],
+    ['Speed-up of recent drafted rounds', metric('estimated_speedup') ? `${metric('estimated_speedup').toFixed(2)} ×` : null],
+    ['Accepted draft tokens', `${counted('spec_decode_num_accepted_tokens_total') ?? 0} of ${counted('spec_decode_num_draft_tokens_total') ?? 0}`],
     ['Drafted rounds', number.format(drafts)],
     ['Rounds that got no draft', fallbacks || 'none'],
   ]);
@@ -150,28 +152,48 @@ function render(status) {
     depths.push([metric(`accepted_tokens_total{depth="${depth}"}`) / drafted, drafted]);
   }
   showDepths(depths);
+  renderTargets(targets);
   renderErrors(status.errors);
   chart(status, pages);
   before = status;
 }
 
+// The roles keep the meaning of a table where a narrow screen shows its rows as lines.
+function tableRow(texts) {
+  const row = document.createElement('tr');
+  row.setAttribute('role', 'row');
+  for (const text of texts) {
+    const cell = row.insertCell();
+    cell.setAttribute('role', 'cell');
+    cell.textContent = text;
+  }
+  return row;
+}
+
+// Shows a line for each target, if there are several.
+function renderTargets(targets) {
+  $('targets-card').hidden = targets.length < 2;
+  $('targets').replaceChildren(...targets.map(({ address, model, ready, stats }) => {
+    const pages = stats?.kv_pages;
+    return tableRow([address, model ?? '–', ready ? 'ready' : 'not ready', ...(stats ? [
+      `${stats.running} of ${stats.max_running_requests}`, stats.waiting,
+      pages.total ? percent(1 - pages.free / pages.total) : '–',
+      stats.accept_length ? stats.accept_length.toFixed(2) : '–', stats.draft.state,
+    ] : Array(5).fill('–'))]);
+  }));
+}
+
 function renderErrors(errors) {
-  $('errors').replaceChildren(...(errors.length ? errors : [null]).map((error) => {
-    // The roles keep the meaning of the table where a narrow screen shows its rows as lines.
-    const row = document.createElement('tr');
-    row.setAttribute('role', 'row');
-    const cells = error ? [new Date(error.at * 1000).toLocaleTimeString(), error.status, error.reason, error.message,
-      error.route, error.count, error.request_id] : ['No error since the gateway started.'];
-    row.append(...cells.map((text, index) => {
-      const cell = document.createElement('td');
-      cell.setAttribute('role', 'cell');
-      cell.textContent = text;
-      if (!error) cell.colSpan = 7;
-      if (index === 6) cell.className = 'mono';
-      return cell;
-    }));
+  $('errors').replaceChildren(...errors.map((error) => {
+    const row = tableRow([new Date(error.at * 1000).toLocaleTimeString(), error.status, error.reason, error.message,
+      error.route, error.count, error.request_id]);
+    row.lastChild.className = 'mono';
     return row;
   }));
+  if (errors.length) return;
+  const row = tableRow(['No error since the gateway started.']);
+  row.firstChild.colSpan = 7;
+  $('errors').append(row);
 }
 
 // Adds one point to each chart. Rates are differences of counters since the previous answer. At the first answer,

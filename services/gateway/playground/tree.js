@@ -24,7 +24,7 @@ export function describeNode(node) {
   const text = `“${visible(node.text)}”`;
   if (node.index === 0) return `${text}: the last token before this round.`;
   if (node.bonus) {
-    return `${text}: chosen by the target${node.plain ? ', without a draft' : ' after the drafted tokens'}.`;
+    return `${text}: ${node.plain ? 'decoded without a draft' : 'chosen by the target after the drafted tokens'}.`;
   }
   const fate = node.accepted ? 'Accepted' : 'Rejected';
   return `${text}: drafted at depth ${node.depth}, probability ${percent(node.probability)}, along the path `

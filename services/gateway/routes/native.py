@@ -14,6 +14,7 @@ from outrider.services.gateway.core import GatewayCore, Job
 from outrider.services.gateway.errors import JsonResponse
 from outrider.services.gateway.generation import collect
 from outrider.services.gateway.guards.parsed_body import ParsedBodyRoute
+from outrider.services.gateway.keys.caller import current_caller
 from outrider.services.gateway.parameters import NATIVE, NATIVE_TEXT
 from outrider.services.gateway.render import decision_object, speculation_object, trace_object
 from outrider.services.gateway.request import Chunk, Completion, Finished, Started
@@ -25,7 +26,7 @@ from outrider.services.gateway.schemas.completions import as_batch
 from outrider.services.gateway.schemas.native import NativeRequest
 from outrider.services.gateway.served_target import TargetStats
 from outrider.services.gateway.sse import EventStream, run_until_disconnect
-from outrider.shared.base.generation import FinishReason
+from outrider.shared.base.generation import FinishReason, SpeculationMode
 from outrider.shared.base.logit_rules import LogprobParams
 from outrider.shared.base.version import installed_version
 
@@ -238,7 +239,7 @@ async def server_info(request: Request) -> Response:
             "weight_version": info.weight_version,
             "speculative_algorithm": info.algorithm or None,
             "speculative_draft_model_path": info.draft_model or None,
-            "speculation_mode": core.settings.speculation_mode.value,
+            "speculation_mode": _default_mode(core.settings.speculation_mode).value,
             "speculative_num_steps": info.num_steps,
             "speculative_eagle_topk": info.topk,
             "speculative_num_draft_tokens": info.num_draft_tokens,
@@ -249,6 +250,12 @@ async def server_info(request: Request) -> Response:
             "internal_states": [_load(stats) for _, stats in found],
         }
     )
+
+
+def _default_mode(mode: SpeculationMode) -> SpeculationMode:
+    """Return the mode of the caller's requests that name none, given the server's default mode."""
+    caller = current_caller.get()
+    return mode if caller is None else caller.mode(None, mode)
 
 
 def _load(stats: TargetStats) -> dict[str, Any]:

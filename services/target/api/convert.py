@@ -91,7 +91,7 @@ def request_from_proto(
         )
     return GenerationRequest(
         request_id=message.request_id,
-        prompt_ids=tuple(message.prompt_ids),
+        prompt_ids=tuple(message.prompt_ids[:]),  # a slice is copied at once, not token by token
         max_new_tokens=message.max_new_tokens,
         sampling=_sampling(message.sampling),
         speculation=limits.resolve(

@@ -252,9 +252,10 @@ class Scheduler:
             for sequence in self.active:
                 self._publish(sequence)
         for sequence in self.shares.candidates(self.waiting, self.active) if self.waiting else ():
-            if self._awaits_prefix(sequence):
+            match = None if self._is_blocked(sequence) else self._find(sequence)
+            if match is not None and self._awaits_prefix(sequence, match):
                 continue
-            while (lease := self._lease_for_admission(sequence)) is None:
+            while (lease := self._lease_for_admission(sequence, match)) is None:
                 # Slow readers must not keep slots and pages that other requests wait for. The youngest paused
                 # sequence gives up its slot and pages first.
                 victim: Sequence | None
@@ -266,6 +267,7 @@ class Scheduler:
                     return admitted
                 self._retract(victim)
                 retracted.append(victim)
+                match = None  # the cache has changed
             sequence.lease = lease
             sequence.status = SequenceStatus.PREFILLING
             sequence.slot = self._free_slots.pop()
@@ -280,10 +282,11 @@ class Scheduler:
             self.shares.admitted(sequence)
         return admitted
 
-    def _lease_for_admission(self, sequence: Sequence) -> PageLease | None:
+    def _lease_for_admission(self, sequence: Sequence, match: PrefixMatch | None) -> PageLease | None:
+        """Lease the pages of a sequence. Search its stored prefix first if `match` is None."""
         if self._is_blocked(sequence):
             return None
-        match, available = self._find(sequence), self.allocator.available_pages
+        match, available = match or self._find(sequence), self.allocator.available_pages
         # Keep one spare page per active sequence. Otherwise, a newly admitted sequence would be retracted
         # after a few steps.
         pages = self._pages(sequence.committed_len + sequence.node_bound)
@@ -307,11 +310,11 @@ class Scheduler:
         salt = sequence.request.cache_salt
         return self.prefixes.match(sequence.tokens, sequence.sharable_len, salt, with_features=with_features)
 
-    def _awaits_prefix(self, sequence: Sequence) -> bool:
-        """Return True if a sequence should wait for the prefix that another sequence is computing."""
-        if self._is_blocked(sequence):
-            return False
-        match = self._find(sequence)
+    def _awaits_prefix(self, sequence: Sequence, match: PrefixMatch) -> bool:
+        """Return True if a sequence should wait for the prefix that another sequence is computing.
+
+        `match` is the stored prefix of the sequence.
+        """
         awaited = match.awaited * self.page_size
         lacks = sequence.committed_len - len(match.nodes) * self.page_size
         if not awaited or (awaited < LONG_PREFIX and 2 * awaited < lacks):

@@ -247,6 +247,7 @@ def compile_kernels(
     """
     if graphs.device.type != "cuda":
         return
+    _log_late_compilations()
     if graphs.observed or plan.waits:
         why = (
             "other ranks would have to launch them too"
@@ -267,6 +268,12 @@ def compile_kernels(
         compiled = compile_ahead(graphs.device, works, progress.tell)
     if compiled:
         _log.info("kernels compiled", kernels=compiled, seconds=round(time.monotonic() - started, 1))
+
+
+def _log_late_compilations() -> None:
+    from outrider.kernels.ahead.late import log_late_compilations  # needs Triton
+
+    log_late_compilations()
 
 
 def _recordings_of_one(recordings: Recordings, plan: GraphPlan) -> list[Callable[[], None]]:

@@ -53,6 +53,7 @@ _CACHES = 3  # One pass over a trial's matrices reads this many times the size o
 _WARM_S = 0.05
 Weight = tuple[torch.Tensor, torch.Tensor | None]
 Clock = Callable[[], float]
+Tell = Callable[[str, int, int], None]
 
 _log = get_logger("outrider.tiles")
 
@@ -63,6 +64,7 @@ def try_products(
     budget_s: float = BUDGET_S,
     *,
     clock: Clock = time.monotonic,
+    tell: Tell | None = None,
 ) -> list[Tried]:
     """Load the tiles of earlier trials, and run a trial for the other products. Do nothing without a GPU.
 
@@ -77,6 +79,8 @@ def try_products(
             continues the trial. A product without a measurement uses the tile of the next larger measured row
             count, or else its default tile.
         clock: Returns the time in seconds.
+        tell: Called with the name of a step, and the finished and the total number of its parts. Without it,
+            the progress is logged.
 
     Returns:
         The results of this trial and of earlier trials for these products.
@@ -93,7 +97,7 @@ def try_products(
         try:
             with trying_alone(tiles_file(name)) as alone:
                 if alone:
-                    tried = _run(work, device, budget_s, clock)
+                    tried = _run(work, device, budget_s, clock, tell)
                 else:
                     _log.info(
                         "another process is trying tiles; the next start tries products without stored tiles",
@@ -114,13 +118,17 @@ def try_products(
 
 @torch.inference_mode()
 def _run(
-    work: Sequence[tuple[ProductUse, int]], device: torch.device, budget_s: float, clock: Clock
+    work: Sequence[tuple[ProductUse, int]],
+    device: torch.device,
+    budget_s: float,
+    clock: Clock,
+    tell: Tell | None,
 ) -> list[Tried]:
     """Run the trial, log and store its results, and return them."""
     started, name = clock(), device_name(device)
     _log.info("trying tiles", products=len(work), device=name, budget_s=budget_s)
     with torch.cuda.device(device):
-        tried = _Trial(device, clock, started + budget_s).run(work)
+        tried = _Trial(device, clock, started + budget_s).run(work, tell)
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
     _log_choice(tried)
@@ -158,13 +166,16 @@ class _Trial:
         self._deadline = deadline
         self._warm = False
 
-    def run(self, work: Sequence[tuple[ProductUse, int]]) -> list[Tried]:
+    def run(self, work: Sequence[tuple[ProductUse, int]], tell: Tell | None) -> list[Tried]:
         """Compile the kernels of all uses, then measure one use after another until the deadline."""
         limit_s = _COMPILING * max(0.0, self._deadline - self._clock())
         if limit_s > 0.0:
-            compile_ahead(self._device, [partial(self._rehearse, work)], _progress_log(), limit_s=limit_s)
+            compiled = _progress_log() if tell is None else partial(tell, "compiling tiles")
+            compile_ahead(self._device, [partial(self._rehearse, work)], compiled, limit_s=limit_s)
         tried = []
-        for use, rows in work:
+        for number, (use, rows) in enumerate(work):
+            if tell is not None:
+                tell("trying tiles", number, len(work))
             times = self._times(use, rows) if self._in_time() else {}
             if times:
                 tried.append(pick(use.of(rows), times))

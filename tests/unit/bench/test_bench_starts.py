@@ -109,7 +109,7 @@ def test_a_stack_that_is_started_tells_how_long_that_took(
         summary = summarise_load([Experience(sent=0.0, chunks=[0.1, 0.2], ended=0.2, tokens=2)], None, None)
         return summary, summary
 
-    monkeypatch.setattr(serve, "running_stack", stack)
+    monkeypatch.setattr(serve, "started_services", stack)
     monkeypatch.setattr(serve, "_measure", measured)
     monkeypatch.setattr(serve, "find_server", lambda url, _key: Server(url, "toy", "outrider"))
     for name, flags, expected in (("own", (), (1, 2)), ("other", ("--url", "http://127.0.0.1:9"), None)):

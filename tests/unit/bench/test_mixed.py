@@ -240,7 +240,7 @@ def test_a_stack_of_its_own_runs_the_whole_batch_at_once(
         started.append(options)
         yield SimpleNamespace(url=gateway.url)
 
-    monkeypatch.setattr(command, "running_stack", stack)
+    monkeypatch.setattr(command, "started_services", stack)
     gateway.limits |= {"max_running_requests": 65}
     flags = ("--device", "cpu", "--batch", "7", "--only", "odd:chain 3 beside one off,auto", "--pairs", "1")
     sizes = ("--prompt-tokens", "3", "--new-tokens", "4", "--auto-tokens", "2")

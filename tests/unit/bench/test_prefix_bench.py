@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from outrider.bench.load.shared_prefix import TALKS, accept_lengths
 from outrider.services.cli.commands import app
+from outrider.shared.obs.progress import Progress
 
 SIZES = ("--batch", "1,2", "--prompt", "40", "--new-tokens", "8", "--pairs", "2", "--long-prompt", "400")
 
@@ -52,7 +53,7 @@ def served(reports: list[dict[str, Any]]) -> tuple[tuple[float, float] | None, l
         async with httpx.AsyncClient(
             transport=httpx.MockTransport(answer), base_url="http://server"
         ) as client:
-            return await accept_lengths(client)
+            return await accept_lengths(client, Progress("prefix"))
 
     return asyncio.run(ask()), bodies
 

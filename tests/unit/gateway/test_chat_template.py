@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
@@ -237,3 +238,14 @@ def test_running_out_of_memory_is_a_named_error() -> None:
 )
 def test_what_templates_use_works_within_the_bounds(source: str, text: str) -> None:
     assert render(source, [{"role": "user", "content": "x"}]) == text
+
+
+@pytest.mark.parametrize("special", [True, False])
+def test_long_texts_get_the_same_ids_as_short_ones(special: bool) -> None:
+    codec = TextCodec.load(DEMO_TARGET)
+    draw = random.Random(3)
+    pieces = [*codec.special_tokens, " ", "\n\n", "é🦊", "\u2028", "the capital of ", "x" * 40, "\x00"]
+    text = "".join(draw.choice(pieces) for _ in range(SHORT_TEXT))
+    assert len(text) > SHORT_TEXT
+    expected = tuple(codec.tokenizer.encode(text, add_special_tokens=special).ids)
+    assert codec.encode(text, add_special_tokens=special) == expected

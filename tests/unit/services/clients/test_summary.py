@@ -46,3 +46,15 @@ def test_the_numbers_of_the_line_agree(given: Reply, line: str) -> None:
 @pytest.mark.parametrize(("drafting", "accepted"), [(3, 1), (7, 30), (999, 1000), (1, 16)])
 def test_the_rounds_with_drafts_follow_from_rounded_numbers(drafting: int, accepted: int) -> None:
     assert drafting_rounds(reply(5, 2000, drafting, accepted)) == drafting
+
+
+@pytest.mark.parametrize(
+    ("first_s", "last_s", "speed"),
+    [(2.0, 4.0, 5.0), (2.0, 2.0, None), (2.0, 2.01, None)],
+)
+def test_the_speed_counts_the_tokens_after_the_first_one(
+    first_s: float, last_s: float, speed: float | None
+) -> None:
+    """The prompt's time does not count, as in the playground (`speed` in `record.js`)."""
+    given = Reply(completion_tokens=11, first_token_s=first_s, last_token_s=last_s, total_s=last_s + 1.0)
+    assert given.stream_speed == speed

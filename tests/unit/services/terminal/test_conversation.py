@@ -103,5 +103,5 @@ def test_the_tree_shows_texts_probabilities_and_the_targets_token() -> None:
     out = console(60)
     out.print(round_tree(ROUND))
     text = printed(out)
-    for part in ("'The'", "' blue'  90.5%", "' red'  5.0%", "' sky'  chosen by the target"):
+    for part in ("'The'", "' blue'  90.5 %", "' red'  5.0 %", "' sky'  chosen by the target"):
         assert part in text

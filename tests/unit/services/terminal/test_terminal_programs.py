@@ -104,6 +104,7 @@ def test_commands_change_the_request_and_show_the_round(
     for line, shown in [
         ("/system Be brief.", "System prompt set"),
         ("/set depth 3", "depth"),
+        ("/spec default", "Speculation: default of the server"),
         ("/spec on", "Speculation: on"),
         ("/help", "/tree"),
         ("/nonsense", "is not a command"),

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
+from outrider.services.gateway.playground import pages
 from outrider.services.terminal.top import duration, render
 
 
@@ -29,7 +32,12 @@ def shown(targets: list[dict[str, Any]], metrics: dict[str, float] | None = None
         "version": "9.9",
         "uptime_s": 5.0,
         "draining": False,
-        "gateway": {"waiting": 0, "max_queued_requests": 512},
+        "gateway": {
+            "waiting": 0,
+            "max_queued_requests": 512,
+            "waiting_prompt_tokens": 1234,
+            "speculation_mode": "off",
+        },
         "model": {"names": ["m"], "device": "cpu", "dtype": "float32"} if answering else None,
         "target": answering[0] if answering else None,
         "targets": targets,
@@ -48,7 +56,7 @@ def test_each_target_has_a_line() -> None:
     text = shown([up, down])
     assert "1 of 2 ready" in text
     [line] = [line for line in text.splitlines() if "10.0.0.1:7001" in line]
-    assert all(part in line for part in ("m", "ready", "3 of 16", "25%", "2.50", "on"))
+    assert all(part in line for part in ("m", "ready", "3 of 16", "25 %", "2.50", "on"))
     [line] = [line for line in text.splitlines() if "10.0.0.2:7001" in line]
     assert "not ready" in line
 
@@ -56,6 +64,34 @@ def test_each_target_has_a_line() -> None:
 def test_one_target_needs_no_list() -> None:
     one = {"address": "10.0.0.1:7001", "model": "m", "ready": True, "load_tokens": 9, "stats": stats(3)}
     assert "10.0.0.1:7001" not in shown([one])
+
+
+def test_names_and_numbers_have_the_form_of_the_page() -> None:
+    """Each name is also a name on the page (`status.js`), where it begins with a capital letter."""
+    one = {"address": "a:1", "model": "m", "ready": True, "load_tokens": 9}
+    busy = stats(3) | {"generated_tokens": 1_234_567, "kv_pages": {"total": 5000, "free": 1000, "held": 0}}
+    metrics = {
+        'outrider_kv_cache_tokens{kind="committed"}': 23456.0,
+        "outrider_num_preemptions_total": 1024.0,
+    }
+    text = shown([one | {"stats": busy}], metrics)
+    page = Path(pages.FOLDER, "status.js").read_text()
+    for name, value in (
+        ("gateway up for", "5 s"),
+        ("waiting in the target", "1"),
+        ("waiting in the gateway", "0 of 512"),
+        ("prompt tokens waiting", "1,234"),
+        ("generated tokens", "1,234,567"),
+        ("pages in use", "4,000 of 5,000"),
+        ("committed tokens", "23,456"),
+        ("retractions", "1,024"),
+        ("speed-up of recent drafted rounds", "–"),
+        ("mode of requests that name none", "off"),
+        ("draft time per round", "–"),
+        ("verify time per pass", "–"),
+    ):
+        assert re.search(rf"{name} +{value} ", text), (name, text)
+        assert f"'{name.capitalize()}'" in page
 
 
 def test_memory_graphs_transport_and_the_decision_are_shown() -> None:
@@ -95,12 +131,14 @@ def test_memory_graphs_transport_and_the_decision_are_shown() -> None:
     assert "drafting is estimated to be faster than plain decoding" in text
     assert "the draft answered too late (4)" in text
     assert "no room" not in text
-    assert all(part in text for part in ("depth 1", "75.0%", "depth 2", "25.0%", "1.50 ×"))
+    assert all(part in text for part in ("depth 1", "75.0 %", "depth 2", "25.0 %", "1.50 ×"))
 
 
 def test_without_any_answer_this_is_said() -> None:
     down = {"address": "a:1", "model": None, "ready": False, "load_tokens": 0, "stats": None}
-    assert "No target answers." in shown([down, down])
+    text = shown([down, down])
+    assert "No target answers." in text
+    assert re.search(r"draft +unknown ", text)
 
 
 @pytest.mark.parametrize(

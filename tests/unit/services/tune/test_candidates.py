@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from outrider.services.tune.candidates import AutoLimits, candidate_shapes, shape_name
+from outrider.services.tune.predict import LARGEST_RECORDED
 from outrider.shared.spec.tree import NO_DRAFT, DraftShape
 
 
@@ -29,3 +30,10 @@ def test_names() -> None:
     limits = AutoLimits(5, 4, 16)
     assert (shape_name(limits), shape_name(limits.shape)) == ("auto", "tree 5/4/16")
     assert limits != limits.shape, "they are different choices in a measurement"
+
+
+def test_the_recorded_tree_contains_all_candidates() -> None:
+    for shape in candidate_shapes(DraftShape(64, 64, 1024)):
+        assert shape.depth <= LARGEST_RECORDED.depth
+        assert shape.topk <= LARGEST_RECORDED.topk
+        assert shape.max_nodes <= LARGEST_RECORDED.max_nodes

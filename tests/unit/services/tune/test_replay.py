@@ -38,19 +38,38 @@ def test_a_chain_follows_the_best_children() -> None:
     chain = DraftShape(2, 1, 3)
     following = RecordedTree(TREE.tokens, TREE.parents, TREE.scores, [5, 7, 2])
     assert following.accepted(chain) == 2
-    assert accept_length([TREE, following], chain) == pytest.approx(2.0)
+    assert accept_length([following], chain, [10]) == pytest.approx(3.0)
+
+
+def test_half_of_the_rounds_accept_two_tokens_and_half_none() -> None:
+    chain = DraftShape(2, 1, 3)
+    following = RecordedTree(TREE.tokens, TREE.parents, TREE.scores, [5, 7, 2])
+    assert accept_length([TREE, following], chain, [10_000]) == pytest.approx(2.0, rel=1e-3)
+    # Two tokens follow the first one. Half of the rounds have both, the other half needs two rounds.
+    assert accept_length([TREE, following], chain, [3]) == pytest.approx(2 / 1.5)
 
 
 def test_plain_rounds_have_one_token() -> None:
-    assert accept_length([TREE], NO_DRAFT) == 1.0
-    assert accept_length([], DraftShape(2, 1, 3)) == 1.0
+    assert accept_length([TREE], NO_DRAFT, [10]) == 1.0
+    assert accept_length([], DraftShape(2, 1, 3), [10]) == 1.0
+    assert accept_length([TREE], DraftShape(2, 1, 3), [1, 0]) == 1.0
 
 
-def test_rounds_that_the_end_of_the_answer_cuts_short_are_left_out() -> None:
+def test_the_end_of_an_answer_says_nothing_about_deeper_levels() -> None:
+    chain = DraftShape(2, 1, 3)
     short = RecordedTree(TREE.tokens, TREE.parents, TREE.scores, [5])
     long = RecordedTree(TREE.tokens, TREE.parents, TREE.scores, [5, 7, 2])
-    assert accept_length([short, long], DraftShape(2, 1, 3)) == 3.0
-    assert accept_length([short], DraftShape(2, 1, 3)) == 2.0
+    assert accept_length([short, long], chain, [31]) == pytest.approx(3.0)
+    wrong = RecordedTree(TREE.tokens, TREE.parents, TREE.scores, [9])
+    # The first level is right in two of three rounds, and the second one wherever it was reached.
+    assert accept_length([short, long, wrong], chain, [10_000]) == pytest.approx(1 + 2 * 2 / 3, rel=1e-3)
+
+
+def test_a_short_answer_leaves_a_deep_chain_no_room() -> None:
+    deep = RecordedTree(range(17), range(-1, 16), [-0.1 * node for node in range(17)], range(1, 30))
+    chains = [DraftShape(depth, 1, depth + 1) for depth in (8, 16)]
+    assert [accept_length([deep], chain, [10]) for chain in chains] == [9.0, 9.0]
+    assert [accept_length([deep], chain, [154]) for chain in chains] == [9.0, 17.0]
 
 
 def test_an_entry_of_a_trace_is_aligned_with_the_answer() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from outrider.bench.plot.canvas import DARK, LIGHT
 from outrider.services.tune.plot import picture, write_pictures
-from outrider.services.tune.search import BatchResult, TuneResult
+from outrider.services.tune.result import BatchResult, TuneResult
 from outrider.shared.base.errors import ConfigurationError
 from outrider.shared.spec.tree import NO_DRAFT, DraftShape
 

@@ -12,8 +12,8 @@ from rich.console import Console
 from outrider.services.stack.options import StackOptions
 from outrider.services.tune.candidates import AutoLimits
 from outrider.services.tune.command import TuneOptions, introduction
-from outrider.services.tune.report import print_result, slower_note
-from outrider.services.tune.search import BatchResult, TuneResult
+from outrider.services.tune.report import print_result, result_json, slower_note
+from outrider.services.tune.result import BatchResult, Check, TuneResult
 from outrider.shared.base.generation import SpeculationMode
 from outrider.shared.spec.tree import NO_DRAFT, DraftShape
 
@@ -54,6 +54,23 @@ def printed(found: TuneResult, width: int) -> list[str]:
     print_result(found, console)
     assert isinstance(console.file, io.StringIO)
     return [line.rstrip() for line in console.file.getvalue().splitlines()]
+
+
+def test_the_duration_is_compared_with_that_of_an_exhaustive_search() -> None:
+    one = replace(batch(1, 1.75), seconds=19.0, exhaustive_s=290.0)
+    lines = printed(result(one), 100)
+    assert lines[-1] == "searched for 19 s: about 6.6% of the 290 s that measuring every shape takes"
+    checked = replace(one, check=Check(CHAIN, TREE, [0.98, 1.01, 0.99], 95.0))
+    lines = printed(result(checked), 200)
+    assert lines[-1] == "searched for 19 s: 6.6% of the 290 s that measuring every shape takes"
+    assert lines[-2] == (
+        "1 at a time: chain 10 has 99.0% of the speed of tree 10/8/16, the best of all shapes "
+        "(median of 3 passes, 98.0% to 101.0%)"
+    )
+    assert printed(result(replace(one, seconds=290.0)), 100)[-1] == "searched for 290 s"
+    (found,) = result_json(result(checked))["batches"]
+    assert (found["exhaustive_seconds"], found["share_of_exhaustive"]) == (290.0, 0.0655)
+    assert (found["check"]["ratio"], found["check"]["best_of_all"]) == (0.99, "tree 10/8/16")
 
 
 @pytest.mark.parametrize("width", [80, 100, 200])

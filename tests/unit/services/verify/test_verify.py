@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import struct
 from collections.abc import Iterable
 from dataclasses import fields, replace
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import Result
 from typer.testing import CliRunner
 
 from outrider.services.cli import commands as cli
@@ -26,6 +28,7 @@ from outrider.shared.base.errors import ConfigurationError
 from outrider.shared.base.generation import SamplingParams, SpeculationMode
 from outrider.shared.base.logit_rules import TokenLogprob
 from outrider.shared.base.token_states import TokenStates
+from outrider.shared.obs import progress
 from outrider.shared.spec.tree import DraftShape
 
 torch.set_num_threads(1)
@@ -33,17 +36,27 @@ DEMO = Path(__file__).parents[4] / "models" / "demo"
 PAIR = ["--target", str(DEMO / "target"), "--draft", str(DEMO / "eagle3"), "--device", "cpu", "--json"]
 
 
-def verify(prompts: Path, *more: str) -> tuple[int, dict[str, Any]]:
+def run_verify(prompts: Path, *more: str) -> Result:
     prompts.write_text('{"prompt_ids": [5, 6, 7]}\n{"messages": [{"role": "user", "content": "Hi!"}]}\n')
     arguments = ["verify", *PAIR, "--prompts", str(prompts), "--tokens", "8", "--samples", "256", *more]
     result = CliRunner().invoke(cli.app, arguments)
     assert result.exit_code in (0, 1), result.exception
+    return result
+
+
+def verify(prompts: Path, *more: str) -> tuple[int, dict[str, Any]]:
+    result = run_verify(prompts, *more)
     return result.exit_code, json.loads(result.stdout)
 
 
-def test_the_embedded_pair_passes_with_every_option(tmp_path: Path) -> None:
-    code, report = verify(tmp_path / "prompts.jsonl", "--dtype", "float32")
-    assert (code, report["passed"]) == (0, True)
+def test_the_embedded_pair_passes_with_every_option(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "LINE_S", 0.0)
+    result = run_verify(tmp_path / "prompts.jsonl", "--dtype", "float32")
+    report = json.loads(result.stdout)
+    assert (result.exit_code, report["passed"]) == (0, True)
+    shown = [int(one) for one in re.findall(r"^verify: (\d+) %, about \d+ s left$", result.stderr, re.M)]
+    assert shown == sorted(shown)
+    assert shown[-1] == 99, "the bar should be full after the last answer, and only then"
     assert [run["name"] for run in report["runs"]] == ["chain", "tree", "auto", "mixed"]
     for run in report["runs"]:
         assert run["requests"] == 2 * len(OPTIONS)

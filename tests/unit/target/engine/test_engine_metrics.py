@@ -42,6 +42,24 @@ def test_metrics_count_what_happened(decoder: Decoder) -> None:
     assert f"outrider_spec_decode_num_draft_tokens_total {float(report.draft_tokens)}" in text
 
 
+def test_the_accepted_tokens_of_all_rows_of_a_round_count(decoder: Decoder) -> None:
+    prompts = {"a": PROMPT, "b": [1, 2, 3]}
+    plain = {name: generate_plain(decoder, NoDrafter(), prompt, 60) for name, prompt in prompts.items()}
+    texts = [prompts[name] + plain[name] for name in prompts]
+    harness = make_harness(decoder, FakeDrafter(oracle_plan(texts, VOCAB, 0.6)))
+    for name, prompt in prompts.items():
+        harness.submit(prompt, 40, request_id=name)
+    harness.run()
+    text = harness.engine.prometheus_text()
+    reports = [harness.sink.finished[name].speculation for name in prompts]
+    assert all(report.accepted_tokens for report in reports)
+    assert f"num_accepted_tokens_total {float(sum(one.accepted_tokens for one in reports))}" in text
+    assert f"num_draft_tokens_total {float(sum(one.draft_tokens for one in reports))}" in text
+    for depth in range(1, max(len(one.accepted_histogram) for one in reports)):
+        count = sum(sum(one.accepted_histogram[depth:]) for one in reports)
+        assert f'outrider_accepted_tokens_total{{depth="{depth}"}} {float(count)}' in text
+
+
 def test_metrics_tell_depths_fallbacks_and_round_trips(decoder: Decoder) -> None:
     plain = generate_plain(decoder, NoDrafter(), PROMPT, 60)
     harness = make_harness(decoder, FakeDrafter(oracle_plan([PROMPT + plain], VOCAB, 0.7)))

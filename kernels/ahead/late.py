@@ -1,0 +1,28 @@
+"""Logs the Triton kernels that no rehearsal found, and that are therefore compiled when they are launched."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from triton import knobs
+
+_log = logging.getLogger("outrider.kernels")
+
+
+def log_late_compilations() -> None:
+    """Log the name of each Triton kernel that this process compiles from now on, and how long this takes.
+
+    Such a compilation stops the thread that launches the kernel, and therefore all requests. Kernels from
+    Triton's cache, and kernels that the worker processes of `compile_ahead` compile, are not logged.
+
+    Example:
+        >>> from outrider.kernels.ahead.late import log_late_compilations
+        >>> log_late_compilations()
+    """
+    knobs.compilation.listener = _compiled
+
+
+def _compiled(*, src: Any, times: Any, cache_hit: bool, **_more: Any) -> None:
+    if not cache_hit:
+        _log.info("kernel %s was compiled when it was launched, in %.2f s", src.name, times.total / 1e6)
