@@ -28,16 +28,26 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 PYTEST := $(BIN)/python -m pytest -q
 STUBS := $(BIN)/python scripts/stubs.py
 
-.PHONY: demo test test-law test-schemas test-unit test-kernels test-services test-gpu test-law-gpu test-flashinfer test-multi-gpu lint typecheck imports stubs stubs-check package-test test-compose test-browser test-clients screenshots playground-cost pictures bench setup dev links clean
+.PHONY: demo test test-integration test-faults test-law test-schemas test-unit test-kernels test-services test-gpu test-law-gpu test-flashinfer test-multi-gpu lint typecheck imports stubs stubs-check package-test test-compose test-browser test-clients screenshots playground-cost pictures bench setup dev links clean
 
 demo: $(SERVE_STAMP)
 	$(BIN)/outrider demo
 
-# Two groups at a time, one core each. Then the integration tests, whose processes use several cores.
+# Three groups at a time keep two cores busy, because the tests of processes and the law tests often wait. The
+# order decides which groups run together: at most two of those that often wait, and short groups last.
+GROUPS := test-law test-integration test-unit test-faults test-kernels test-services
 test: $(DEV_STAMP)
-	@echo 'law, unit, kernels and services, two at a time; each prints its output when it ends'
-	@$(MAKE) --no-print-directory -k -j2 $(if $(filter output-sync,$(.FEATURES)),--output-sync) test-law test-unit test-kernels test-services
-	$(PYTEST) tests/integration
+	@echo '$(GROUPS): three at a time; each prints its output when it ends'
+	@$(MAKE) --no-print-directory -k -j3 $(if $(filter output-sync,$(.FEATURES)),--output-sync) $(GROUPS)
+
+# Services as processes. The tests of faults start services of their own. They are a group of their own, which
+# can run beside the others.
+FAULTS := $(patsubst %,tests/integration/test_%.py,fault_commands garbage many_targets tp_processes)
+test-integration: $(DEV_STAMP)
+	$(PYTEST) tests/integration $(FAULTS:%=--ignore=%)
+
+test-faults: $(DEV_STAMP)
+	$(PYTEST) $(FAULTS)
 
 test-law: $(DEV_STAMP)
 	$(PYTEST) tests/law

@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from outrider.bench.fault_commands import move, overload, soak, stall
+from outrider.bench.form_command import forms
 from outrider.bench.load_commands import mixed, prefix, serve
 from outrider.bench.options import (
     AnswerTokens,
@@ -270,6 +271,7 @@ def auto(
     )
 
 
+bench.command()(forms)
 bench.command()(serve)
 bench.command()(mixed)
 bench.command()(prefix)

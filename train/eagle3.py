@@ -1,5 +1,7 @@
 """Trains an EAGLE-3 head by training-time test, on text that the target itself generates.
 
+A part of this text consists of answers under random JSON schemas (`train.forms`).
+
 In training-time test (EAGLE-3, Li et al., arXiv 2503.01840), the head is unrolled for several steps. Each
 step after the first reads the head's own features of the previous step, as it does when the head drafts.
 
@@ -11,6 +13,7 @@ import argparse
 import json
 import os
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -20,8 +23,9 @@ from torch import Tensor, nn
 from outrider.shared.obs.progress import Progress
 from outrider.train.corpus.base import Split
 from outrider.train.data import build_rows, read_rows
+from outrider.train.forms import FormedAnswers, Forms, TokenSets, restricted
 from outrider.train.generate import continue_rows, cut_points
-from outrider.train.head import Eagle3Head, save_head, soft_loss
+from outrider.train.head import Eagle3Head, load_head, save_head, soft_loss
 from outrider.train.model import Llama, load_target
 from outrider.train.optim import Clock, Optimiser
 from outrider.train.tokenizer import BOS_ID, START
@@ -40,6 +44,13 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument("--gsm8k", type=Path, help="GSM8K's train.jsonl, to mix into the prompts")
     p.add_argument("--gsm8k-rate", type=float, default=0.05, help="fraction of exchanges drawn from GSM8K")
     p.add_argument("--rows", type=int, default=32_768, help="conversations that the target continues")
+    p.add_argument(
+        "--schema-rows", type=int, default=0, help="further conversations, answered under random JSON schemas"
+    )
+    p.add_argument("--schemas", type=int, default=2048, help="number of random JSON schemas")
+    p.add_argument(
+        "--init", type=Path, help="directory of a head to train further, with its draft vocabulary"
+    )
     p.add_argument("--generate-batch", type=int, default=4096, help="conversations to continue in one batch")
     p.add_argument("--length", type=int, default=512, help="tokens per conversation")
     p.add_argument("--batch", type=int, default=64, help="conversations per step")
@@ -59,41 +70,81 @@ def _parser() -> argparse.ArgumentParser:
     return p
 
 
+@dataclass(frozen=True, slots=True)
+class Writing:
+    """Settings of the text that the target writes.
+
+    Attributes:
+        tokenizer: The target's tokenizer.
+        batch: Number of rows that the target continues at the same time.
+        seed: Seed of the sampling.
+        levels: Temperatures. The rows use them in turn. 0 is greedy.
+    """
+
+    tokenizer: Tokenizer
+    batch: int
+    seed: int
+    levels: tuple[float, ...] = (0.0, 0.7, 1.0, 1.0)
+
+
 def regenerate(
-    target: Llama, tokenizer: Tokenizer, rows: Tensor, batch: int, seed: int, progress: Progress
-) -> Tensor:
+    target: Llama,
+    rows: Tensor,
+    writing: Writing,
+    progress: Progress,
+    forms: Forms | None = None,
+    sets: TokenSets | None = None,
+) -> tuple[Tensor, Tensor]:
     """Keep the start of each row of tokens as a prompt, and let the target generate the rest of the row.
 
-    The temperature is 0 (greedy) for a quarter of the rows, 0.7 for a quarter and 1.0 for half. `progress`
-    shows the number of finished batches.
+    Args:
+        target: The target.
+        rows: [n, length] token ids.
+        writing: Settings of the generation.
+        progress: Shows the number of finished batches.
+        forms: The schemas of the answers, or None if the target may write any text.
+        sets: Receives the sets of tokens that the schemas allow. Required if `forms` is given.
+
+    Returns:
+        The rows, and the numbers of the sets of allowed tokens; see `continue_rows`.
     """
-    header = tokenizer.encode(START + "assistant\n").ids
+    header = writing.tokenizer.encode(START + "assistant\n").ids
     device = target.model.embed_tokens.weight.device
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(writing.seed)
     cuts = cut_points(rows, generator, header[1], len(header), rows.shape[1] // 2)
-    levels = torch.tensor([0.0, 0.7, 1.0, 1.0])
-    parts = []
-    pieces = torch.split(rows, batch)
+    levels = torch.tensor(writing.levels)
+    texts, allowed = [], []
+    pieces = torch.split(rows, writing.batch)
     for i, part in enumerate(pieces):
         progress.tell(i, len(pieces))
-        temperature = levels[torch.arange(len(part)) % 4].to(device)
-        parts.append(
-            continue_rows(
-                target,
-                part.long().to(device),
-                cuts[i * batch : i * batch + len(part)].to(device),
-                temperature,
-                seed + i,
-            ).to(rows.dtype)
+        first = i * writing.batch
+        cut = cuts[first : first + len(part)]
+        answers = None
+        if forms is not None and sets is not None:
+            answers = FormedAnswers(forms, sets, first, cut.tolist(), header)
+        text, numbers = continue_rows(
+            target,
+            part.long().to(device),
+            cut.to(device),
+            levels[torch.arange(len(part)) % len(levels)].to(device),
+            writing.seed + i,
+            answers,
         )
-    return torch.cat(parts)
+        texts.append(text.to(rows.dtype))
+        allowed.append(numbers)
+    return torch.cat(texts), torch.cat(allowed)
 
 
-def draft_vocabulary(rows: Tensor, vocab: int, size: int) -> tuple[Tensor, float]:
-    """Return the ``size`` most frequent token ids in ascending order, and their share of all tokens."""
+def draft_vocabulary(rows: Tensor, vocab: int, size: int) -> Tensor:
+    """Return the ``size`` most frequent token ids in ascending order."""
     counts = torch.bincount(rows.flatten().long(), minlength=vocab)
-    ids = counts.argsort(descending=True, stable=True)[:size].sort().values
-    return ids, float(counts[ids].sum() / counts.sum())
+    return counts.argsort(descending=True, stable=True)[:size].sort().values
+
+
+def share_of(ids: Tensor, rows: Tensor, vocab: int) -> float:
+    """Return the share of all tokens of the rows that are among these ids."""
+    counts = torch.bincount(rows.flatten().long(), minlength=vocab)
+    return float(counts[ids].sum() / counts.sum())
 
 
 class Trainer(nn.Module):
@@ -105,11 +156,21 @@ class Trainer(nn.Module):
         in_draft = torch.zeros(target.shape.vocab_size, dtype=torch.bool, device=head.draft_ids.device)
         self.in_draft = in_draft.index_fill(0, head.draft_ids, True)
 
-    def forward(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the loss, and for each step the fraction of rows with the target's argmax, [num_steps]."""
+    def forward(self, rows: Tensor, allowed: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute the loss of a batch.
+
+        Args:
+            rows: [bs, length] int64 token ids.
+            allowed: [bs, length] integers, the number of the set of allowed tokens after each token.
+            table: [sets, words] int32, the sets of tokens.
+
+        Returns:
+            The loss, and for each step the fraction of rows with the target's choice, [num_steps].
+        """
         length = rows.shape[1] - self.num_steps
         with torch.no_grad():
             logits, features = self.target(rows)
+            logits = restricted(logits, allowed, table)
             labels = logits.argmax(-1)
             soft = logits[..., self.head.draft_ids].float().softmax(-1)
             usable = rows != BOS_ID
@@ -128,6 +189,14 @@ class Trainer(nn.Module):
         return loss, torch.stack(hits).detach()
 
 
+@torch.no_grad()
+def accuracy_of(trainer: Trainer, rows: Tensor, allowed: Tensor, table: Tensor, batch: int) -> list[float]:
+    """Return for each unrolled step the share of positions with the target's choice."""
+    parts = zip(torch.split(rows, batch), torch.split(allowed, batch), strict=True)
+    hits = torch.stack([trainer(part.long(), numbers, table)[1] for part, numbers in parts])
+    return [round(hit, 4) for hit in hits.mean(0).tolist()]
+
+
 def main(argv: list[str] | None = None) -> dict[str, object]:
     """Run the command. Return the numbers that the command also writes to ``training.json``."""
     args = _parser().parse_args(argv)
@@ -140,12 +209,20 @@ def main(argv: list[str] | None = None) -> dict[str, object]:
             min(args.steps, 20),
             256,
         )
+        args.schema_rows, args.schemas = min(args.schema_rows, 32), 8
     # 1. Generate text with the target.
     started = time.monotonic()
     tokenizer_file = args.target / "tokenizer.json"
     workers = 1 if args.smoke else len(os.sched_getaffinity(0))
     corpus = build_rows(
-        tokenizer_file, args.rows, args.length, args.seed, Split.TRAIN, args.gsm8k, args.gsm8k_rate, workers
+        tokenizer_file,
+        args.rows + args.schema_rows,
+        args.length,
+        args.seed,
+        Split.TRAIN,
+        args.gsm8k,
+        args.gsm8k_rate,
+        workers,
     )
     corpus = read_rows(corpus)[0].to(corpus.dtype)
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -154,22 +231,41 @@ def main(argv: list[str] | None = None) -> dict[str, object]:
     if device == "cuda":
         target = target.bfloat16()
     tokenizer = Tokenizer.from_file(str(tokenizer_file))
+    vocab = target.shape.vocab_size
+    sets = TokenSets(vocab, device)
     with Progress("generating text", counts=False) as progress:
-        rows = regenerate(target, tokenizer, corpus, args.generate_batch, args.seed, progress)
+        writing = Writing(tokenizer, args.generate_batch, args.seed)
+        rows, allowed = regenerate(target, corpus[: args.rows], writing, progress)
+        unchanged = corpus[: args.rows // 5].to(device)
+        if args.schema_rows:
+            forms = Forms.random(tokenizer_file, vocab, args.schemas, args.seed)
+            writing = Writing(tokenizer, args.generate_batch, args.seed + 1000, (0.0, 0.0, 0.7, 1.0))
+            formed, formed_allowed = regenerate(target, corpus[args.rows :], writing, progress, forms, sets)
     print(f"target wrote {rows.numel() / 1e6:.1f} M tokens, {time.monotonic() - started:.0f} s", flush=True)
-    held, rows = (
-        rows[: args.batch * 2],
-        torch.cat((rows[args.batch * 2 :], corpus[: len(corpus) // 5].to(device))),
-    )
+    held = {"accuracy_per_step": (rows[: args.batch * 2], allowed[: args.batch * 2])}
+    rows = torch.cat((rows[args.batch * 2 :], unchanged))
+    allowed = torch.cat((allowed[args.batch * 2 :], torch.zeros_like(unchanged, dtype=torch.int32)))
+    if args.schema_rows:
+        print(
+            f"and {formed.numel() / 1e6:.1f} M under schemas, {len(sets.table)} sets of tokens",
+            flush=True,
+        )
+        held["accuracy_per_step_under_schemas"] = formed[: args.batch * 2], formed_allowed[: args.batch * 2]
+        rows = torch.cat((rows, formed[args.batch * 2 :]))
+        allowed = torch.cat((allowed, formed_allowed[args.batch * 2 :]))
     # 2. Choose the draft vocabulary, build the head and compile it.
-    draft_ids, coverage = draft_vocabulary(rows, target.shape.vocab_size, args.draft_vocab)
-    head = Eagle3Head(target.shape, draft_ids).to(device)
-    with torch.no_grad():  # A head learns faster if it starts from the target's output rows.
-        head.lm_head.weight.copy_(target.model.embed_tokens.weight[draft_ids])
+    if args.init is None:
+        draft_ids = draft_vocabulary(rows, vocab, args.draft_vocab)
+        head = Eagle3Head(target.shape, draft_ids).to(device)
+        with torch.no_grad():  # A head learns faster if it starts from the target's output rows.
+            head.lm_head.weight.copy_(target.model.embed_tokens.weight[draft_ids])
+    else:
+        head = load_head(args.init, target.shape).to(device)
+    coverage = share_of(head.draft_ids, rows, vocab)
     trainer = Trainer(target, head, args.ttt, args.decay)
     optimiser = Optimiser(head, args.lr)
     step_of = torch.compile(trainer) if device == "cuda" else trainer
-    torch.autograd.backward(step_of(rows[: args.batch].long())[0])
+    torch.autograd.backward(step_of(rows[: args.batch].long(), allowed[: args.batch], sets.table)[0])
     for p in head.parameters():
         p.grad = None
     # 3. Train the head.
@@ -180,7 +276,8 @@ def main(argv: list[str] | None = None) -> dict[str, object]:
             at = clock.done * args.batch % (len(rows) - args.batch + 1)
             if at < args.batch:
                 order = torch.randperm(len(rows), device=device)
-            loss, hits = step_of(rows[order[at : at + args.batch]].long())
+            chosen = order[at : at + args.batch]
+            loss, hits = step_of(rows[chosen].long(), allowed[chosen], sets.table)
             torch.autograd.backward(loss)
             optimiser.step(clock.factor())
             if clock.done % 200 == 0:
@@ -193,14 +290,12 @@ def main(argv: list[str] | None = None) -> dict[str, object]:
             progress.tell(min(1.0, clock.progress()), step=f"step {clock.done}")
     # 4. Write the checkpoint and the measurements.
     save_head(head, target, args.out)
-    with torch.no_grad():
-        accuracy = torch.stack([trainer(part.long())[1] for part in torch.split(held, args.batch)]).mean(0)
     numbers: dict[str, object] = {
         "steps": clock.done,
         "tokens_millions": clock.done * args.batch * args.length / 1e6,
         "train_seconds": time.monotonic() - clock.start,
         "draft_vocab_coverage": coverage,
-        "accuracy_per_step": [round(a, 4) for a in accuracy.tolist()],
+        **{name: accuracy_of(trainer, *part, sets.table, args.batch) for name, part in held.items()},
         "parameters": sum(p.numel() for p in head.parameters()),
     }
     (args.out / "training.json").write_text(json.dumps(numbers, indent=2) + "\n")

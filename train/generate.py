@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from outrider.train.forms import FormedAnswers, restricted
 from outrider.train.model import Llama
 from outrider.train.tokenizer import START_ID
 
@@ -41,7 +42,14 @@ def cut_points(
 
 
 @torch.no_grad()
-def continue_rows(model: Llama, rows: Tensor, cuts: Tensor, temperature: Tensor, seed: int) -> Tensor:
+def continue_rows(
+    model: Llama,
+    rows: Tensor,
+    cuts: Tensor,
+    temperature: Tensor,
+    seed: int,
+    answers: FormedAnswers | None = None,
+) -> tuple[Tensor, Tensor]:
     """Keep ``rows[i, :cuts[i]]`` and sample the rest of each row with the target.
 
     Sampling does not stop at an end of turn.
@@ -52,21 +60,27 @@ def continue_rows(model: Llama, rows: Tensor, cuts: Tensor, temperature: Tensor,
         cuts: [n] int64, number of tokens to keep in each row, at least 1.
         temperature: [n] fp32, temperature of each row. 0 means greedy.
         seed: Seed of the sampling.
+        answers: The forms of the answers, or None if the target may write any text.
 
     Returns:
-        [n, length] int64.
+        The rows [n, length] int64. For each position, the number of the set of tokens that was allowed at the
+        next position, [n, length] int32. Number 0 allows all tokens.
     """
     n, length = rows.shape
     device = rows.device
     generator = torch.Generator(device).manual_seed(seed)
     cache = model.new_cache(n, length, model.model.embed_tokens.weight.dtype)
     out = rows.clone()
+    allowed = torch.zeros(n, length, dtype=torch.int32, device=device)
     scale = temperature.clamp_min(1e-3)[:, None]
     noisy = (temperature > 0).float()[:, None]
     for t in range(length - 1):
         logits, _ = model(out[:, t : t + 1], cache, t)
+        if answers is not None:
+            allowed[:, t] = torch.tensor(answers.follow(t, out[:, t].tolist()), device=device)
+            logits = restricted(logits, allowed[:, t : t + 1], answers.sets.table)
         uniform = torch.rand(n, logits.shape[-1], device=device, generator=generator).clamp_min(1e-10)
-        gumbel = -torch.log(-torch.log(uniform).clamp_min(1e-10))
+        gumbel = -torch.log((-torch.log(uniform)).clamp_min(1e-10))
         sampled = (logits[:, 0].float() / scale + noisy * gumbel).argmax(-1)
         out[:, t + 1] = torch.where(t + 1 < cuts, out[:, t + 1], sampled)
-    return out
+    return out, allowed

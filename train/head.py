@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from outrider.train.model import MLP, Attention, Llama, LlamaShape, RMSNorm, rope_tables
@@ -143,6 +143,21 @@ def save_head(head: Eagle3Head, target: Llama, directory: Path) -> None:
     state["d2t"] = ids - torch.arange(len(ids))
     state["t2d"] = torch.zeros(vocab, dtype=torch.bool).index_fill(0, ids, True)
     save_file(state, str(directory / "model.safetensors"), metadata={"format": "pt"})
+
+
+def load_head(directory: Path, shape: LlamaShape) -> Eagle3Head:
+    """Read a checkpoint written by ``save_head``. The weights are fp32 tensors with bf16 values.
+
+    Args:
+        directory: The head's directory.
+        shape: Sizes of the target.
+    """
+    state = load_file(str(directory / "model.safetensors"))
+    offsets = state.pop("d2t")
+    del state["t2d"]
+    head = Eagle3Head(shape, torch.arange(len(offsets)) + offsets)
+    head.load_state_dict({**state, "draft_ids": head.draft_ids})
+    return head
 
 
 def soft_loss(logits: Tensor, target: Tensor, mask: Tensor) -> Tensor:

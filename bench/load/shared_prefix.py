@@ -10,23 +10,26 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import random
 import statistics
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
 import httpx
 
+from outrider.bench.load.lone import LoneConnection
 from outrider.bench.load.server import find_server, key_headers, refusal
 from outrider.bench.measure.prompts import HELDOUT_PROMPTS, Messages, load_prompts
 from outrider.bench.report.record import Result, Row, finish
 from outrider.bench.stacks.started_services import started_services
 from outrider.services.stack.options import StackOptions
-from outrider.shared.base.errors import ConfigurationError
+from outrider.shared.base.errors import ConfigurationError, UnavailableError
 from outrider.shared.obs.progress import Progress
 
 FIRST_ID = 10
@@ -200,9 +203,7 @@ async def _measure(
             for pair in range(REPEATS):
                 prompt = options.chats.tokens(f"long {pair}", options.long_prompt)
                 for measured in times:
-                    began = time.perf_counter()
-                    await _generate(client, prompt, 1, "off")
-                    measured.append((time.perf_counter() - began) * 1e3)
+                    measured.append(_ttft_ms(options, url, prompt))
                     progress.advance(step="long prompts")
             return off, on, times, await accept_lengths(client, progress)
 
@@ -283,14 +284,33 @@ async def _chat(client: httpx.AsyncClient, options: PrefixOptions, mode: str, pr
     return hits
 
 
-async def _generate(
-    client: httpx.AsyncClient, prompt: Sequence[int], new_tokens: int, mode: str
-) -> dict[str, Any]:
-    body = {
+def _ttft_ms(options: PrefixOptions, url: str, prompt: Sequence[int]) -> float:
+    """Return the milliseconds until a plain answer of one token is complete. Blocks the event loop."""
+    connection = LoneConnection(url, key_headers(options.api_key), TIMEOUT_S)
+    try:
+        body = _body(prompt, 1, "off")
+        reply = connection.post("/generate", json.dumps(body).encode())
+    except (OSError, HTTPException) as error:
+        raise UnavailableError(f"The connection to the server broke: {error}.", field="--url") from None
+    finally:
+        connection.close()
+    if reply.status != httpx.codes.OK:
+        raise refusal(reply.status, reply.body.decode(errors="replace"), body, LENGTHS, "--url")
+    return reply.seconds * 1e3
+
+
+def _body(prompt: Sequence[int], new_tokens: int, mode: str) -> dict[str, Any]:
+    return {
         "input_ids": list(prompt),
         "sampling_params": {"max_new_tokens": new_tokens, "temperature": 0.0, "ignore_eos": True},
         "speculation": {"mode": mode},
     }
+
+
+async def _generate(
+    client: httpx.AsyncClient, prompt: Sequence[int], new_tokens: int, mode: str
+) -> dict[str, Any]:
+    body = _body(prompt, new_tokens, mode)
     response = await client.post("/generate", json=body)
     if response.status_code != httpx.codes.OK:
         raise refusal(response.status_code, response.text, body, LENGTHS, "--url")

@@ -11,12 +11,12 @@ from collections.abc import AsyncGenerator, AsyncIterator, Collection, Coroutine
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from enum import Enum
-from http.client import HTTPConnection, HTTPException, HTTPSConnection
+from http.client import HTTPException
 from typing import Any, Protocol, TypeVar
-from urllib.parse import urlsplit
 
 import httpx
 
+from outrider.bench.load.lone import LoneConnection
 from outrider.bench.load.server import QUOTED_CHARS, Server, key_headers, refusal
 from outrider.bench.mixed.cases import Kind
 from outrider.shared.base.errors import UnavailableError
@@ -153,10 +153,7 @@ class Stream:
 
 
 class LoneClient:
-    """One connection that sends one request at a time and blocks until its answer is complete.
-
-    httpx takes more than a millisecond per request, and this client takes a few tenths of a millisecond.
-    Latencies of a few milliseconds are therefore measured with this client.
+    """Sends one request at a time over one connection and blocks until its answer is complete.
 
     Args:
         url: Address of the server, without a trailing slash.
@@ -165,11 +162,7 @@ class LoneClient:
     """
 
     def __init__(self, url: str, form: Format, headers: Mapping[str, str]) -> None:
-        parts = urlsplit(url)
-        kind = HTTPSConnection if parts.scheme == "https" else HTTPConnection
-        self._connection = kind(parts.hostname or "", parts.port, timeout=TIMEOUT_S)
-        self._path = parts.path + form.path
-        self._headers = {**JSON_TYPE, **headers}
+        self._connection = LoneConnection(url, headers, TIMEOUT_S)
         self._form = form
 
     def send(self, body: bytes) -> Answer:
@@ -179,17 +172,13 @@ class LoneClient:
             ConfigurationError: The server refuses the request. The message names the option to change.
             UnavailableError: The server fails.
         """
-        started = time.perf_counter()
         try:
-            self._connection.request("POST", self._path, body, self._headers)
-            response = self._connection.getresponse()
-            data = response.read()
+            reply = self._connection.post(self._form.path, body)
         except (OSError, HTTPException) as error:
             raise _broken(error) from None
-        seconds = time.perf_counter() - started
-        if response.status != httpx.codes.OK:
-            raise _refusal(response.status, data.decode(errors="replace"), body)
-        return Answer(seconds, self._form.tokens(json.loads(data)) or 0)
+        if reply.status != httpx.codes.OK:
+            raise _refusal(reply.status, reply.body.decode(errors="replace"), body)
+        return Answer(reply.seconds, self._form.tokens(json.loads(reply.body)) or 0)
 
     def close(self) -> None:
         """Close the connection."""

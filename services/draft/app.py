@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from collections.abc import Callable
 
 import torch
@@ -83,6 +84,7 @@ class DraftService:
     def __init__(
         self, settings: DraftSettings, on_error: Callable[[Exception], None] = lambda error: None
     ) -> None:
+        began_s = time.monotonic()
         self._settings = settings
         device = settings.torch_device()
         _use_device(device)
@@ -93,7 +95,11 @@ class DraftService:
         self.loop = DraftLoop(self.engine, on_error)
         self.engine.spans.tracer = open_tracer("draft", settings.otlp_endpoint, settings.trace_share)
         protocol = DraftProtocol(
-            self.loop, device, _tokenizer(settings), tiles=not settings.disable_tile_trial
+            self.loop,
+            device,
+            _tokenizer(settings),
+            tiles=not settings.disable_tile_trial,
+            began_s=began_s,
         )
         ipc = IpcAddress.parse(settings.listen, "listen")
         self._ipc = IpcServer(ipc.streams, protocol) if ipc else None

@@ -43,7 +43,13 @@ from outrider.services.gateway.routes import (
 )
 from outrider.services.gateway.routes.context import IGNORED_HEADER
 from outrider.services.gateway.routes.playground import playground_router
-from outrider.services.gateway.servicer import SERVICE_NAME, AuthInterceptor, InferenceServicer, register
+from outrider.services.gateway.servicer import (
+    SERVICE_NAME,
+    AuthInterceptor,
+    InferenceServicer,
+    error_recorder,
+    register,
+)
 from outrider.services.gateway.settings import GatewaySettings
 from outrider.shared.base.errors import ConfigurationError, OutriderError
 from outrider.shared.base.lifecycle import watch_stop_signals
@@ -141,6 +147,7 @@ class GatewayServer:
                 max_received_bytes=settings.max_body_bytes,
                 interceptors=[AuthInterceptor(self.core.ring)],
                 security=settings.front_security(),
+                on_error=error_recorder(self.core),
             )
             self.grpc_port = self._grpc.port
             await self._grpc.start()

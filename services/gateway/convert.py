@@ -192,6 +192,7 @@ def target_stats_from_proto(reply: target_pb2.GetStatsReply) -> TargetStats:
             reply.prefix_cache.evicted_pages,
         ),
         resources=_resources_from_proto(reply.resources),
+        uptime_s=reply.uptime_s if reply.HasField("uptime_s") else None,
     )
 
 
@@ -208,6 +209,8 @@ def _resources_from_proto(stats: target_pb2.ResourceStats) -> ResourceStats:
         draft_transport=stats.draft_transport,
         draft_on_device=stats.draft_on_device if stats.HasField("draft_on_device") else None,
         draft_features=tuple(stats.draft_features),
+        draft_uptime_s=stats.draft_uptime_s if stats.HasField("draft_uptime_s") else None,
+        draft_connections_lost=stats.draft_connections_lost,
     )
 
 

@@ -87,7 +87,7 @@ class GatewayCore:
     def __init__(self, settings: GatewaySettings) -> None:
         self.metrics = GatewayMetrics()
         self.tracer = open_tracer("gateway", settings.otlp_endpoint, settings.trace_share)
-        self.errors = RecentErrors()
+        self.errors = RecentErrors(self.metrics.failed)
         self.ring = KeyRing(settings.fixed_keys(), settings.api_keys_file, time.monotonic, self.metrics.keys)
         self.admission = Admission(
             settings.max_queued_requests,

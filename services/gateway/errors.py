@@ -22,6 +22,7 @@ TYPE_OF_CODE = {
     ErrorCode.UNAUTHENTICATED: "authentication_error",
     ErrorCode.PERMISSION_DENIED: "permission_error",
     ErrorCode.NOT_FOUND: "invalid_request_error",
+    ErrorCode.METHOD_NOT_ALLOWED: "invalid_request_error",
     ErrorCode.DEADLINE_EXCEEDED: "timeout_error",
     ErrorCode.PAYLOAD_TOO_LARGE: "invalid_request_error",
     ErrorCode.UNSUPPORTED_MEDIA_TYPE: "invalid_request_error",
@@ -198,12 +199,8 @@ def _http_error(error: HTTPException) -> Response:
         return error_response(
             InvalidRequestError("The body cannot be read as JSON.", reason="malformed_json")
         )
-    body = {
-        "error": {
-            "message": f"{error.detail}.",
-            "type": "invalid_request_error",
-            "param": None,
-            "code": "method_not_allowed",
-        }
-    }
-    return JsonResponse(body, error.status_code, dict(error.headers or {}))
+    reply = error_response(
+        OutriderError(f"{error.detail}.", code=ErrorCode.METHOD_NOT_ALLOWED, reason="method_not_allowed")
+    )
+    reply.headers.update(error.headers or {})
+    return reply

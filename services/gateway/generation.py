@@ -70,6 +70,7 @@ class Generator:
         texts = self._trace_texts(request)
         stream = self._client.submit(request)
         scores: deque[TokenLogprob] = deque()
+        counted = 0  # tokens in the metric; they count as they arrive, because a sequence may break off
         try:
             while True:
                 event = await _next(stream, request.deadline)
@@ -92,7 +93,7 @@ class Generator:
                     if (rest := assembler.finish()).token_ids:
                         yield ChoiceEvent(index, _scored(rest, scores))
                     finished = _finished(request, event, assembler, loop.time() - submitted)
-                    self._metrics.finished(finished, event.queue_s)
+                    self._metrics.finished(finished, event.queue_s, counted)
                     yield ChoiceEvent(index, finished)
                     return
                 # 3. Decode the new tokens, round by round, up to a stop string.
@@ -108,6 +109,8 @@ class Generator:
                     if texts is not None:
                         rounds = _with_texts(texts, token_ids, rounds)
                     piece = assembler.push(token_ids)
+                    self._metrics.generation_tokens.inc(assembler.num_tokens - counted)
+                    counted = assembler.num_tokens
                     if rounds:
                         piece = replace(piece, rounds=rounds)
                     if piece.text or piece.token_ids or rounds:
@@ -121,12 +124,9 @@ class Generator:
                     stream.cancel(keep_tokens=assembler.num_tokens)
                     end = await _last_word(stream, request)
                     finished = _finished(request, end, assembler, loop.time() - submitted)
-                    self._metrics.finished(finished, end.queue_s)
+                    self._metrics.finished(finished, end.queue_s, counted)
                     yield ChoiceEvent(index, finished)
                     return
-        except OutriderError as error:
-            self._metrics.failures.labels(error.reason).inc()
-            raise
         finally:
             if started:
                 self._metrics.recent.ended()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 from outrider.services.gateway.keys.key_metrics import KeyMetrics
@@ -16,10 +17,12 @@ class GatewayMetrics:
     """All metrics of the gateway.
 
     Attributes:
+        began_s: Time of the gateway's start, from `time.monotonic()`.
         recent: The load of the last two minutes, which /status.json contains and /metrics does not.
     """
 
     def __init__(self) -> None:
+        self.began_s = time.monotonic()
         self.recent = RecentLoad()
         self._metrics = metrics = Metrics()
         build = metrics.gauge("build_info", "1; the label is the version of the gateway.", ["version"])
@@ -37,9 +40,13 @@ class GatewayMetrics:
             "request_queue_time_seconds", "Time spent in the target's queue.", REQUEST_BUCKETS_S
         )
         self.prompt_tokens = metrics.counter("prompt_tokens", "Prompt tokens of finished sequences.")
-        self.generation_tokens = metrics.counter("generation_tokens", "Generated tokens.")
+        self.generation_tokens = metrics.counter(
+            "generation_tokens", "Generated tokens, also of sequences that broke off."
+        )
         self.success = metrics.counter("request_success", "Finished sequences.", ["finished_reason"])
-        self.failures = metrics.counter("request_failures", "Failed sequences, by reason.", ["reason"])
+        self._failures = metrics.counter(
+            "request_failures", "Requests that were refused or failed, by reason.", ["reason"]
+        )
         self.moved = metrics.counter(
             "gateway_moved_sequences", "Sequences that went on at another target, by reason.", ["reason"]
         )
@@ -51,6 +58,8 @@ class GatewayMetrics:
         )
         self.keys = KeyMetrics(metrics)
         self.target_ready = metrics.gauge("gateway_target_ready", "1 if a target is connected and serving.")
+        uptime = metrics.gauge("gateway_uptime_seconds", "Time since the gateway's start.")
+        uptime.set_function(lambda: time.monotonic() - self.began_s)
         labels = ["model", "target"]
         self.ready_targets = metrics.gauge(
             "gateway_ready_targets", "1 if this target is connected and serving, or else 0.", labels
@@ -60,24 +69,38 @@ class GatewayMetrics:
             "Prompt tokens and expected new tokens of the gateway's sequences on this target.",
             labels,
         )
+        self.lost_connections = metrics.counter(
+            "gateway_target_connections_lost", "Lost connections to this target.", labels
+        )
 
     def show_targets(self, members: Sequence[Member]) -> None:
         """Set the metrics of each target. Remove the metrics of targets that are no longer listed."""
-        for gauge in (self.ready_targets, self.target_load):
-            gauge.clear()
+        for metric in (self.ready_targets, self.target_load, self.lost_connections):
+            metric.clear()
         for one in members:
             self.ready_targets.labels(**one.labels).set(one.client.ready)
             self.target_load.labels(**one.labels).set(one.load)
+            self.lost_connections.labels(**one.labels).inc(one.client.connections_lost)
         self.target_ready.set(any(one.client.ready for one in members))
 
-    def finished(self, one: Finished, queue_s: float) -> None:
-        """Record a finished sequence."""
+    def finished(self, one: Finished, queue_s: float, counted_tokens: int) -> None:
+        """Record a finished sequence.
+
+        Args:
+            one: The end of the sequence.
+            queue_s: Time in the target's queue, in seconds.
+            counted_tokens: Number of the sequence's tokens that `generation_tokens` already contains.
+        """
         self.e2e_latency.observe(one.e2e_s)
         self.queue_time.observe(queue_s)
         self.prompt_tokens.inc(one.usage.prompt_tokens)
-        self.generation_tokens.inc(one.usage.completion_tokens)
+        self.generation_tokens.inc(max(0, one.usage.completion_tokens - counted_tokens))
         self.success.labels(FINISH_NAMES[one.reason]).inc()
         self.recent.add_rounds(one.speculation.accepted_tokens, drafted_rounds(one.speculation))
+
+    def failed(self, reason: str) -> None:
+        """Count a request that was refused or failed, at any stage. `RecentErrors` calls this method."""
+        self._failures.labels(reason).inc()
 
     def render(self) -> str:
         """Return the metrics in Prometheus text format."""

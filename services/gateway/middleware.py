@@ -11,7 +11,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from outrider.services.gateway.errors import error_response
+from outrider.services.gateway.errors import error_response, note_error
 from outrider.services.gateway.guards.framing import ambiguous_framing
 from outrider.services.gateway.guards.json_body import LARGE_BODY, parse_body
 from outrider.services.gateway.guards.parsed_body import keep_parsed
@@ -106,7 +106,8 @@ class RequestContext:
                     return
                 await self._app(scope, receive, tagged)
             except Exception as error:
-                failure = note.error = as_outrider_error(error)
+                failure = as_outrider_error(error)
+                note_error(scope, failure)
                 if status:
                     raise
                 await error_response(failure)(scope, receive, tagged)

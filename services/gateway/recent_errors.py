@@ -1,9 +1,10 @@
-"""Keeps the latest error replies in memory, for the operator's page."""
+"""Keeps the latest error replies in memory, for the operator's page, and counts all of them by reason."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -19,8 +20,8 @@ class RecentError:
 
     Attributes:
         at: Time of the latest occurrence, in seconds since 1970.
-        route: Path pattern of the request, such as /v1/chat/completions.
-        status: HTTP status of the reply.
+        route: Path pattern of the request, such as /v1/chat/completions, or the full name of a gRPC method.
+        status: HTTP status of the reply. For a gRPC call, the HTTP status that corresponds to the error.
         reason: Machine-readable reason.
         message: Message that the client received, shortened to `MAX_MESSAGE_CHARS` characters.
         request_id: Id of the latest request.
@@ -40,13 +41,18 @@ class RecentErrors:
     """The latest `MAX_ERRORS` errors.
 
     Equal errors in a row form one entry. A flood of equal errors therefore does not displace other errors.
+
+    Args:
+        count: Called with the reason of each error.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, count: Callable[[str], None] = lambda reason: None) -> None:
+        self._count = count
         self._errors: deque[RecentError] = deque(maxlen=MAX_ERRORS)
 
     def record(self, error: OutriderError, route: str, request_id: str) -> None:
         """Add one error reply."""
+        self._count(error.reason)
         now = time.time()
         message = error.message[:MAX_MESSAGE_CHARS]
         latest = self._errors[-1] if self._errors else None

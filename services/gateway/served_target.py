@@ -112,7 +112,10 @@ class PrefixCacheStats:
 
 @dataclass(frozen=True, slots=True)
 class TargetStats:
-    """The target's current load, its totals since its start, and its metrics as Prometheus text."""
+    """The target's current load, its totals since its start, and its metrics as Prometheus text.
+
+    `uptime_s` is the number of seconds since the target's process began to load, or None if it is unknown.
+    """
 
     running: int
     waiting: int
@@ -127,6 +130,7 @@ class TargetStats:
     auto: AutoDecision = AutoDecision()
     prefix_cache: PrefixCacheStats = PrefixCacheStats()
     resources: ResourceStats = field(default_factory=ResourceStats)
+    uptime_s: float | None = None
 
 
 def unknown_model(model: str, names: Sequence[str]) -> ModelNotFoundError:

@@ -9,6 +9,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
+from contextvars import ContextVar
 from typing import Any, TypeAlias, TypeVar
 
 import grpc
@@ -37,13 +38,14 @@ from outrider.services.gateway.request_note import RequestNote, current_note
 from outrider.services.gateway.requested_rules import RequestedLogprobs
 from outrider.services.gateway.requested_states import RequestedStates
 from outrider.shared.base.constraint import Constraint
-from outrider.shared.base.errors import InvalidRequestError
+from outrider.shared.base.errors import InvalidRequestError, OutriderError
 from outrider.shared.obs.logging import get_logger
 from outrider.shared.obs.tracing import TRACEPARENT, checked_traceparent
 from outrider.shared.rpc.convert import report_to_proto, round_to_proto
 from outrider.shared.rpc.convert_constraint import constraint_from_proto
 from outrider.shared.rpc.convert_logprobs import logprob_to_proto, logprobs_from_proto
 from outrider.shared.rpc.convert_states import state_params_from_proto, states_to_proto
+from outrider.shared.rpc.interceptors import OnError
 
 SERVICE_NAME = "outrider.gateway.v1.Inference"
 HEALTH_PREFIX = "/grpc.health.v1.Health/"
@@ -52,6 +54,19 @@ _log = get_logger("outrider.gateway.rpc")
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 Reply = TypeVar("Reply", gateway_pb2.ChatReply, gateway_pb2.CompleteReply)
+
+
+# Id of the running gRPC call. Empty until the call's method has begun.
+_request_id: ContextVar[str] = ContextVar("rpc_request_id", default="")
+
+
+def error_recorder(core: GatewayCore) -> OnError:
+    """Return a function that adds the error of a gRPC call to the recent errors and to the metrics."""
+
+    def record(details: grpc.HandlerCallDetails, error: OutriderError) -> None:
+        core.errors.record(error, str(details.method), _request_id.get())
+
+    return record
 
 
 def register(servicer: InferenceServicer, server: grpc.aio.Server) -> None:
@@ -271,11 +286,11 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
 async def _tell_request_id(context: Context) -> None:
     """Send the client's request id back, or a new id, together with the rate limits of the API key."""
     given = dict(context.invocation_metadata() or ()).get(REQUEST_ID_KEY)
+    request_id = request_id_of(given if isinstance(given, str) else None)
+    _request_id.set(request_id)
     caller = current_caller.get()
     limits = tuple(caller.headers().items()) if caller is not None else ()
-    await context.send_initial_metadata(
-        ((REQUEST_ID_KEY, request_id_of(given if isinstance(given, str) else None)), *limits)
-    )
+    await context.send_initial_metadata(((REQUEST_ID_KEY, request_id), *limits))
 
 
 def _traceparent(context: Context) -> str:

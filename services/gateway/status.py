@@ -58,6 +58,7 @@ async def status_object(core: GatewayCore) -> dict[str, Any]:
                 "ready": member.client.ready,
                 "model": member.labels["model"] or None,
                 "load_tokens": member.load,
+                "connections_lost": member.client.connections_lost,
                 "stats": _total([answer]) if answer else None,
             }
             for member, answer in zip(members, answers, strict=True)
@@ -83,12 +84,13 @@ def _model(core: GatewayCore, info: ServedTarget) -> dict[str, Any]:
 
 
 def _total(found: Sequence[tuple[ServedTarget, TargetStats]]) -> dict[str, Any]:
-    """Return the combined load of the targets. Draft and controller are those of the first target."""
+    """Return the combined load of the targets. Uptime, draft and controller are those of the first target."""
     first, first_stats = found[0]
     all_stats = [stats for _, stats in found]
     lengths = [one.accept_length for one in all_stats]
     lengths = [one for one in lengths if one and math.isfinite(one)]
     return {
+        "uptime_s": first_stats.uptime_s,
         "running": sum(one.running for one in all_stats),
         "waiting": sum(one.waiting for one in all_stats),
         "generated_tokens": sum(one.generated_tokens for one in all_stats),
@@ -104,6 +106,8 @@ def _total(found: Sequence[tuple[ServedTarget, TargetStats]]) -> dict[str, Any]:
         "auto": decision_object(first_stats.auto),
         "draft": {
             "state": first_stats.draft_state,
+            "uptime_s": first_stats.resources.draft_uptime_s,
+            "connections_lost": first_stats.resources.draft_connections_lost,
             "algorithm": first.algorithm or None,
             "model": first.draft_model or None,
             "num_steps": first.num_steps,

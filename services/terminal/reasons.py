@@ -1,9 +1,19 @@
-"""Plain words for the controller's decisions and for rounds without a draft, as `outrider top` shows them."""
+"""Plain words for states of the draft, decisions and rounds without a draft, as `outrider top` shows them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
+
+DRAFT_STATES = {
+    "none": "none",
+    "connecting": "connecting",
+    "warming": "preparing",
+    "on": "ready",
+    "late": "slow",
+    "draft_down": "does not answer",
+}
+"""Words for each state of the draft."""
 
 DECISIONS = {
     "pays": "drafting is estimated to be faster than plain decoding",
@@ -42,6 +52,11 @@ FALLBACKS = {
     "warming": "the draft was still preparing",
 }
 """Words for each reason why a round had no draft."""
+
+
+def draft_state(state: str) -> str:
+    """Return the state of the draft in words. Unknown states are returned unchanged."""
+    return DRAFT_STATES.get(state, state.replace("_", " "))
 
 
 def why_decided(auto: Mapping[str, Any]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
@@ -16,7 +16,7 @@ from rich.text import Text
 
 from outrider.services.clients.rest import RestClient
 from outrider.services.terminal.keys import typed_keys
-from outrider.services.terminal.reasons import chosen, why_decided, why_no_draft
+from outrider.services.terminal.reasons import chosen, draft_state, why_decided, why_no_draft
 from outrider.shared.base.errors import ErrorCode, OutriderError
 
 STATUS = "/status.json"
@@ -118,9 +118,26 @@ def _services(status: Mapping[str, Any]) -> Table:
     return _pairs(
         ("gateway", "draining" if status["draining"] else f"version {status['version']}"),
         ("targets", several) if len(targets) > 1 else ("target", "ready" if target else "not ready"),
-        ("draft", target["draft"]["state"] if target else "unknown"),
+        ("draft", draft_state(target["draft"]["state"]) if target else "unknown"),
         ("gateway up for", duration(status["uptime_s"])),
+        ("target up for", _uptime(target)),
+        ("draft up for", _uptime(target["draft"] if target else None)),
+        ("lost connections", _lost(target, targets)),
     )
+
+
+def _uptime(service: Mapping[str, Any] | None) -> str | None:
+    seconds = service.get("uptime_s") if service else None
+    return None if seconds is None else duration(seconds)
+
+
+def _lost(target: Mapping[str, Any] | None, targets: Sequence[Mapping[str, Any]]) -> str:
+    """Return how often the gateway lost a target, and how often the target lost its draft."""
+    counts = {
+        "target": sum(one.get("connections_lost", 0) for one in targets),
+        "draft": target["draft"].get("connections_lost", 0) if target else 0,
+    }
+    return ", ".join(f"{name} {count} ×" for name, count in counts.items() if count) or "none"
 
 
 def duration(seconds: float) -> str:
@@ -151,7 +168,7 @@ def _targets(targets: list[dict[str, Any]]) -> Table:
                 str(stats["waiting"]),
                 _percent(1 - pages["free"] / pages["total"]) if pages["total"] else "–",
                 f"{length:.2f}" if length else "–",
-                stats["draft"]["state"],
+                draft_state(stats["draft"]["state"]),
             ]
         state = Text("ready") if one["ready"] else Text("not ready", "bold red")
         table.add_row(one["address"], one["model"] or "–", state, *cells)
@@ -170,7 +187,7 @@ def _load(status: Mapping[str, Any], before: Mapping[str, Any] | None) -> Table:
         ("waiting in the target", target["waiting"] if target else None),
         ("waiting in the gateway", f"{gateway['waiting']} of {gateway['max_queued_requests']}"),
         ("prompt tokens waiting", f"{gateway.get('waiting_prompt_tokens', 0):,}"),
-        ("generated tokens", f"{target['generated_tokens']:,}" if target else None),
+        ("generated tokens", _count(status["metrics"], "generation_tokens_total")),
     )
 
 
@@ -235,7 +252,10 @@ def _size(number: int) -> str | None:
 
 
 def _transport(used: Mapping[str, Any]) -> str:
+    """Return how drafts reach the target, such as ``IPC, on the device``. Without a GPU, ``IPC``."""
     name = TRANSPORTS.get(used["draft_transport"])
+    if name and not used["gpu_total_bytes"]:
+        return name
     way = {True: ", on the device", False: ", through the host"}.get(used["draft_on_device"], "")
     return name + way if name else "no draft"
 

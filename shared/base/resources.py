@@ -1,4 +1,4 @@
-"""What a target uses: memory, CUDA graphs, and the transport of its drafts."""
+"""What a target uses: memory, CUDA graphs, and the connection to its draft."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class ResourceStats:
-    """Memory and CUDA graphs of a target, and the transport of its drafts.
+    """Memory and CUDA graphs of a target, and its connection to its draft.
 
     Attributes:
         weight_bytes, kv_bytes: Memory of the process's weights, and of its K/V cache with feature rows.
@@ -22,6 +22,9 @@ class ResourceStats:
         draft_on_device: True if the trees of the last drafted round stayed on the devices, and False if they
             passed through the host. None before the first drafted round.
         draft_features: Names of the protocol features that target and draft use. Empty without a connection.
+        draft_uptime_s: Seconds since the draft's process began to load. None without a connection, and for a
+            draft in the target's process.
+        draft_connections_lost: How often the connection to the draft was lost since the target's start.
     """
 
     weight_bytes: int = 0
@@ -35,10 +38,12 @@ class ResourceStats:
     draft_transport: str = ""
     draft_on_device: bool | None = None
     draft_features: tuple[str, ...] = ()
+    draft_uptime_s: float | None = None
+    draft_connections_lost: int = 0
 
     @classmethod
     def total(cls, parts: Iterable[ResourceStats]) -> ResourceStats:
-        """Return the sums over several targets. The transport is that of the first target."""
+        """Return the sums over several targets. Transport and draft are those of the first target."""
         given = list(parts)
         names = [one.name for one in fields(cls) if not one.name.startswith("draft_")]
         return replace(given[0], **{name: sum(getattr(one, name) for one in given) for name in names})

@@ -8,6 +8,7 @@ Any other exception becomes INTERNAL. The traceback of such an exception appears
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from functools import partial
 from typing import Any, TypeAlias, cast
 
 import grpc
@@ -25,6 +26,9 @@ _log = get_logger("outrider.rpc")
 # grpcio has no usable types for handlers and contexts. The untyped values stay inside this module.
 _Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 _Behaviour = Callable[[Any, Any], Any]
+_Note = Callable[[OutriderError], None]
+OnError: TypeAlias = "Callable[[grpc.HandlerCallDetails, OutriderError], None]"
+"""Called with a failed call and its error, on the task of the call."""
 
 
 class _Malformed:
@@ -75,19 +79,28 @@ class ErrorInterceptor(grpc.ServerInterceptor):
         return None if handler is None else _wrap(handler, _guard_unary, _guard_stream)
 
 
+def ignore_error(_details: grpc.HandlerCallDetails, _error: OutriderError) -> None:
+    """Do nothing."""
+
+
 class AioErrorInterceptor(grpc.aio.ServerInterceptor):
-    """Maps errors to statuses for `grpc.aio.server`."""
+    """Maps errors to statuses for `grpc.aio.server`, and reports each failed call to `on_error`."""
+
+    def __init__(self, on_error: OnError = ignore_error) -> None:
+        self._on_error = on_error
 
     async def intercept_service(
         self,
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[_Handler | None]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> _Handler | None:
+        note = partial(self._on_error, handler_call_details)
+        unary, stream = partial(_guard_aio_unary, note), partial(_guard_aio_stream, note)
         try:
             handler = await continuation(handler_call_details)
         except OutriderError as error:
-            return _refusing(_guard_aio_stream, error)
-        return None if handler is None else _wrap(handler, _guard_aio_unary, _guard_aio_stream)
+            return _refusing(stream, error)
+        return None if handler is None else _wrap(handler, unary, stream)
 
 
 def _wrap(
@@ -163,8 +176,10 @@ def _abort(context: grpc.ServicerContext, error: Exception) -> None:
     context.abort_with_status(rpc_status.to_status(error_to_status(as_outrider_error(error))))
 
 
-async def _abort_aio(context: grpc.aio.ServicerContext[Any, Any], error: Exception) -> None:
-    status = error_to_status(as_outrider_error(error))
+async def _abort_aio(context: grpc.aio.ServicerContext[Any, Any], error: Exception, note: _Note) -> None:
+    failure = as_outrider_error(error)
+    note(failure)
+    status = error_to_status(failure)
     code = next(code for code in grpc.StatusCode if code.value[0] == status.code)
     await context.abort(code, status.message, ((STATUS_DETAILS_KEY, status.SerializeToString()),))
 
@@ -189,19 +204,19 @@ def _guard_stream(behaviour: _Behaviour) -> _Behaviour:
     return call
 
 
-def _guard_aio_unary(behaviour: _Behaviour) -> _Behaviour:
+def _guard_aio_unary(note: _Note, behaviour: _Behaviour) -> _Behaviour:
     async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
         try:
             return await behaviour(_checked_requests(request), context)
         except grpc.aio.AbortError:
             raise
         except Exception as error:
-            return await _abort_aio(context, error)
+            return await _abort_aio(context, error, note)
 
     return call
 
 
-def _guard_aio_stream(behaviour: _Behaviour) -> _Behaviour:
+def _guard_aio_stream(note: _Note, behaviour: _Behaviour) -> _Behaviour:
     async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
         try:
             replies = behaviour(_checked_requests(request), context)
@@ -215,6 +230,6 @@ def _guard_aio_stream(behaviour: _Behaviour) -> _Behaviour:
         except grpc.aio.AbortError:
             raise
         except Exception as error:
-            await _abort_aio(context, error)
+            await _abort_aio(context, error, note)
 
     return call

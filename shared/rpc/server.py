@@ -16,7 +16,7 @@ from grpc_reflection.v1alpha import reflection
 
 from outrider.shared.base.errors import ConfigurationError
 from outrider.shared.rpc.address import check_address
-from outrider.shared.rpc.interceptors import AioErrorInterceptor, ErrorInterceptor
+from outrider.shared.rpc.interceptors import AioErrorInterceptor, ErrorInterceptor, OnError, ignore_error
 from outrider.shared.rpc.options import INTERNAL_MESSAGE_LIMIT, server_options
 from outrider.shared.rpc.peer_security import NO_SECURITY, PeerSecurity, of_this_process
 from outrider.shared.rpc.peer_token import AioTokenCheck, TokenCheck
@@ -181,16 +181,18 @@ def aio_server(
     max_received_bytes: int | None = None,
     interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
     security: PeerSecurity | None = None,
+    on_error: OnError = ignore_error,
 ) -> AioServer:
     """Build a gRPC server for asyncio, and bind it to its address.
 
     Call this inside the running event loop. `max_received_bytes` is the largest message to receive, by
-    default `max_message_bytes`. The other arguments and the errors are those of `sync_server`.
+    default `max_message_bytes`. `on_error` is called for each call that fails with an error. The other
+    arguments and the errors are those of `sync_server`.
     """
     security = _applied(security, address)
     checks = [AioTokenCheck(security.token)] if security.token else []
     server = grpc.aio.server(
-        interceptors=[AioErrorInterceptor(), *checks, *interceptors],
+        interceptors=[AioErrorInterceptor(on_error), *checks, *interceptors],
         options=server_options(max_message_bytes, max_received_bytes),
     )
     health_servicer = health.aio.HealthServicer()

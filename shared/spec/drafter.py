@@ -166,10 +166,15 @@ class DraftRoute:
     Attributes:
         transport: ``none``, ``inproc``, ``ipc`` or ``grpc``.
         features: Names of the protocol features that both sides use. Empty without a connection.
+        uptime_s: Seconds since the drafter's process began to load. None without a connection, or if the
+            drafter has no process of its own.
+        connections_lost: How often the connection to the drafter was lost.
     """
 
     transport: str = "none"
     features: tuple[str, ...] = ()
+    uptime_s: float | None = None
+    connections_lost: int = 0
 
 
 class Drafter(Protocol):

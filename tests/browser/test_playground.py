@@ -297,11 +297,18 @@ def test_with_keys_the_page_asks_for_one_and_forgets_it(
         page = open_page(url=f"http://127.0.0.1:{port}", may_log="401")
         key = page.get_by_label("API key")
         for given, accepted in (("wrong", False), ("right", True)):
+            problem = "This key is not valid." if accepted else "This server needs an API key."
+            expect(page.locator("#message")).to_have_text(problem)
             key.fill(given)
             page.get_by_role("button", name="Use this key").click()
             expect(page.locator("#server")).to_contain_text("EAGLE3" if accepted else "not connected")
         expect(key).to_be_hidden()
         assert ask(page)
+        status = open_page("/status", url=f"http://127.0.0.1:{port}", may_log="401")
+        expect(status.locator("#message")).to_have_text("This server needs an API key.")
+        status.get_by_label("API key").fill("wrong")
+        status.get_by_role("button", name="Use this key").click()
+        expect(status.locator("#message")).to_have_text("This key is not valid.")
         page.reload()
         expect(key).to_be_visible()
         expect(page.locator(".summary")).to_have_count(1)

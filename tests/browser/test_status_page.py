@@ -21,6 +21,11 @@ def test_the_status_page_shows_services_load_charts_and_errors(
         assert httpx.post(f"{stack.base_url}/v1/chat/completions", json=body).status_code == 400
     status = open_page("/status")
     expect(status.locator("#services")).to_contain_text("ready")
+    for name in ("Gateway", "Target", "Draft"):
+        times = status.locator("#services div").filter(has_text=f"{name} up for").locator("dd")
+        expect(times).to_have_text(re.compile(r"\d+ (s|min)"))
+    lost = status.locator("#services div").filter(has_text="Lost connections").locator("dd")
+    expect(lost).to_have_text("none")
     expect(status.locator("#model")).to_contain_text("LlamaForCausalLM")
     expect(status.locator("#speculation")).to_contain_text("EAGLE3")
     expect(status.locator("#memory")).to_contain_text("of")
@@ -34,7 +39,10 @@ def test_the_status_page_shows_services_load_charts_and_errors(
     ask(page)
     expect(speed.locator("svg")).not_to_have_attribute("aria-label", "Tokens/s: 0, at most 0 in two minutes")
     expect(status.locator("#depths")).to_contain_text("Depth 5")
-    expect(status.locator("#resources")).to_contain_text("gRPC, through the host")
+    transport = status.locator("#resources div").filter(has_text="Transport of drafts").locator("dd")
+    expect(transport).to_have_text("gRPC")  # without "through the host", because there is no GPU
+    tokens = status.locator("#batch div").filter(has_text="Generated tokens").locator("dd")
+    expect(tokens).not_to_have_text("0")
 
 
 def test_the_status_page_names_both_speeds_and_divides_by_depth(open_page: OpenPage, page: Page) -> None:
@@ -83,7 +91,7 @@ def test_each_of_several_targets_has_a_line(open_page: OpenPage, stack: Stack) -
     assert cells[2] == "ready"
     assert re.fullmatch(r"\d+ of \d+", cells[3])
     assert re.fullmatch(r"\d+ %", cells[5])
-    assert cells[7] == "on"
+    assert cells[7] == "ready"
     assert down.locator("td").all_inner_texts() == ["10.0.0.2:7001", "–", "not ready", *["–"] * 5]
     assert violations(status) == {}
 

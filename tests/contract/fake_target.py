@@ -312,12 +312,15 @@ class FakeTarget(target_pb2_grpc.TargetServicer):
             running=self.live,
             draft_state="on",
             prometheus_text=self.prometheus_text,
+            uptime_s=185.5,
             resources=target_pb2.ResourceStats(
                 weight_bytes=2**30,
                 graphs_recorded=7,
                 draft_transport="ipc",
                 draft_on_device=True,
                 draft_features=["mailbox"],
+                draft_uptime_s=61.5,
+                draft_connections_lost=2,
             ),
         )
 

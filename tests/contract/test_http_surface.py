@@ -320,6 +320,12 @@ def test_every_route_needs_a_key_but_health_and_readiness(make_gateway: MakeGate
             assert (
                 http.get("/v1/models", headers={"Authorization": header.encode("latin-1")}).status_code == 401
             )
+        wrong = ({"Authorization": "Bearer wrong"}, {"x-api-key": "wrong"})
+        for headers in ({}, {"Authorization": "Bearer"}, {"Authorization": "Basic right"}, *wrong):
+            error = error_of(http.get("/v1/models", headers=headers))
+            begin = "This key is not valid." if headers in wrong else "This server needs an API key."
+            assert error["message"].startswith(begin), headers
+            assert (error["type"], error["code"]) == ("authentication_error", "invalid_api_key")
         for key in ("right", "other"):
             assert http.get("/v1/models", headers={"Authorization": f"Bearer {key}"}).status_code == 200
             assert http.get("/v1/models", headers={"Authorization": f"bearer {key}"}).status_code == 200

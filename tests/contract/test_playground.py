@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx
 import pytest
+from fake_target import FakeTarget
 from gateway_thread import GatewayThread
 from http_calls import CHAT, MakeGateway, client_of, error_of
 
@@ -84,12 +85,16 @@ def test_the_status_names_load_memory_speculation_and_metrics(http: httpx.Client
     assert status["model"]["names"] == ["toy"]
     assert status["target"]["draft"] == {
         "state": "on",
+        "uptime_s": 61.5,
+        "connections_lost": 2,
         "algorithm": "EAGLE3",
         "model": None,
         "num_steps": 5,
         "topk": 4,
         "num_draft_tokens": 16,
     }
+    assert (status["target"]["uptime_s"], status["targets"][0]["connections_lost"]) == (185.5, 0)
+    assert status["metrics"]["outrider_gateway_uptime_seconds"] > 0
     assert status["target"]["kv_pages"].keys() == {"total", "free", "held"}
     assert status["target"]["auto"]["reason"] == "idle"
     used = status["target"]["resources"]
@@ -145,6 +150,24 @@ def test_the_status_remembers_the_load_of_the_last_seconds(make_gateway: MakeGat
         recent = http.get("/status.json").json()["recent"]
     assert (recent["tokens"], recent["running"]) == ([made, 0], [1, 0])
     assert recent["accept_length"][1] is None
+
+
+def test_the_status_counts_lost_connections_to_a_target(
+    make_gateway: MakeGateway, make_target: Callable[..., FakeTarget]
+) -> None:
+    target = make_target()
+    address = target.address
+    gateway = make_gateway(target=address)
+    target.stop()
+    gateway.wait_ready(False)
+    with client_of(gateway) as http:
+        status = http.get("/status.json").json()
+        assert status["targets"][0]["connections_lost"] == 1
+        target.start(address)
+        gateway.wait_ready()
+        lines = http.get("/metrics").text.splitlines()
+    labels = f'{{model="toy",target="{address}"}}'
+    assert f"outrider_gateway_target_connections_lost_total{labels} 1.0" in lines
 
 
 def test_pages_answer_head_and_options(http: httpx.Client) -> None:

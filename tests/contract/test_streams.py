@@ -13,6 +13,7 @@ import httpx
 import pytest
 from fake_target import EOS_ID, FakeTarget, Script
 from gateway_thread import GatewayThread
+from http_calls import MakeGateway
 from tokenizers import Tokenizer
 
 from outrider.common.v1 import common_pb2
@@ -214,6 +215,22 @@ def test_a_cancelled_grpc_call_cancels_at_the_target(gateway: GatewayThread, fak
         next(call)
         call.cancel()
         assert fake.cancels.get(timeout=TIMEOUT_S).request_id == fake.seen[-1].request_id
+
+
+@pytest.mark.parametrize("leaves", [True, False])
+def test_tokens_of_a_broken_stream_are_in_the_metric(
+    make_gateway: MakeGateway, fake: FakeTarget, leaves: bool
+) -> None:
+    """The client leaves after three tokens, or the target fails after three tokens."""
+    error = None if leaves else OutriderError("lost", reason="target_lost")
+    fake.script = lambda request: Script([[9, 10, 11]], error=error, finish=False)
+    gateway = make_gateway()
+    connection = open_stream(gateway, {"prompt": [9], "max_tokens": 100, "stream": True, "ignore_eos": True})
+    with connection:
+        read_until(connection, b"data: " if leaves else b"[DONE]")
+    gateway.call(gateway.server.core.lifecycle.idle.wait())
+    text = httpx.get(f"{gateway.stack.base_url}/metrics", timeout=TIMEOUT_S).text
+    assert "outrider_generation_tokens_total 3.0" in text.splitlines()
 
 
 def test_one_failed_choice_cancels_the_others(fake: FakeTarget, post: Post) -> None:

@@ -10,19 +10,19 @@ from pathlib import Path
 import pytest
 
 COMMANDS = {
-    "soak": ["--minutes", "0.3", "--clients", "2", "--pause", "0"],
+    "soak": ["--minutes", "0.1", "--clients", "2", "--pause", "0"],
     "overload": [
         "--requests",
         "10",
         "--capacity-seconds",
-        "2",
+        "6",
         "--max-tokens",
         "8",
         "--max-queue-wait",
         "0.2",
     ],
     "move": ["--rounds", "1", "--streams", "4", "--new-tokens", "256", "--devices", "cpu,cpu"],
-    "stall": ["--streams", "2", "--repeats", "1", "--quiet", "1"],
+    "stall": ["--streams", "1", "--repeats", "1", "--quiet", "0.1"],
 }
 
 

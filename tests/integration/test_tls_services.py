@@ -109,12 +109,13 @@ def services(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SecureService
 
 def _lines(process: Process) -> Iterator[str]:
     """Yield the lines of a process's log, and wait for more while it runs."""
-    seen = 0
+    seen, pause = 0, threading.Event()
     ends = time.monotonic() + WAIT_S
     while time.monotonic() < ends:
         lines = process.output.splitlines()
         yield from lines[seen:]
         seen = len(lines)
+        pause.wait(0.02)
 
 
 def streamed(http: httpx.Client, mode: str) -> tuple[str, dict[str, Any]]:

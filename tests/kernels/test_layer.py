@@ -18,6 +18,7 @@ from layer_cases import (
     check_rope_store,
     check_silu_mul,
 )
+from support.cases import every_pair
 
 from outrider.kernels._dispatch import Backend, force_backend
 from outrider.kernels.add_norm import normalise
@@ -53,21 +54,21 @@ def test_projections_of_any_size(
     check_project("cpu", dtype, rows, out, columns, tile, Guards())
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("bias", [False, True])
+ADDED = [
+    (1, 64, 96, DOT),
+    (17, 50, 70, DOT),
+    (6, 50, 70, SPLIT),
+    (2, 30, 64, SUM),
+    (1, 31, 70, STAY),
+    (3, 20, 30, LIBRARY),
+]
+
+
 @pytest.mark.parametrize(
-    ("rows", "width", "columns", "tile"),
-    [
-        (1, 64, 96, DOT),
-        (17, 50, 70, DOT),
-        (6, 50, 70, SPLIT),
-        (2, 30, 64, SUM),
-        (1, 31, 70, STAY),
-        (3, 20, 30, LIBRARY),
-    ],
+    ("rows", "width", "columns", "tile", "dtype", "bias"), every_pair(ADDED, DTYPES, [False, True])
 )
 def test_products_added_to_the_residual(
-    dtype: torch.dtype, rows: int, width: int, columns: int, tile: Tile, bias: bool
+    rows: int, width: int, columns: int, tile: Tile, dtype: torch.dtype, bias: bool
 ) -> None:
     check_project_add("cpu", dtype, rows, width, columns, tile, Guards(), bias=bias)
 
@@ -107,23 +108,22 @@ def test_programs_that_stay_compute_one_row() -> None:
         project(torch.zeros(2, 16), torch.zeros(8, 16), tile=STAY)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+GATED = [
+    (1, 64, 96, DOT),
+    (17, 50, 70, DOT),
+    (2, 30, 64, SUM),
+    (1, 31, 64, STAY),
+    (3, 20, 30, LIBRARY),
+    (3, 20, 30, HALVES),
+]
+
+
 @pytest.mark.parametrize(
-    ("bias", "gelu", "normed"), [(False, False, True), (True, True, True), (False, False, False)]
-)
-@pytest.mark.parametrize(
-    ("rows", "size", "width", "tile"),
-    [
-        (1, 64, 96, DOT),
-        (17, 50, 70, DOT),
-        (2, 30, 64, SUM),
-        (1, 31, 64, STAY),
-        (3, 20, 30, LIBRARY),
-        (3, 20, 30, HALVES),
-    ],
+    ("rows", "size", "width", "tile", "dtype", "bias", "gelu", "normed"),
+    every_pair(GATED, DTYPES, [(False, False, True), (True, True, True), (False, False, False)]),
 )
 def test_gated_products(
-    dtype: torch.dtype, rows: int, size: int, width: int, tile: Tile, bias: bool, gelu: bool, normed: bool
+    rows: int, size: int, width: int, tile: Tile, dtype: torch.dtype, bias: bool, gelu: bool, normed: bool
 ) -> None:
     check_project_gated("cpu", dtype, rows, size, width, tile, Guards(), bias=bias, gelu=gelu, normed=normed)
 
@@ -163,21 +163,21 @@ def test_gated_activations(
     check_silu_mul("cpu", dtype, rows, size, splits, Guards(), bias=bias, normed=normed)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("rows", "heads", "kv_heads", "dim", "splits"),
-    [(1, 4, 2, 16, 2), (7, 6, 1, 24, 1), (70, 2, 2, 8, 1), (70, 0, 2, 8, 1)],
-)
-@pytest.mark.parametrize(
-    ("bias", "head_norm", "normed"), [(False, False, True), (True, True, True), (False, True, False)]
+    ("rows", "heads", "kv_heads", "dim", "splits", "dtype", "bias", "head_norm", "normed"),
+    every_pair(
+        [(1, 4, 2, 16, 2), (7, 6, 1, 24, 1), (70, 2, 2, 8, 1), (70, 0, 2, 8, 1)],
+        DTYPES,
+        [(False, False, True), (True, True, True), (False, True, False)],
+    ),
 )
 def test_rotation_and_store(
-    dtype: torch.dtype,
     rows: int,
     heads: int,
     kv_heads: int,
     dim: int,
     splits: int,
+    dtype: torch.dtype,
     bias: bool,
     head_norm: bool,
     normed: bool,
@@ -197,26 +197,27 @@ def test_rotation_and_store(
     )
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("bias", "normed"), [(False, True), (True, False)])
+ROTATED = [
+    (1, 4, 2, 16, 64, Tile(Method.SUM, 2)), (3, 2, 1, 24, 40, Tile(Method.SUM, 4)),
+    (1, 3, 1, 24, 40, STAY),
+    (7, 4, 2, 16, 64, DOT), (33, 3, 1, 24, 50, DOT),
+    (4, 4, 2, 16, 64, SPLIT), (2, 4, 2, 16, 64, LIBRARY), (1, 2, 2, 32, 32, None),
+    (5, 2, 2, 32, 32, None),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    ("rows", "heads", "kv_heads", "dim", "width", "tile"),
-    [
-        (1, 4, 2, 16, 64, Tile(Method.SUM, 2)), (3, 2, 1, 24, 40, Tile(Method.SUM, 4)),
-        (1, 3, 1, 24, 40, STAY),
-        (7, 4, 2, 16, 64, DOT), (33, 3, 1, 24, 50, DOT),
-        (4, 4, 2, 16, 64, SPLIT), (2, 4, 2, 16, 64, LIBRARY), (1, 2, 2, 32, 32, None),
-        (5, 2, 2, 32, 32, None),
-    ],
-)  # fmt: skip
+    ("rows", "heads", "kv_heads", "dim", "width", "tile", "dtype", "bias", "normed"),
+    every_pair(ROTATED, DTYPES, [(False, True), (True, False)]),
+)
 def test_rotated_products(
-    dtype: torch.dtype,
     rows: int,
     heads: int,
     kv_heads: int,
     dim: int,
     width: int,
     tile: Tile | None,
+    dtype: torch.dtype,
     bias: bool,
     normed: bool,
 ) -> None:

@@ -89,9 +89,9 @@ def test_window_hides_what_lies_too_far_back(tree: bool) -> None:
     )
 
 
-@pytest.mark.parametrize("give_positions", [True, False])
-@pytest.mark.parametrize("window", [1, 2, 4, 40])
+@pytest.mark.parametrize(("window", "give_positions"), [(1, True), (2, False), (4, True), (40, False)])
 def test_windows_end_within_the_tree(window: int, give_positions: bool) -> None:
+    """The positions are given for every second window."""
     sequences = [Sequence(50, 140), Sequence(3, 64), Sequence(0, 33), Sequence(700, 2, 70)]
     check_tree_attention(
         "cpu", torch.float32, sequences, heads=4, kv_heads=2, dim=16, page_size=3, tree=True, window=window,

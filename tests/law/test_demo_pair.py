@@ -60,6 +60,9 @@ def prompts() -> list[list[int]]:
 def test_the_embedded_pair_writes_the_targets_own_tokens(
     decoder: Decoder, prompts: list[list[int]], sampling: SamplingParams
 ) -> None:
+    """Each of the samplings with a seed gets one half of the prompts, with every shape."""
+    if sampling is not GREEDY:
+        prompts = prompts[SAMPLINGS.index(sampling) % 2 :: 2]
     harness = make_harness(decoder, make_drafter(decoder, HEAD), max_running=8)
     for index, prompt in enumerate(prompts):
         harness.submit(
@@ -104,6 +107,7 @@ def test_the_embedded_pair_writes_what_transformers_writes(
 
 @pytest.mark.parametrize("seed", range(3))
 def test_random_pairs_change_no_token(tmp_path: Path, seed: int) -> None:
+    """Over the three pairs, each prompt and its shape meet every sampling."""
     target = make_toy_target(tmp_path / "target", vocab_size=64, seed=seed)
     head = make_toy_eagle3(tmp_path / "head", target, draft_vocab_size=40, seed=seed)
     decoder = load_toy(target)
@@ -113,9 +117,8 @@ def test_random_pairs_change_no_token(tmp_path: Path, seed: int) -> None:
         torch.randint(0, 64, (length,), generator=generator).tolist() for length in (1, 2, 31, 64, 150, 500)
     ]
     cases = [
-        (prompt, sampling, shape)
-        for prompt, shape in zip(prompts, [*SHAPES, (1, 1, 2), (4, 8, 60)], strict=True)
-        for sampling in SAMPLINGS
+        (prompt, SAMPLINGS[(number + seed) % len(SAMPLINGS)], shape)
+        for number, (prompt, shape) in enumerate(zip(prompts, [*SHAPES, (1, 1, 2), (4, 8, 60)], strict=True))
     ]
     for index, (prompt, sampling, shape) in enumerate(cases):
         harness.submit(prompt, 24, request_id=str(index), sampling=sampling, shape=shape)

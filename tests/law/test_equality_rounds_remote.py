@@ -209,7 +209,7 @@ def test_a_draft_that_dies_or_stops_in_rounds_costs_no_token_and_is_used_again(
         if number is signal.SIGSTOP:
             draft.send_signal(signal.SIGCONT)
         else:
-            draft.popen.wait()
+            draft.wait()
             revived.append(DraftProcess(tmp_path, scheme, *folders))
         again = 0
         deadline = time.monotonic() + 60.0

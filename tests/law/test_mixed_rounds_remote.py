@@ -302,6 +302,6 @@ def test_a_fault_in_mixed_rounds_costs_no_token(
         assert time.monotonic() - started < BOUND_S
         check_output(decoder, harness)
     finally:
-        draft.popen.kill()  # a stopped process does not handle other signals
+        draft.kill()  # a stopped process does not handle other signals
         drafter.shutdown()
         draft.stop()

@@ -6,6 +6,7 @@ import gc
 import os
 import re
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -199,3 +200,28 @@ def test_the_log_says_why_a_draft_was_lost(
         print(caplog.messages)
     finally:
         drafter.shutdown()
+
+
+@pytest.mark.parametrize("scheme", ["ipc://", "unix:"])
+def test_the_age_of_a_draft_and_lost_connections_are_known(
+    scheme: str, decoder: Decoder, folders: tuple[Path, Path], tmp_path: Path
+) -> None:
+    address = f"{scheme}{tmp_path}/draft.sock"
+    began_s = time.monotonic()
+    draft = Life(address, folders)
+    drafter = RemoteDrafter(address, TargetIdentity.of(decoder), decoder.weight, torch.device("cpu"))
+    try:
+        for lost in range(2):
+            connected(drafter)
+            route = drafter.route()
+            assert route.connections_lost == lost
+            assert route.uptime_s is not None
+            assert 0 < route.uptime_s < time.monotonic() - began_s
+            draft.end()
+            assert wait_for(lambda lost=lost: drafter.route().connections_lost == lost + 1)  # type: ignore[misc]
+            assert drafter.route().uptime_s is None
+            began_s = time.monotonic()
+            draft = Life(address, folders)
+    finally:
+        drafter.shutdown()
+        draft.end()

@@ -268,6 +268,8 @@ def test_info_and_stats_describe_the_service(stub: target_pb2_grpc.TargetStub) -
     assert stats.pages_free + stats.pages_held == stats.pages_total
     assert "outrider_time_to_first_token_seconds_bucket" in stats.prometheus_text
     assert (stats.auto.reason, stats.auto.HasField("estimated_speedup")) == ("idle", False)
+    assert stats.uptime_s > 0
+    assert "outrider_target_uptime_seconds " in stats.prometheus_text
 
 
 async def test_a_full_queue_refuses_requests_with_a_retry_time(service: Service) -> None:

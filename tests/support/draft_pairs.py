@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 from outrider.services.draft.settings import DraftSettings
@@ -50,8 +50,13 @@ def standalone(folder: Path) -> tuple[Path, Path]:
 
 def mtp(folder: Path, layers: int = 2) -> tuple[Path, Path]:
     """Save a trained target with MTP layers, and return its folder for both."""
-    target = toy_mtp.save(toy_mtp.train(layers=1, mtp_layers=layers, steps=60), folder / "target")
+    target = toy_mtp.save(_trained_mtp(layers), folder / "target")
     return target, target
+
+
+@cache
+def _trained_mtp(layers: int) -> toy_mtp.Model:
+    return toy_mtp.train(layers=1, mtp_layers=layers, steps=60)
 
 
 KINDS: dict[str, Callable[[Path], tuple[Path, Path]]] = {

@@ -26,6 +26,8 @@ ROOT = Path(__file__).resolve().parents[2]
 DEMO_TARGET = ROOT / "models" / "demo" / "target"
 DEMO_HEAD = ROOT / "models" / "demo" / "eagle3"
 START_TIMEOUT_S = 90
+POLL_S, ASK_S = 0.02, 0.5
+"""Seconds between two looks at the draft's state, and between two requests while the draft is not ready."""
 # Tests with clients of other projects run in an environment of their own and name that of the server.
 OUTRIDER = (os.environ.get("OUTRIDER_PYTHON", sys.executable), "-m", "outrider.services.cli")
 
@@ -149,9 +151,17 @@ class Stack:
         return reply
 
     def wait_drafting(self, timeout_s: float) -> float:
-        """Wait until a request is served with drafts, and return the time taken. Fail after `timeout_s`."""
-        started = time.monotonic()
+        """Wait until a request is served with drafts, and return the time taken. Fail after `timeout_s`.
+
+        Requests are sent when the target's draft is ready, and otherwise seldom, because each one takes
+        processor time that the services need to start.
+        """
+        started, asks_at, pause = time.monotonic(), 0.0, threading.Event()
         while (elapsed := time.monotonic() - started) < timeout_s:
+            if self.stats().draft_state != "on" and elapsed < asks_at:
+                pause.wait(POLL_S)
+                continue
+            asks_at = elapsed + ASK_S
             result = self.client.chat(
                 PROMPTS[0], mode=common_pb2.SPECULATION_MODE_ON, max_tokens=8, trace=True
             )
@@ -164,9 +174,10 @@ class Stack:
 
         The check polls, because pages are freed up to two steps or 250 ms after the last answer is sent.
         """
-        deadline = time.monotonic() + timeout_s
+        deadline, pause = time.monotonic() + timeout_s, threading.Event()
         stats = self.stats()
         while stats.pages_held and time.monotonic() < deadline:
+            pause.wait(POLL_S)
             stats = self.stats()
         assert stats.pages_held == 0
         assert stats.pages_free == stats.pages_total
@@ -247,21 +258,20 @@ def separate(
     device = ("--device", "cpu")
     with contextlib.ExitStack() as cleanup:
 
-        def start(service: str, address: str, *arguments: str) -> Process:
+        def start(service: str, *arguments: str) -> Process:
             process = Process("serve", service, *arguments, log=folder / f"{service}.log")
             cleanup.callback(process.stop)
-            process.wait_serving(address)
             return process
 
         reached = f"{scheme}{folder}/draft.sock"
         weights = ("--draft", str(head), "--target-weights", str(DEMO_TARGET))
-        draft = start("draft", draft_address, "--listen", reached, *weights, *device)
+        draft = start("draft", "--listen", reached, *weights, *device)
         if reach_draft is not None:
+            draft.wait_serving(draft_address)  # a proxy may not survive a target that finds no draft
             reached = f"{scheme}{folder}/between.sock"
             cleanup.enter_context(reach_draft(reached, draft_address))
         target = start(
             "target",
-            target_address,
             "--listen",
             target_address,
             "--model",
@@ -271,18 +281,17 @@ def separate(
             *device,
         )
         ports = ("--port", str(port), "--grpc-port", str(port + 1))
-        gateway = start(
-            "gateway",
-            f"127.0.0.1:{port + 1}",
-            *ports,
-            "--target",
-            target_address,
-            "--tokenizer",
-            str(DEMO_TARGET),
-        )
+        gateway = start("gateway", *ports, "--target", target_address, "--tokenizer", str(DEMO_TARGET))
+        gateway_address = f"127.0.0.1:{port + 1}"
+        for process, address in (
+            (draft, draft_address),
+            (target, target_address),
+            (gateway, gateway_address),
+        ):
+            process.wait_serving(address)
         yield Stack(
             [gateway, target, draft],
-            grpc_address=f"127.0.0.1:{port + 1}",
+            grpc_address=gateway_address,
             target_address=target_address,
             draft_address=draft_address,
             http_port=port,

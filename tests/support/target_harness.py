@@ -7,11 +7,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
 from outrider.kernels.philox import gumbel_noise
 from outrider.kernels.verify.filters import filter_logits
+from outrider.services.target.drafting.no_drafter import NoDrafter
 from outrider.services.target.engine.engine import TargetEngine
 from outrider.services.target.engine.loop_plan import LoopPlan
 from outrider.services.target.engine.recorder import Recorder
@@ -288,8 +290,30 @@ def make_harness(
 def generate_plain(
     decoder: Decoder, drafter: Drafter, prompt: Sequence[int], max_new_tokens: int, **options: object
 ) -> list[int]:
-    """Return the output of plain decoding for a single prompt."""
-    harness = make_harness(decoder, drafter)
+    """Return the output of plain decoding for a single prompt.
+
+    Many tests compare with the same output. It is therefore generated once per decoder, prompt and sampling,
+    unless `drafter` or further `options` could change it.
+    """
+    if type(drafter) is not NoDrafter or set(options) - {"sampling"}:
+        return _generate_alone(decoder, drafter, prompt, max_new_tokens, **options)
+    known = _KNOWN.setdefault(decoder, {})
+    key = tuple(prompt), options.get("sampling")
+    if len(known.get(key, ())) < max_new_tokens:
+        known[key] = _generate_alone(decoder, drafter, prompt, max_new_tokens, **options)
+    return known[key][:max_new_tokens]
+
+
+_KNOWN: WeakKeyDictionary[Decoder, dict[tuple[object, ...], list[int]]] = WeakKeyDictionary()
+PLAIN_PAGES = 64
+"""Pages of the pool for plain decoding, unless the request needs more."""
+
+
+def _generate_alone(
+    decoder: Decoder, drafter: Drafter, prompt: Sequence[int], max_new_tokens: int, **options: object
+) -> list[int]:
+    pages = max(PLAIN_PAGES, (len(prompt) + max_new_tokens) // 16 + 4)
+    harness = make_harness(decoder, drafter, num_pages=pages)
     harness.submit(prompt, max_new_tokens, request_id="plain", mode=SpeculationMode.OFF, **options)  # type: ignore[arg-type]
     harness.run()
     return harness.sink.tokens["plain"]

@@ -72,12 +72,14 @@ def hello_ack(
     missing: Sequence[str],
     feature_dtype: int,
     limits: SessionLimits,
+    uptime_s: float,
     version: int = MAX_VERSION,
 ) -> draft_pb2.HelloAck:
     """Return a HelloAck message, which describes the draft to a target.
 
     Before the target has sent its Hello, `spec` is None. The reply then contains neither the layers that the
     target captures nor the projector. Its `version` is the highest version that the draft supports.
+    `uptime_s` is the number of seconds since the draft's process began to load.
     """
     ack = draft_pb2.HelloAck(
         head_fingerprint=info.fingerprint,
@@ -90,6 +92,7 @@ def hello_ack(
         max_topk=limits.max_shape.topk,
         max_nodes=limits.max_shape.max_nodes,
         missing_tensors=missing,
+        uptime_s=uptime_s,
     )
     Offer.ours(Side.DRAFT).write(ack, version)
     if spec is not None:

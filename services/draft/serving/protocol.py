@@ -67,6 +67,7 @@ class DraftProtocol:
             thread that receives the message may then run this work itself. It then does not contend with the
             engine thread for the GIL. With None, the value is True on CUDA and False elsewhere.
         tiles: Whether the warm-up tunes kernel tiles; the argument `tiles` of `warm_up`.
+        began_s: Time at which the draft began to load, from `time.monotonic()`. None for now.
     """
 
     def __init__(
@@ -77,7 +78,9 @@ class DraftProtocol:
         *,
         only_enqueues: bool | None = None,
         tiles: bool = True,
+        began_s: float | None = None,
     ) -> None:
+        self._began_s = time.monotonic() if began_s is None else began_s
         self.loop = loop
         self.device = device
         self._only_enqueues = device.type == "cuda" if only_enqueues is None else only_enqueues
@@ -230,7 +233,9 @@ class DraftProtocol:
         strategy, sessions = self._engine.strategy, self._engine.sessions
         pages = strategy.pages()
         return draft_pb2.GetInfoReply(
-            head=hello_ack(strategy.info, None, list(strategy.missing()), 0, sessions.limits),
+            head=hello_ack(
+                strategy.info, None, list(strategy.missing()), 0, sessions.limits, self._uptime_s()
+            ),
             sessions=len(sessions),
             pages_total=pages.total,
             pages_free=pages.free,
@@ -238,6 +243,9 @@ class DraftProtocol:
             device=str(self.device),
             prometheus_text=self._engine.metrics.render(),
         )
+
+    def _uptime_s(self) -> float:
+        return time.monotonic() - self._began_s
 
     def _describe(self, target: TargetInfo, feature_dtype: int, version: int) -> draft_pb2.HelloAck:
         """Check that draft and target fit, and return the draft's description."""
@@ -259,7 +267,8 @@ class DraftProtocol:
         missing = list(strategy.missing())
         if missing:
             self._asked_to_lend = target.fingerprint
-        return hello_ack(strategy.info, spec, missing, feature_dtype, self._engine.sessions.limits, version)
+        limits = self._engine.sessions.limits
+        return hello_ack(strategy.info, spec, missing, feature_dtype, limits, self._uptime_s(), version)
 
     def _leave(self, peer: Peer) -> None:
         self._slots.leave(peer)

@@ -14,6 +14,7 @@ from outrider.services.gateway.keys.keys_file import read_keys_file, refuse_dupl
 from outrider.shared.base.errors import ConfigurationError, ErrorCode, OutriderError
 from outrider.shared.obs.logging import get_logger
 
+NEEDS_KEY = "This server needs an API key. Send it as: Authorization: Bearer KEY."
 _log = get_logger("outrider.gateway.keys")
 Stamp = tuple[int, int, int]
 """Identifies one version of a file: time of the last change, inode and size."""
@@ -64,7 +65,8 @@ class KeyRing:
         known keys.
 
         Raises:
-            OutriderError: UNAUTHENTICATED, unless the header contains one of the keys.
+            OutriderError: UNAUTHENTICATED, unless the header contains one of the keys. The message tells
+                a missing key from a wrong one.
         """
         if not self._callers:
             return None
@@ -74,7 +76,8 @@ class KeyRing:
             caller for caller in self._callers.values() if hmac.compare_digest(digest, caller.entry.digest)
         ]
         if scheme.lower() != "bearer" or not matches:
-            message = "A valid API key is required. Send it as: Authorization: Bearer KEY."
+            sent = scheme.lower() == "bearer" and token.strip()
+            message = "This key is not valid. Send one of this server's API keys." if sent else NEEDS_KEY
             raise OutriderError(message, code=ErrorCode.UNAUTHENTICATED, reason="invalid_api_key")
         return matches[0]
 

@@ -6,6 +6,9 @@ export function setKey(value) {
   key = value.trim();
 }
 
+// Why the server refused a call with status 401.
+export const keyProblem = () => (key ? 'This key is not valid.' : 'This server needs an API key.');
+
 // An error reply of the gateway, or a connection that failed.
 export class CallError extends Error {
   constructor(message, status) {

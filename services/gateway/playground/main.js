@@ -1,6 +1,6 @@
 // Wires the playground: connection and key, chat, race, settings, files of records, and what the tab remembers.
 
-import { CallError, getJson, setKey } from './api.js';
+import { CallError, getJson, keyProblem, setKey } from './api.js';
 import { Chat, summary } from './chat.js';
 import { showExamples } from './examples.js';
 import { installHints } from './hints.js';
@@ -79,7 +79,7 @@ function report(error) {
   if (error instanceof CallError && error.status === 401) {
     $('key-form').hidden = false;
     $('key').focus();
-    say('This server needs an API key.');
+    say(keyProblem());
   } else {
     say(error.message || String(error), true);
   }

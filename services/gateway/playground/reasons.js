@@ -1,5 +1,14 @@
-// The words for the controller's decisions and for rounds without a draft. `outrider top` uses the same words
-// (services/terminal/reasons.py), and a test compares the two lists.
+// The words for states of the draft, for the controller's decisions and for rounds without a draft. `outrider top`
+// uses the same words (services/terminal/reasons.py), and a test compares the lists.
+
+export const DRAFT_STATES = {
+  none: 'none',
+  connecting: 'connecting',
+  warming: 'preparing',
+  on: 'ready',
+  late: 'slow',
+  draft_down: 'does not answer',
+};
 
 export const DECISIONS = {
   pays: 'drafting is estimated to be faster than plain decoding',
@@ -38,6 +47,8 @@ export const FALLBACKS = {
 };
 
 const wordsFor = (words, code) => words[code] ?? code.replaceAll('_', ' ');
+
+export const draftState = (state) => wordsFor(DRAFT_STATES, state);
 
 export const whyDecided = (auto) => wordsFor(DECISIONS, auto.reason);
 

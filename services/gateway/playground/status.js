@@ -1,8 +1,8 @@
 // The operator's page: asks for /status.json every second and shows values, charts and the last errors.
 
-import { CallError, getJson, setKey } from './api.js';
+import { CallError, getJson, keyProblem, setKey } from './api.js';
 import { Chart } from './chart.js';
-import { chosen, whyDecided, whyNoDraft } from './reasons.js';
+import { chosen, draftState, whyDecided, whyNoDraft } from './reasons.js';
 import { installTheme } from './theme.js';
 
 const $ = (id) => document.getElementById(id);
@@ -57,11 +57,11 @@ function size(bytes) {
   return bytes >= 2 ** 30 ? `${(bytes / 2 ** 30).toFixed(1)} GiB` : `${(bytes / 2 ** 20).toFixed(1)} MiB`;
 }
 
-// How the draft's trees reach the target, such as “IPC, on the device”.
+// How the draft's trees reach the target, such as “IPC, on the device”. Without a GPU, “IPC”.
 function transport(resources) {
   const name = TRANSPORTS[resources.draft_transport];
   const way = { true: ', on the device', false: ', through the host' }[resources.draft_on_device] ?? '';
-  return name ? name + way : 'no draft';
+  return name ? name + (resources.gpu_total_bytes ? way : '') : 'no draft';
 }
 
 function showResources(resources) {
@@ -93,6 +93,15 @@ function duration(seconds) {
   return hours < 48 ? `${hours} h ${minutes % 60} min` : `${Math.floor(hours / 24)} d ${hours % 24} h`;
 }
 
+const uptime = (service) => (typeof service?.uptime_s === 'number' ? duration(service.uptime_s) : null);
+
+// How often the gateway lost a target, and how often the target lost its draft, such as “target 1 ×, draft 2 ×”.
+function lostConnections(targets, draft) {
+  const counts = { target: targets.reduce((sum, one) => sum + one.connections_lost, 0), draft: draft?.connections_lost };
+  return Object.entries(counts).filter(([, count]) => count).map(([name, count]) => `${name} ${count} ×`).join(', ')
+    || 'none';
+}
+
 function render(status) {
   const { gateway, model, target, targets, metrics } = status;
   const ready = targets.filter((one) => one.ready).length;
@@ -105,8 +114,10 @@ function render(status) {
     targets.length > 1
       ? ['Targets', `${ready} of ${targets.length} ready`, ready === targets.length]
       : ['Target', target ? 'ready' : 'not ready', Boolean(target)],
-    ['Draft', draft ? draft.state : 'unknown', draft ? draft.state === 'on' || draft.state === 'none' : false],
+    ['Draft', draft ? draftState(draft.state) : 'unknown', draft ? draft.state === 'on' || draft.state === 'none' : false],
     ['Gateway up for', duration(status.uptime_s)],
+    ['Target up for', uptime(target)], ['Draft up for', uptime(draft)],
+    ['Lost connections', lostConnections(targets, draft)],
   ]);
   show('model', model ? [
     ['Architecture', model.architecture], ['Device', `${model.device}, ${model.dtype}`],
@@ -117,7 +128,7 @@ function render(status) {
     ['Running', target ? `${target.running} of ${target.max_running_requests}` : null],
     ['Waiting in the target', target?.waiting], ['Waiting in the gateway', `${gateway.waiting} of ${gateway.max_queued_requests}`],
     ['Prompt tokens waiting', number.format(gateway.waiting_prompt_tokens)],
-    ['Generated tokens', target ? number.format(target.generated_tokens) : null],
+    ['Generated tokens', counted('generation_tokens_total')],
   ]);
   const pages = target?.kv_pages;
   $('kv').value = pages?.total ? 1 - pages.free / pages.total : 0;
@@ -178,7 +189,7 @@ function renderTargets(targets) {
     return tableRow([address, model ?? '–', ready ? 'ready' : 'not ready', ...(stats ? [
       `${stats.running} of ${stats.max_running_requests}`, stats.waiting,
       pages.total ? percent(1 - pages.free / pages.total) : '–',
-      stats.accept_length ? stats.accept_length.toFixed(2) : '–', stats.draft.state,
+      stats.accept_length ? stats.accept_length.toFixed(2) : '–', draftState(stats.draft.state),
     ] : Array(5).fill('–'))]);
   }));
 }
@@ -227,7 +238,7 @@ async function poll() {
   } catch (error) {
     if (error instanceof CallError && error.status === 401) {
       $('key-form').hidden = false;
-      $('message').textContent = 'This server needs an API key.';
+      $('message').textContent = keyProblem();
       return;
     }
     $('message').textContent = error.message;

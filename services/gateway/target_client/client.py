@@ -76,6 +76,7 @@ class TargetClient:
     Attributes:
         address: The target's address.
         connections: Number of sessions so far, including the current session.
+        connections_lost: Number of sessions that ended because the target ended or the connection broke.
     """
 
     def __init__(
@@ -87,7 +88,7 @@ class TargetClient:
         abandons: Callable[[], bool] = lambda: False,
     ) -> None:
         self.address = address
-        self.connections = 0
+        self.connections = self.connections_lost = 0
         self._on_change = on_change
         self._abandons = abandons
         self._closed = False
@@ -322,6 +323,7 @@ class TargetClient:
         while isinstance(failure, BaseExceptionGroup):
             failure = failure.exceptions[0]
         if self._outgoing is not None:
+            self.connections_lost += 1
             _log.warning(
                 "target connection lost",
                 address=self.address,

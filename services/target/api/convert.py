@@ -183,6 +183,8 @@ def resources_to_proto(stats: ResourceStats) -> target_pb2.ResourceStats:
         draft_transport=stats.draft_transport,
         draft_on_device=stats.draft_on_device,
         draft_features=stats.draft_features,
+        draft_uptime_s=stats.draft_uptime_s,
+        draft_connections_lost=stats.draft_connections_lost,
     )
 
 

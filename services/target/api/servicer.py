@@ -22,6 +22,7 @@ from outrider.services.target.api.convert import (
     resources_to_proto,
 )
 from outrider.services.target.api.draft_metrics import DraftMetrics
+from outrider.services.target.api.process_metrics import process_metrics
 from outrider.services.target.api.request_spans import RequestSpans
 from outrider.services.target.api.stream_sink import StreamSink
 from outrider.services.target.engine.engine import TargetEngine
@@ -92,6 +93,7 @@ class TargetServicer(target_pb2_grpc.TargetServicer):
 
     def __init__(self, tracer: Tracer | None = None, draft_address: str | None = None) -> None:
         self._serving: Serving | None = None
+        self._began_s = time.monotonic()
         self._tracer = tracer or Tracer()
         self._draft_metrics = DraftMetrics(draft_address)
 
@@ -212,7 +214,9 @@ class TargetServicer(target_pb2_grpc.TargetServicer):
     ) -> target_pb2.GetStatsReply:
         """Return counters of requests, pages and speculation, and the Prometheus text."""
         serving = self._get()
-        stats = serving.engine.stats()
+        stats, resources = serving.engine.stats(), serving.engine.resources()
+        uptime_s = time.monotonic() - self._began_s
+        others = (self._draft_metrics.text(), process_metrics(uptime_s, resources))
         return target_pb2.GetStatsReply(
             running=stats.running,
             waiting=stats.waiting,
@@ -224,11 +228,12 @@ class TargetServicer(target_pb2_grpc.TargetServicer):
             rounds=stats.rounds,
             speculation=report_to_proto(stats.speculation.report(stats.speedup_estimate)),
             prometheus_text=join_expositions(
-                serving.engine.prometheus_text(), [({}, self._draft_metrics.text())]
+                serving.engine.prometheus_text(), [({}, text) for text in others]
             ),
             auto=decision_to_proto(stats.verdict, stats.looks_lost_s),
             prefix_cache=prefix_stats_to_proto(stats.prefixes),
-            resources=resources_to_proto(serving.engine.resources()),
+            resources=resources_to_proto(resources),
+            uptime_s=uptime_s,
         )
 
     async def FlushPrefixCache(

@@ -17,6 +17,8 @@ class Connection:
         spec: Describes the hidden states that the draft wants to receive. None before the handshake.
         ended: An event that is set once the connection has ended.
         last_pong: Nonce of the last answered ping.
+        draft_began_s: Time at which the draft's process began to load, on this process's `time.monotonic()`.
+            None before the handshake, and for a draft of a release that does not report it.
         last_sign_s: Time at which the last ping was answered, from `time.monotonic()`.
         carrier: The transport that carries the messages.
         send, receive, close: The methods of `carrier` with the same names.
@@ -28,6 +30,7 @@ class Connection:
         self.spec: FeatureSpec | None = None
         self.ended = carrier.ended
         self.last_pong = 0
+        self.draft_began_s: float | None = None
         self.last_sign_s = 0.0
         self.carrier = carrier
         self.send = carrier.send

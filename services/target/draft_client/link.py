@@ -117,6 +117,7 @@ class DraftLink:
     Attributes:
         connection: The current connection, ready for use. None if there is none.
         ever_connected: True once a connection has been made.
+        connections_lost: How often a connection has been lost.
         refusal: The reason why the draft and this target do not match. None if they match, or if no draft has
             answered.
     """
@@ -133,6 +134,7 @@ class DraftLink:
         # freed even while the engine is idle.
         self.connection: Connection | None = None
         self.ever_connected = False
+        self.connections_lost = 0
         self.refusal: OutriderError | None = None
         self._address = address
         self._identity = identity
@@ -203,6 +205,7 @@ class DraftLink:
             connection.close()
             probe.join(5.0)
             if not self._closed.is_set():
+                self.connections_lost += 1
                 _log.warning(
                     "lost the draft at %s (%s); decoding without drafts until it is back",
                     self._address,
@@ -229,6 +232,8 @@ class DraftLink:
         if ack.missing_tensors:
             self._send_weights(carrier, ack.missing_tensors)
         carrier.open_bulk(identity.target_id, agreed.features)
+        if ack.HasField("uptime_s"):
+            connection.draft_began_s = time.monotonic() - ack.uptime_s
         connection.hello = ack
 
     def _feature_spec(self, carrier: Carrier, ack: draft_pb2.HelloAck) -> FeatureSpec:

@@ -137,7 +137,9 @@ class RemoteDrafter(Drafter):
         connection = self._link.connection
         agreed = None if connection is None else connection.agreed
         names = () if agreed is None else tuple(one.name.lower() for one in sorted(agreed.features))
-        return DraftRoute(self._transport, names)
+        began_s = None if connection is None else connection.draft_began_s
+        uptime_s = None if began_s is None else time.monotonic() - began_s
+        return DraftRoute(self._transport, names, uptime_s, self._link.connections_lost)
 
     # ---- engine thread
 

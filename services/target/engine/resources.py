@@ -39,6 +39,8 @@ def measure_resources(
         draft_transport=route.transport,
         draft_on_device=drafted_on_device,
         draft_features=route.features,
+        draft_uptime_s=route.uptime_s,
+        draft_connections_lost=route.connections_lost,
     )
 
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
+from outrider.services.target.engine.recordings import MOST_MIXED_ROWS
 from outrider.services.target.model.prefill_graph import PREFILL_SIZES, fitting
 from outrider.services.target.settings import TargetSettings
 from outrider.shared.base.errors import ConfigurationError
@@ -242,7 +243,9 @@ def working_bytes(settings: TargetSettings, config: ModelConfig, dtype: torch.dt
     heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
     # The larger of a layer's MLP and attention activations, plus residual, norms and captured layers.
     widest = max(3 * config.intermediate_size, 2 * heads) + 6 * config.hidden_size
-    logits = verified * config.vocab_size * (dtype.itemsize + torch.float32.itemsize)
+    # Rounds that are recorded have logits of their own, too.
+    rows_of_logits = verified + min(verified, MOST_MIXED_ROWS)
+    logits = rows_of_logits * config.vocab_size * (dtype.itemsize + torch.float32.itemsize)
     masks = verified * config.vocab_size // 8  # one bit per token (`model/mask_buffer.py`)
     return graphs_bytes(settings, config.num_layers) + int(
         ALLOCATOR_SLACK * (rows * widest * dtype.itemsize + logits + masks + slots + rules)

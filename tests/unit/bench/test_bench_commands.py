@@ -9,6 +9,7 @@ import os
 import re
 import time
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,9 @@ import pytest
 from typer.testing import CliRunner
 
 import outrider.kernels
+from outrider.bench.kernels import command as kernel_bench
 from outrider.bench.measure import latency
+from outrider.bench.measure.clock import measure
 from outrider.bench.measure.latency import shrinking_lengths
 from outrider.bench.stacks.engine_stack import EngineOptions, running_engine
 from outrider.bench.stacks.remote_draft import DraftTransport
@@ -155,6 +158,13 @@ def test_a_batch_with_an_ended_sequence_is_not_waited_for() -> None:
         assert len(running.wait()[1]) == 1
 
 
+@pytest.fixture
+def brief(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let `outrider bench kernels` take two short samples of each kernel."""
+    monkeypatch.setattr(kernel_bench, "measure", partial(measure, samples=2, sample_s=0.0))
+
+
+@pytest.mark.usefixtures("brief")
 def test_kernels_run_against_their_floors(tmp_path: Path) -> None:
     output = run("kernels", "--shape", "tiny", "--device", "cpu", "--output", str(tmp_path))
     rows = rows_of(tmp_path / "kernels-cpu.json")
@@ -199,6 +209,7 @@ def kernel_packages() -> list[str]:
     )
 
 
+@pytest.mark.usefixtures("brief")
 def test_kernels_can_be_picked(tmp_path: Path) -> None:
     run("kernels", "--shape", "tiny", "--device", "cpu", "--only", "cache, tra*", "--output", str(tmp_path))
     kinds = {case.split("_")[0] for case in rows_of(tmp_path / "kernels-cpu.json")}

@@ -43,9 +43,8 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
     lines = io.StringIO()
     with mock.patch.object(progress, "LINE_S", 0.0), contextlib.redirect_stderr(lines):
         target.main(["--smoke", "--out", str(out / "target"), "--gsm8k", str(questions)])
-        eagle3.main(
-            ["--smoke", "--target", str(out / "target"), "--out", str(out / "eagle3"), "--draft-vocab", "256"]
-        )
+        head = ["--smoke", "--target", str(out / "target"), "--out", str(out / "eagle3")]
+        eagle3.main([*head, "--draft-vocab", "256", "--schema-rows", "32"])
     (out / "progress.txt").write_text(lines.getvalue())
     return out
 
@@ -167,6 +166,18 @@ def test_head_is_written_in_the_published_layout(pair: Path) -> None:
     target_ids = torch.arange(draft) + weights["d2t"]
     assert torch.equal(target_ids, weights["t2d"].nonzero().flatten())
     assert not any("embed" in k for k in weights)
+
+
+def test_a_head_is_trained_further_with_its_draft_vocabulary(pair: Path, tmp_path: Path) -> None:
+    flags = ["--smoke", "--steps", "2", "--target", str(pair / "target"), "--init", str(pair / "eagle3")]
+    numbers = eagle3.main([*flags, "--out", str(tmp_path)])
+    before, after = (load_file(str(folder / "model.safetensors")) for folder in (pair / "eagle3", tmp_path))
+    assert before.keys() == after.keys()
+    assert torch.equal(before["d2t"], after["d2t"])
+    change = (after["fc.weight"] - before["fc.weight"]).float().norm() / before["fc.weight"].float().norm()
+    assert 0 < change < 0.2
+    assert "accuracy_per_step_under_schemas" not in numbers
+    assert len(json.loads((pair / "eagle3" / "training.json").read_text())["accuracy_per_step_under_schemas"])
 
 
 def test_training_time_test_equals_step_by_step_drafting() -> None:

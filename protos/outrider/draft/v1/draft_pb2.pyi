@@ -224,6 +224,7 @@ class HelloAck(_message.Message):
     MIN_VERSION_FIELD_NUMBER: _builtins.int
     MAX_VERSION_FIELD_NUMBER: _builtins.int
     PROTOCOL_FEATURES_FIELD_NUMBER: _builtins.int
+    UPTIME_S_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
     """The version of this connection: the highest that both sides support. In GetInfo, the highest that the
     draft supports.
@@ -244,6 +245,8 @@ class HelloAck(_message.Message):
     min_version: _builtins.int
     """As in Hello, for the draft."""
     max_version: _builtins.int
+    uptime_s: _builtins.float
+    """Seconds since the draft's process began to load. Absent in releases that do not report it."""
     @_builtins.property
     def aux_layer_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The layers whose outputs the head reads: 0-based, ascending."""
@@ -279,12 +282,15 @@ class HelloAck(_message.Message):
         min_version: _builtins.int = ...,
         max_version: _builtins.int = ...,
         protocol_features: _abc.Iterable[Global___ProtocolFeature.ValueType] | None = ...,
+        uptime_s: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_uptime_s", b"_uptime_s", "uptime_s", b"uptime_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["algorithm", b"algorithm", "aux_layer_ids", b"aux_layer_ids", "feature_dtype", b"feature_dtype", "feature_size", b"feature_size", "head_fingerprint", b"head_fingerprint", "max_nodes", b"max_nodes", "max_sessions", b"max_sessions", "max_steps", b"max_steps", "max_topk", b"max_topk", "max_version", b"max_version", "min_version", b"min_version", "missing_tensors", b"missing_tensors", "model_id", b"model_id", "projector_fingerprint", b"projector_fingerprint", "projector_norm_eps", b"projector_norm_eps", "projector_tensors", b"projector_tensors", "protocol_features", b"protocol_features", "protocol_version", b"protocol_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_uptime_s", b"_uptime_s", "algorithm", b"algorithm", "aux_layer_ids", b"aux_layer_ids", "feature_dtype", b"feature_dtype", "feature_size", b"feature_size", "head_fingerprint", b"head_fingerprint", "max_nodes", b"max_nodes", "max_sessions", b"max_sessions", "max_steps", b"max_steps", "max_topk", b"max_topk", "max_version", b"max_version", "min_version", b"min_version", "missing_tensors", b"missing_tensors", "model_id", b"model_id", "projector_fingerprint", b"projector_fingerprint", "projector_norm_eps", b"projector_norm_eps", "projector_tensors", b"projector_tensors", "protocol_features", b"protocol_features", "protocol_version", b"protocol_version", "uptime_s", b"uptime_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__uptime_s: _TypeAlias = _typing.Literal["uptime_s"]  # noqa: Y015
+    _WhichOneofArgType__uptime_s: _TypeAlias = _typing.Literal["_uptime_s", b"_uptime_s"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__uptime_s) -> _WhichOneofReturnType__uptime_s | None: ...
 
 Global___HelloAck: _TypeAlias = HelloAck  # noqa: Y015
 

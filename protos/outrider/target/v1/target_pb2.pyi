@@ -544,6 +544,7 @@ class GetStatsReply(_message.Message):
     AUTO_FIELD_NUMBER: _builtins.int
     PREFIX_CACHE_FIELD_NUMBER: _builtins.int
     RESOURCES_FIELD_NUMBER: _builtins.int
+    UPTIME_S_FIELD_NUMBER: _builtins.int
     running: _builtins.int
     waiting: _builtins.int
     pages_total: _builtins.int
@@ -554,6 +555,8 @@ class GetStatsReply(_message.Message):
     rounds: _builtins.int
     prometheus_text: _builtins.str
     """The target's metrics in Prometheus text format. The gateway appends them to its own."""
+    uptime_s: _builtins.float
+    """Seconds since the target's process began to load. Absent in releases that do not report it."""
     @_builtins.property
     def speculation(self) -> _common_pb2.SpeculationStats: ...
     @_builtins.property
@@ -578,12 +581,15 @@ class GetStatsReply(_message.Message):
         auto: Global___AutoDecision | None = ...,
         prefix_cache: Global___PrefixCacheStats | None = ...,
         resources: Global___ResourceStats | None = ...,
+        uptime_s: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["auto", b"auto", "prefix_cache", b"prefix_cache", "resources", b"resources", "speculation", b"speculation"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_uptime_s", b"_uptime_s", "auto", b"auto", "prefix_cache", b"prefix_cache", "resources", b"resources", "speculation", b"speculation", "uptime_s", b"uptime_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["auto", b"auto", "draft_state", b"draft_state", "generated_tokens", b"generated_tokens", "pages_free", b"pages_free", "pages_held", b"pages_held", "pages_total", b"pages_total", "prefix_cache", b"prefix_cache", "prometheus_text", b"prometheus_text", "resources", b"resources", "rounds", b"rounds", "running", b"running", "speculation", b"speculation", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_uptime_s", b"_uptime_s", "auto", b"auto", "draft_state", b"draft_state", "generated_tokens", b"generated_tokens", "pages_free", b"pages_free", "pages_held", b"pages_held", "pages_total", b"pages_total", "prefix_cache", b"prefix_cache", "prometheus_text", b"prometheus_text", "resources", b"resources", "rounds", b"rounds", "running", b"running", "speculation", b"speculation", "uptime_s", b"uptime_s", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__uptime_s: _TypeAlias = _typing.Literal["uptime_s"]  # noqa: Y015
+    _WhichOneofArgType__uptime_s: _TypeAlias = _typing.Literal["_uptime_s", b"_uptime_s"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__uptime_s) -> _WhichOneofReturnType__uptime_s | None: ...
 
 Global___GetStatsReply: _TypeAlias = GetStatsReply  # noqa: Y015
 
@@ -604,6 +610,8 @@ class ResourceStats(_message.Message):
     DRAFT_TRANSPORT_FIELD_NUMBER: _builtins.int
     DRAFT_ON_DEVICE_FIELD_NUMBER: _builtins.int
     DRAFT_FEATURES_FIELD_NUMBER: _builtins.int
+    DRAFT_UPTIME_S_FIELD_NUMBER: _builtins.int
+    DRAFT_CONNECTIONS_LOST_FIELD_NUMBER: _builtins.int
     weight_bytes: _builtins.int
     kv_bytes: _builtins.int
     process_bytes: _builtins.int
@@ -621,6 +629,12 @@ class ResourceStats(_message.Message):
     """True if the trees of the last drafted round stayed on the devices, false if they passed through the host.
     Absent before the first drafted round.
     """
+    draft_uptime_s: _builtins.float
+    """Seconds since the draft's process began to load. Absent without a connection, and for a draft in the
+    target's process.
+    """
+    draft_connections_lost: _builtins.int
+    """How often the connection to the draft was lost since the target's process began."""
     @_builtins.property
     def draft_features(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Names of the draft protocol's features that target and draft use. Empty without a connection."""
@@ -639,14 +653,21 @@ class ResourceStats(_message.Message):
         draft_transport: _builtins.str = ...,
         draft_on_device: _builtins.bool | None = ...,
         draft_features: _abc.Iterable[_builtins.str] | None = ...,
+        draft_uptime_s: _builtins.float | None = ...,
+        draft_connections_lost: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_draft_on_device", b"_draft_on_device", "draft_on_device", b"draft_on_device"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_draft_on_device", b"_draft_on_device", "_draft_uptime_s", b"_draft_uptime_s", "draft_on_device", b"draft_on_device", "draft_uptime_s", b"draft_uptime_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_draft_on_device", b"_draft_on_device", "draft_features", b"draft_features", "draft_on_device", b"draft_on_device", "draft_transport", b"draft_transport", "gpu_total_bytes", b"gpu_total_bytes", "gpu_used_bytes", b"gpu_used_bytes", "graph_bytes", b"graph_bytes", "graphs_left", b"graphs_left", "graphs_recorded", b"graphs_recorded", "kv_bytes", b"kv_bytes", "process_bytes", b"process_bytes", "weight_bytes", b"weight_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_draft_on_device", b"_draft_on_device", "_draft_uptime_s", b"_draft_uptime_s", "draft_connections_lost", b"draft_connections_lost", "draft_features", b"draft_features", "draft_on_device", b"draft_on_device", "draft_transport", b"draft_transport", "draft_uptime_s", b"draft_uptime_s", "gpu_total_bytes", b"gpu_total_bytes", "gpu_used_bytes", b"gpu_used_bytes", "graph_bytes", b"graph_bytes", "graphs_left", b"graphs_left", "graphs_recorded", b"graphs_recorded", "kv_bytes", b"kv_bytes", "process_bytes", b"process_bytes", "weight_bytes", b"weight_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__draft_on_device: _TypeAlias = _typing.Literal["draft_on_device"]  # noqa: Y015
     _WhichOneofArgType__draft_on_device: _TypeAlias = _typing.Literal["_draft_on_device", b"_draft_on_device"]  # noqa: Y015
+    _WhichOneofReturnType__draft_uptime_s: _TypeAlias = _typing.Literal["draft_uptime_s"]  # noqa: Y015
+    _WhichOneofArgType__draft_uptime_s: _TypeAlias = _typing.Literal["_draft_uptime_s", b"_draft_uptime_s"]  # noqa: Y015
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__draft_on_device) -> _WhichOneofReturnType__draft_on_device | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__draft_uptime_s) -> _WhichOneofReturnType__draft_uptime_s | None: ...
 
 Global___ResourceStats: _TypeAlias = ResourceStats  # noqa: Y015
 

@@ -8,7 +8,16 @@ from pathlib import Path
 from outrider.services.gateway.playground import pages
 from outrider.services.target.metrics import FALLBACK_REASONS
 from outrider.services.target.policy.verdict import Reason
-from outrider.services.terminal.reasons import DECISIONS, FALLBACKS, chosen, why_decided, why_no_draft
+from outrider.services.terminal.reasons import (
+    DECISIONS,
+    DRAFT_STATES,
+    FALLBACKS,
+    chosen,
+    draft_state,
+    why_decided,
+    why_no_draft,
+)
+from outrider.shared.spec.drafter import DrafterState
 
 
 def words_of(name: str) -> dict[str, str]:
@@ -19,11 +28,13 @@ def words_of(name: str) -> dict[str, str]:
 
 
 def test_pages_and_terminal_use_the_same_words() -> None:
+    assert words_of("DRAFT_STATES") == DRAFT_STATES
     assert words_of("DECISIONS") == DECISIONS
     assert words_of("FALLBACKS") == FALLBACKS
 
 
 def test_every_reason_of_the_target_has_words() -> None:
+    assert {one.value for one in DrafterState} == DRAFT_STATES.keys()
     assert {one.value for one in Reason} == DECISIONS.keys()
     assert {*FALLBACK_REASONS, "user", "length", "controller"} <= FALLBACKS.keys()
 
@@ -41,3 +52,4 @@ def test_a_choice_is_in_words() -> None:
 
 def test_an_unknown_reason_is_shown_as_it_is() -> None:
     assert why_no_draft("out_of_luck") == "out of luck"
+    assert draft_state("gone_fishing") == "gone fishing"

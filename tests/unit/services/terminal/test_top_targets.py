@@ -56,7 +56,8 @@ def test_each_target_has_a_line() -> None:
     text = shown([up, down])
     assert "1 of 2 ready" in text
     [line] = [line for line in text.splitlines() if "10.0.0.1:7001" in line]
-    assert all(part in line for part in ("m", "ready", "3 of 16", "25 %", "2.50", "on"))
+    assert all(part in line for part in ("m", "ready", "3 of 16", "25 %", "2.50"))
+    assert line.count("ready") == 2  # the target and its draft
     [line] = [line for line in text.splitlines() if "10.0.0.2:7001" in line]
     assert "not ready" in line
 
@@ -66,18 +67,32 @@ def test_one_target_needs_no_list() -> None:
     assert "10.0.0.1:7001" not in shown([one])
 
 
+def test_services_have_times_and_lost_connections() -> None:
+    draft = {"state": "draft_down", "algorithm": "EAGLE3", "uptime_s": None, "connections_lost": 2}
+    one = {"address": "a:1", "model": "m", "ready": True, "load_tokens": 9, "connections_lost": 1}
+    text = shown([one | {"stats": stats(3) | {"uptime_s": 185.0, "draft": draft}}])
+    assert all(part in text for part in ("target up for", "3 min", "target 1 ×, draft 2 ×"))
+    assert "does not answer" in text
+    assert "draft_down" not in text
+    assert "lost connections" in shown([one | {"ready": False, "stats": None}])
+
+
 def test_names_and_numbers_have_the_form_of_the_page() -> None:
     """Each name is also a name on the page (`status.js`), where it begins with a capital letter."""
     one = {"address": "a:1", "model": "m", "ready": True, "load_tokens": 9}
-    busy = stats(3) | {"generated_tokens": 1_234_567, "kv_pages": {"total": 5000, "free": 1000, "held": 0}}
+    busy = stats(3) | {"uptime_s": 185.0, "kv_pages": {"total": 5000, "free": 1000, "held": 0}}
     metrics = {
         'outrider_kv_cache_tokens{kind="committed"}': 23456.0,
         "outrider_num_preemptions_total": 1024.0,
+        "outrider_generation_tokens_total": 1_234_567.0,
     }
     text = shown([one | {"stats": busy}], metrics)
     page = Path(pages.FOLDER, "status.js").read_text()
     for name, value in (
         ("gateway up for", "5 s"),
+        ("target up for", "3 min"),
+        ("draft up for", "–"),
+        ("lost connections", "none"),
         ("waiting in the target", "1"),
         ("waiting in the gateway", "0 of 512"),
         ("prompt tokens waiting", "1,234"),
@@ -95,7 +110,7 @@ def test_names_and_numbers_have_the_form_of_the_page() -> None:
 
 
 def test_memory_graphs_transport_and_the_decision_are_shown() -> None:
-    used = {
+    used: dict[str, Any] = {
         "weight_bytes": 3 * 2**30,
         "kv_bytes": 5 * 2**29,
         "process_bytes": 200 * 2**20,
@@ -127,6 +142,10 @@ def test_memory_graphs_transport_and_the_decision_are_shown() -> None:
     text = shown([one | {"stats": stats(3) | {"resources": used, "auto": auto}}], metrics)
     sizes = ("3.0 GiB", "2.5 GiB", "200.0 MiB", "40.0 GiB of 80.0 GiB", "256.0 MiB")
     assert all(part in text for part in (*sizes, "31 recorded, 4 left", "IPC, on the device"))
+    without_gpu = used | {"gpu_used_bytes": 0, "gpu_total_bytes": 0}
+    on_cpu = shown([one | {"stats": stats(3) | {"resources": without_gpu, "auto": auto}}])
+    assert "IPC" in on_cpu
+    assert "on the device" not in on_cpu
     assert "2 × chain of 3, 1 × plain decoding" in text
     assert "drafting is estimated to be faster than plain decoding" in text
     assert "the draft answered too late (4)" in text

@@ -94,7 +94,7 @@ def test_tokens_and_probabilities_that_speculation_changes_are_found(
     monkeypatch.setattr(PairEngine, "answer", changed)
     tree = {"tree": ways(DraftShape(5, 4, 16))["tree"]}
     monkeypatch.setattr(command, "ways", lambda _shape: tree)
-    code, report = verify(tmp_path / "prompts.jsonl", "--dtype", "float32")
+    code, report = verify(tmp_path / "prompts.jsonl", "--dtype", "float32", "--samples", "128")
     assert (code, report["passed"]) == (1, False)
     for run in report["runs"]:
         (difference,) = run["differences"]

@@ -32,7 +32,7 @@ from outrider.shared.rpc.version import (
 )
 from outrider.shared.spec.resident import RoundState, TreesBlob
 
-WIRE = (3, "ca3dc72f20d922a7")
+WIRE = (3, "9090576762483048")
 """The protocol's highest version, and a digest of its wire format.
 
 If a change fails here, update the digest. Also increment `MAX_VERSION` if the previous release cannot handle

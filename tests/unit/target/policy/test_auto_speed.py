@@ -11,6 +11,7 @@ from functools import lru_cache
 
 import pytest
 from support.auto_machine import CHAIN_3, CHAIN_5, TREE, Machine, Server, law_of
+from support.cases import every_pair
 
 from outrider.services.target.policy.acceptance import SamplingKind
 from outrider.services.target.policy.controller import (
@@ -69,9 +70,9 @@ def best_fixed(accept_length: float, batch_size: int, new_tokens: int) -> float:
     return max(rates)
 
 
-@pytest.mark.parametrize("new_tokens", LENGTHS)
-@pytest.mark.parametrize("batch_size", BATCHES)
-@pytest.mark.parametrize("accept_length", [1.2, 2.5, 4.0])
+@pytest.mark.parametrize(
+    ("accept_length", "batch_size", "new_tokens"), every_pair([1.2, 2.5, 4.0], BATCHES, LENGTHS)
+)
 def test_auto_is_close_to_the_best(accept_length: float, batch_size: int, new_tokens: int) -> None:
     server = Server(SpeculationController(), MACHINE, batch_size, new_tokens, [law_of(accept_length)], seed=3)
     server.run(3000 + batch_size * 256)
