@@ -153,8 +153,7 @@ class RemoteDrafter(Drafter):
             self.slots.left([sequence.fence.session_id])
             former = self._sessions.get(sequence.fence.session_id)
             session = self._sessions[sequence.fence.session_id] = DraftSession(sequence.fence, former)
-            connection = self._usable()
-            if connection is None:
+            if (connection := self._usable()) is None:
                 session.lost = True
             else:
                 session.begin(connection, sequence)
@@ -181,8 +180,7 @@ class RemoteDrafter(Drafter):
                 continue
             session.add(commit)
             if len(session.token_ids) > MAX_PENDING_TOKENS:
-                connection = self._usable()
-                if connection is None:
+                if (connection := self._usable()) is None:
                     session.lose()
                 else:
                     self.slots.flush()
