@@ -261,12 +261,13 @@ def _transport(used: Mapping[str, Any]) -> str:
 
 
 def _depths(status: Mapping[str, Any]) -> Table:
-    """Return the share of drafted rounds that accepted each depth."""
+    """Return, for each depth, the share of the rounds drafted to this depth that accepted it."""
     metrics: Mapping[str, float] = status["metrics"]
     shares: list[float] = []
     drafts = metrics.get("outrider_spec_decode_num_drafts_total", 0.0)
     while accepted := metrics.get(f'outrider_accepted_tokens_total{{depth="{len(shares) + 1}"}}'):
-        shares.append(accepted / drafts)
+        drafted = metrics.get(f'outrider_drafted_rounds_total{{depth="{len(shares) + 1}"}}', drafts)
+        shares.append(accepted / drafted)
     rows = [(f"depth {depth}", _percent(share, 1)) for depth, share in enumerate(shares[:SHOWN_DEPTHS], 1)]
     return _pairs(*rows) if rows else _pairs(("drafted rounds", None))
 
