@@ -272,12 +272,13 @@ def _transport(used: Mapping[str, Any]) -> str:
 
 
 def _depths(status: Mapping[str, Any]) -> Table:
-    """Return the share of drafted rounds that accepted each depth."""
+    """Return, for each depth, the share of the rounds drafted to this depth that accepted it."""
     metrics: Mapping[str, float] = status["metrics"]
     rows: list[tuple[str, str]] = []
     drafts = metrics.get("outrider_spec_decode_num_drafts_total", 0.0)
     while drafts and (accepted := metrics.get(f'outrider_accepted_tokens_total{{depth="{len(rows) + 1}"}}')):
-        rows.append((f"depth {len(rows) + 1}", percent(accepted / drafts, 1)))
+        drafted = metrics.get(f'outrider_drafted_rounds_total{{depth="{len(rows) + 1}"}}', drafts)
+        rows.append((f"depth {len(rows) + 1}", percent(accepted / drafted, 1)))
     return _pairs(*rows) if rows else _pairs(("drafted rounds", None))
 
 

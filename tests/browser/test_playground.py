@@ -32,7 +32,7 @@ def test_a_chat_colours_every_token_by_how_it_came(page: Page) -> None:
         "aria-label", re.compile("Rounds by accepted tokens")
     )
     expect(page.locator("#choices")).to_contain_text("depth 5")
-    expect(page.locator("#choices-why")).to_contain_text("fixes this shape")
+    expect(page.locator("#choices-why")).to_contain_text("requests the same tree in every round")
 
 
 def test_reasoning_is_shown_above_the_answer(page: Page) -> None:
@@ -127,12 +127,12 @@ def test_a_race_in_the_mode_of_the_server_compares_with_plain_decoding(open_page
         {"mode": "off", "trace": True},
     )
     assert fast == slow
-    # In mode "off", there is no difference that a race could show.
+    # In mode "off", there would be no difference that a race could show.
     set_fields(page, mode="off")
     page.fill("#prompt", PROMPT)
     page.get_by_role("button", name="Race", exact=True).click()
     expect(page.locator("#race-result")).to_contain_text(
-        "Mode “off” is set, so both answers were decoded plainly. Both texts are equal"
+        "Mode “off” has nothing to race against, so the first lane runs in mode “auto”."
     )
 
 
