@@ -218,6 +218,8 @@ def test_an_answer_is_saved_as_an_animated_picture(page: Page, tmp_path: Path) -
 
 def test_an_answer_can_be_stopped(page: Page) -> None:
     set_fields(page, mode="off", max_tokens="1500")
+    # The answer is long, so that it cannot end before the click.
+    page.fill("#schema", '{"type": "array", "items": {"enum": [1, 2]}, "minItems": 400}')
     page.fill("#prompt", "Count from 1 to 300, one number a line.")
     page.keyboard.press("Enter")
     expect(page.locator(".message.assistant .token").nth(3)).to_be_visible()
