@@ -226,6 +226,7 @@ def test_an_answer_can_be_stopped(page: Page) -> None:
     page.get_by_role("button", name="Stop").click()
     expect(page.locator("#message")).to_have_text("Stopped.")
     expect(page.locator(".summary")).to_contain_text("(stopped)")
+    set_fields(page, schema="")
     ask(page)
 
 
