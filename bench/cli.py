@@ -36,6 +36,7 @@ from outrider.bench.plot.command import plot
 from outrider.services.hub.pair import DEMO_TARGET
 from outrider.services.stack.options import Transport
 from outrider.shared.base.errors import ConfigurationError
+from outrider.shared.obs.progress import importing
 from outrider.shared.rpc.polling import watch_sockets
 
 bench = typer.Typer(
@@ -94,8 +95,9 @@ def _speculation(
     output: Path | None,
     force: bool,
 ) -> None:
-    from outrider.bench.measure.speculation import BenchOptions, run_bench
-    from outrider.bench.report.machine import describe_machine
+    with importing():
+        from outrider.bench.measure.speculation import BenchOptions, run_bench
+        from outrider.bench.report.machine import describe_machine
 
     leave_on_terminate()
     folder = draft_folder(target, draft)
@@ -165,11 +167,12 @@ def latency(
 ) -> None:
     """Time rounds and prefill of an in-process engine: random weights, synthetic acceptance, wall clock."""
     watch_sockets()
-    from outrider.bench.measure.latency import LatencyOptions, parse_shapes, run_latency
-    from outrider.bench.stacks.engine_stack import EngineOptions, parse_settings
-    from outrider.bench.stacks.remote_draft import DraftTransport
-    from outrider.bench.stacks.shapes import named_shape
-    from outrider.shared.obs.logging import configure_logging
+    with importing():
+        from outrider.bench.measure.latency import LatencyOptions, parse_shapes, run_latency
+        from outrider.bench.stacks.engine_stack import EngineOptions, parse_settings
+        from outrider.bench.stacks.remote_draft import DraftTransport
+        from outrider.bench.stacks.shapes import named_shape
+        from outrider.shared.obs.logging import configure_logging
 
     leave_on_terminate()
     configure_logging("bench", "warning")
@@ -237,12 +240,13 @@ def auto(
 ) -> None:
     """Compare mode auto with plain decoding and fixed shapes: random weights, synthetic acceptance."""
     watch_sockets()
-    from outrider.bench.measure.auto import AutoOptions, check_lengths, run_auto
-    from outrider.bench.measure.latency import parse_shapes
-    from outrider.bench.stacks.engine_stack import EngineOptions, parse_settings
-    from outrider.bench.stacks.remote_draft import DraftTransport
-    from outrider.bench.stacks.shapes import named_shape
-    from outrider.shared.obs.logging import configure_logging
+    with importing():
+        from outrider.bench.measure.auto import AutoOptions, check_lengths, run_auto
+        from outrider.bench.measure.latency import parse_shapes
+        from outrider.bench.stacks.engine_stack import EngineOptions, parse_settings
+        from outrider.bench.stacks.remote_draft import DraftTransport
+        from outrider.bench.stacks.shapes import named_shape
+        from outrider.shared.obs.logging import configure_logging
 
     leave_on_terminate()
     configure_logging("bench", "warning")
@@ -303,10 +307,11 @@ def kernels(
     force: Force = False,
 ) -> None:
     """Time each kernel and the target's whole pass against its floor. On a CPU, test the references."""
-    from outrider.bench.kernels.case import KernelOptions
-    from outrider.bench.kernels.command import run_kernels
-    from outrider.bench.stacks.shapes import named_shape
-    from outrider.shared.obs.logging import configure_logging
+    with importing():
+        from outrider.bench.kernels.case import KernelOptions
+        from outrider.bench.kernels.command import run_kernels
+        from outrider.bench.stacks.shapes import named_shape
+        from outrider.shared.obs.logging import configure_logging
 
     configure_logging("bench", "warning")
     where, how = placement(device, dtype)
@@ -328,7 +333,8 @@ def roofline(
     force: Force = False,
 ) -> None:
     """Measure the machine's own ceilings: copies, reads, the matrix rate, launches and the bus."""
-    from outrider.bench.measure.roofline import RooflineOptions, run_roofline
+    with importing():
+        from outrider.bench.measure.roofline import RooflineOptions, run_roofline
 
     where, how = placement(device, dtype)
     path = result_file(output, "roofline", where.type, force)
@@ -356,17 +362,13 @@ def perplexity(
     force: Force = False,
 ) -> None:
     """Measure the quality cost of FP8: perplexity on a text, without and with the selected quantization."""
-    from outrider.bench.measure.perplexity import PerplexityOptions, run_perplexity
-    from outrider.shared.obs.logging import configure_logging
+    with importing():
+        from outrider.bench.measure.perplexity import PerplexityOptions, run_perplexity
+        from outrider.shared.obs.logging import configure_logging
 
     configure_logging("bench", "warning")
-    choices = (
-        ("--quantization", quantization, ("none", "fp8")),
-        ("--kv-cache-dtype", kv_cache_dtype, ("auto", "fp8_e4m3")),
-    )
-    for flag, value, allowed in choices:
-        if value not in allowed:
-            raise ConfigurationError(f"{flag} {value}: expected {' or '.join(allowed)}.", field=flag)
+    choice(quantization, ("none", "fp8"), "--quantization")
+    choice(kv_cache_dtype, ("auto", "fp8_e4m3"), "--kv-cache-dtype")
     where, how = placement(device, dtype)
     path = result_file(output, "perplexity", where.type, force)
     options = PerplexityOptions(

@@ -25,7 +25,17 @@ from outrider.services.stack.options import Transport
 from outrider.shared.base.errors import ConfigurationError
 
 OMITTABLE = ("ignore_eos", "min_p", "seed", "speculation", "stream_options", "top_k", "top_p")
-ApiKey = Annotated[str | None, typer.Option(help="API key to send, if the server requires one.")]
+ApiKey = Annotated[
+    str | None,
+    typer.Option(help="API key to send, if the server requires one.", envvar="OUTRIDER_API_KEY"),
+]
+Url = Annotated[
+    str | None,
+    typer.Option(
+        help="Address of a running server. The variable OUTRIDER_URL does not count.",
+        show_default="a stack is started",
+    ),
+]
 Omit = Annotated[
     str,
     typer.Option(
@@ -40,7 +50,8 @@ def serve(
     url: Annotated[
         str | None,
         typer.Option(
-            help="Address of a running server: Outrider, or any server with OpenAI's API.",
+            help="Address of a running server: Outrider, or any server with OpenAI's API. The variable "
+            "OUTRIDER_URL does not count.",
             show_default="a stack is started",
         ),
     ] = None,
@@ -169,9 +180,7 @@ def serve(
 
 
 def mixed(
-    url: Annotated[
-        str | None, typer.Option(help="Address of a running server.", show_default="a stack is started")
-    ] = None,
+    url: Url = None,
     api: Annotated[
         str,
         typer.Option(
@@ -274,9 +283,7 @@ def mixed(
 
 
 def prefix(
-    url: Annotated[
-        str | None, typer.Option(help="Address of a running server.", show_default="a stack is started")
-    ] = None,
+    url: Url = None,
     api_key: ApiKey = None,
     chats: Annotated[int, typer.Option(min=1, help="Number of chats.")] = 200,
     turns: Annotated[int, typer.Option(min=1, help="Turns of each chat.")] = 5,

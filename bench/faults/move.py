@@ -29,8 +29,8 @@ from outrider.bench.faults.questions import GENERATE, Question
 from outrider.bench.faults.two_targets import TwoTargets
 from outrider.bench.measure.clock import percentile
 from outrider.bench.report.record import Result, Row, finish
-from outrider.bench.stacks.started_services import StartBar
 from outrider.services.stack.private_folder import private_folder
+from outrider.services.stack.start_bar import StartBar
 from outrider.shared.base.errors import UnavailableError
 from outrider.shared.obs.progress import Progress
 

@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
+from outrider.services.clients.rest import gateway_url
 from outrider.shared.base.errors import ConfigurationError, OutriderError, UnavailableError
 
 OUTRIDER = "outrider"
@@ -69,13 +70,14 @@ class Server:
 
 
 def server_address(url: str) -> str:
-    """Return a server's address without a trailing ``/`` or ``/v1``.
+    """Return a server's address with a scheme, and without a trailing ``/`` or ``/v1``.
 
     Raises:
         ConfigurationError: The text is not an address of an HTTP server.
     """
+    address = gateway_url(url)
     try:
-        parts = urlsplit(url)
+        parts = urlsplit(address)
         valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
     except ValueError:
         valid = False
@@ -83,7 +85,7 @@ def server_address(url: str) -> str:
         raise ConfigurationError(
             f"--url {url}: expected an address such as http://127.0.0.1:8000.", field="--url"
         )
-    return url.rstrip("/").removesuffix("/v1")
+    return address
 
 
 def find_server(url: str, api_key: str | None) -> Server:

@@ -151,7 +151,7 @@ def run_prefix(options: PrefixOptions) -> int:
             raise ConfigurationError(
                 f"--url: the server ({server.owner or 'unknown'}) is not Outrider.", field="--url"
             )
-        off, on, times, lengths = asyncio.run(_measure(options, url))
+        off, on, times, lengths = asyncio.run(_measure(options, server.url))
     settings = {
         "device": options.stack.device if options.url is None else "remote",
         "server": server.as_json(),

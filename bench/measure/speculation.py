@@ -32,11 +32,11 @@ from outrider.bench.report.machine import describe_machine
 from outrider.bench.report.record import recorded_command, result_path
 from outrider.bench.report.source import recorded_source
 from outrider.bench.report.surroundings import recorded_environment
-from outrider.bench.stacks.started_services import StartBar
 from outrider.services.clients.rest import Reply, RestClient
 from outrider.services.stack.launch import free_port, running_stack
 from outrider.services.stack.options import StackOptions, Transport
-from outrider.shared.obs.progress import Progress
+from outrider.services.stack.start_bar import StartBar
+from outrider.shared.obs.progress import Progress, Waiting
 
 TEMPERATURES = (0.0, 1.0)
 SEED = 20_000
@@ -117,12 +117,15 @@ def run_bench(options: BenchOptions) -> int:
             with StartBar() as bar:
                 clients = _start(cleanup, options, log, bar)
             runs = _measure(options, prompts, clients)
+            with Waiting("stopping the servers"):
+                cleanup.close()
     except Exception:
         print(*log, sep="\n", file=sys.stderr)
         raise
-    machine = describe_machine()
-    summary = summarise(runs, len(prompts))
-    differences = first_differences(runs, prompts, options.target)
+    with Waiting("comparing the answers"):
+        machine = describe_machine()
+        summary = summarise(runs, len(prompts))
+        differences = first_differences(runs, prompts, options.target)
     result = {
         "command": recorded_command(),
         "environment": recorded_environment(),

@@ -1,8 +1,7 @@
-"""Starts the services that a benchmark measures, and shows on a terminal what they are doing meanwhile."""
+"""Starts the services that a benchmark measures, and shows what they are doing meanwhile."""
 
 from __future__ import annotations
 
-import re
 import sys
 from collections import deque
 from collections.abc import Iterator
@@ -10,47 +9,7 @@ from contextlib import ExitStack, contextmanager
 
 from outrider.services.stack.launch import Stack, running_stack
 from outrider.services.stack.options import StackOptions
-from outrider.shared.obs.progress import Progress, duration
-
-LOG_LINE = re.compile(r"\] (?P<work>\w[\w ]*?) +\[.*\bleft_s=(?P<left_s>\d+)\b.*\bpercent=(?P<percent>\d+)\b")
-"""A line that a service logs while it loads a model, compiles kernels or records CUDA graphs."""
-READY = " ready after "
-
-
-class StartBar:
-    """A bar that shows what services do while they start. Use it as a context manager.
-
-    Several threads may report to the bar. Without a terminal, the bar shows nothing.
-    """
-
-    def __init__(self) -> None:
-        self._progress = Progress("starting services")
-
-    def __enter__(self) -> StartBar:
-        self._progress.__enter__()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._progress.__exit__(None, None, None)
-
-    def tell(self, message: str, server: str = "") -> None:
-        """Show a message of `running_stack`, if it says that a service is ready.
-
-        Args:
-            message: The message. The other messages, about the place of the draft, are too long for a bar.
-            server: Name of the server, if several start at the same time.
-        """
-        if READY in message:
-            self._show(server, message)
-
-    def hear(self, service: str, line: str, server: str = "") -> None:
-        """Show a line that a service has printed, if it tells the progress of long work."""
-        if found := LOG_LINE.search(line):
-            left = duration(float(found["left_s"]))
-            self._show(server, f"{service}, {found['work']}: {found['percent']} %, {left} left")
-
-    def _show(self, server: str, text: str) -> None:
-        self._progress.tell(0, step=f"{server}, {text}" if server else text)
+from outrider.services.stack.start_bar import StartBar
 
 
 @contextmanager

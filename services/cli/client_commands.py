@@ -60,6 +60,8 @@ def generate(
     from outrider.services.clients.rest import Reply, RestClient
     from outrider.services.terminal.chat import print_summary
 
+    if prompt == "-" and sys.stdin.isatty():
+        typer.echo("Type the prompt. End it with Ctrl-D on a line of its own.", err=True)
     text = sys.stdin.read() if prompt == "-" else prompt
     if prompt == "-" and not text.strip():
         raise InvalidRequestError(
@@ -118,7 +120,10 @@ def top(
     as_json: Annotated[bool, typer.Option("--json", help="Print each status as one line of JSON.")] = False,
     api_key: ApiKey = None,
 ) -> None:
-    """Show load, memory, speculation and the last errors of a running stack. q or Ctrl-C quits."""
+    """Show load, memory, speculation and the last errors of a running stack.
+
+    The arrow keys, Page Up and Page Down scroll. q or Ctrl-C quits.
+    """
     from outrider.services.clients.rest import RestClient
     from outrider.services.terminal.top import run_top
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,6 +22,7 @@ from outrider.services.hub.pair import demo_name, pair_folders
 from outrider.services.stack import launch
 from outrider.services.stack.launch import Progress
 from outrider.services.stack.options import StackOptions, Transport
+from outrider.services.stack.start_bar import StartBar
 from outrider.services.stack.supervisor import Echo
 from outrider.shared.base.errors import ConfigurationError
 from outrider.shared.spec.algorithm import Algorithm
@@ -309,12 +312,21 @@ def up(
             "[yellow]--api-key shows in the list of processes (ps). Set OUTRIDER_GATEWAY_API_KEY instead.[/]",
             soft_wrap=True,
         )
-    with (
-        StopSignal() as stop,
-        launch.running_stack(
-            options, _echo_to(lines, log_json), _progress_to(lines, log_json), lambda: stop.requested
-        ) as stack,
-    ):
+    echo, progress = _echo_to(lines, log_json), _progress_to(lines, log_json)
+    bar = StartBar(Console(file=io.StringIO()) if log_json else lines, progress)
+
+    def heard(name: str, line: str) -> None:
+        echo(name, line)
+        bar.hear(name, line)
+
+    def told(line: str) -> None:
+        progress(line)
+        bar.tell(line)
+
+    with StopSignal() as stop, ExitStack() as cleanup:
+        with bar:
+            running = launch.running_stack(options, heard, told, lambda: stop.requested)
+            stack = cleanup.enter_context(running)
         console.print(
             f"[bold green]up[/] {stack.url}  (OpenAI API at {stack.url}/v1"
             + (f"; gRPC on port {options.grpc})" if options.grpc else ")"),

@@ -149,6 +149,23 @@ class RestClient:
             raise _error(httpx.codes.OK, body)
         return str(body["data"][0]["id"])
 
+    def count_tokens(self, messages: list[dict[str, str]]) -> tuple[int, int]:
+        """Return the number of tokens of a chat's prompt, and the length of the model's context in tokens.
+
+        Raises:
+            UnavailableError: No server answers.
+            OutriderError: The server reports an error, for example because it has no such route.
+        """
+        try:
+            response = self._http.post("/tokenize", json={"model": self.model, "messages": messages})
+        except httpx.TransportError:
+            raise self._unreachable() from None
+        body = _json_object(response.content)
+        count, context = body.get("count"), body.get("max_model_len")
+        if not isinstance(count, int) or not isinstance(context, int):
+            raise _error(response.status_code, body)
+        return count, context
+
     def stream_chat(
         self, messages: list[dict[str, str]], options: Mapping[str, Any], reply: Reply
     ) -> Iterator[str]:

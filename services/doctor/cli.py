@@ -92,8 +92,11 @@ def doctor(
     Exit code 0: the target and the draft can be served, perhaps with warnings. Exit code 2: they would be
     refused.
     """
-    from outrider.services.doctor.command import DoctorOptions, run_doctor
-    from outrider.services.hub.pair import pair_folders
+    from outrider.shared.obs.progress import importing
+
+    with importing():
+        from outrider.services.doctor.command import DoctorOptions, run_doctor
+        from outrider.services.hub.pair import pair_folders
 
     method = parse_algorithm(algorithm)
     target_folder, draft_folder = pair_folders(target, draft, method, revision, draft_revision)

@@ -7,6 +7,7 @@ import shutil
 import statistics
 import sys
 from collections import deque
+from contextlib import ExitStack
 from typing import Any
 
 from rich.console import Console
@@ -17,6 +18,7 @@ from outrider.services.clients.summary import speculation_summary
 from outrider.services.hub.pair import demo_name
 from outrider.services.stack.launch import free_port, outrider_command, running_stack
 from outrider.services.stack.options import StackOptions, Transport
+from outrider.services.stack.start_bar import StartBar
 from outrider.shared.obs.progress import Progress
 
 REPEATS = 3
@@ -40,9 +42,11 @@ def run_demo(prompt: str, device: str, tokens: int) -> int:
     """
     console = Console(highlight=False)
     log: deque[str] = deque(maxlen=SHOWN_LINES_ON_FAILURE)
+    bar = StartBar(console)
 
     def keep(service: str, line: str) -> None:
         log.append(f"{service} | {line}")
+        bar.hear(service, line)
 
     options = StackOptions(
         model_id=demo_name(None),
@@ -53,12 +57,13 @@ def run_demo(prompt: str, device: str, tokens: int) -> int:
     )
     try:
         console.print("Starting gateway, target and draft on the embedded model pair …")
-        with (
-            running_stack(
-                options, keep, lambda line: console.print(f"  [dim]{line}[/]", soft_wrap=True)
-            ) as stack,
-            RestClient(stack.url) as client,
-        ):
+        with ExitStack() as cleanup:
+            with bar:
+                running = running_stack(
+                    options, keep, lambda line: console.print(f"  [dim]{line}[/]", soft_wrap=True)
+                )
+                stack = cleanup.enter_context(running)
+            client = cleanup.enter_context(RestClient(stack.url))
             _answer(console, client, prompt)
             _measure(console, client, prompt, tokens)
     except Exception:

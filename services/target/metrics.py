@@ -11,7 +11,7 @@ from outrider.services.target.scheduling.scheduler import Scheduler
 from outrider.services.target.scheduling.sequence import Sequence
 from outrider.shared.kv.prefix_cache import PrefixStats
 from outrider.shared.obs.metrics import REQUEST_BUCKETS_S, STEP_BUCKETS_S, TOKEN_BUCKETS_S, Metrics
-from outrider.shared.spec.drafter import DrafterState
+from outrider.shared.spec.drafter import BACKING_OFF, DrafterState
 
 REASONS_OF_STATE = {
     DrafterState.ON: "on",
@@ -30,6 +30,7 @@ FALLBACK_REASONS = (
         for state in DrafterState
         if state is not DrafterState.ON and state is not DrafterState.NONE
     ),
+    BACKING_OFF,
     "bad_tree",
     "budget",
     "empty_tree",
@@ -99,6 +100,11 @@ class TargetMetrics:
         self._accepted_at = counter(
             "accepted_tokens", "Draft nodes accepted, by depth; the root is at depth 0.", ("depth",)
         )
+        self._drafted_to = counter(
+            "drafted_rounds",
+            "Drafted rounds, per sequence, whose tree could reach a depth; the root is at depth 0.",
+            ("depth",),
+        )
         self._rpc_s = histogram(
             "draft_rpc_seconds",
             "Time from requesting a round's trees to receiving them, including work done meanwhile.",
@@ -136,7 +142,9 @@ class TargetMetrics:
         self._resyncs_seen = 0
         self._preemptions_seen = 0
         self._positions = [self._per_pos.labels(str(position)) for position in range(MAX_DEPTHS)]
-        self._depths = [self._accepted_at.labels(str(depth)) for depth in range(1, MAX_DEPTHS + 1)]
+        depths = range(1, MAX_DEPTHS + 1)
+        self._depths = [self._accepted_at.labels(str(depth)) for depth in depths]
+        self._drafted = [self._drafted_to.labels(str(depth)) for depth in depths]
         # Create every series now, because a rate over a missing series has no data.
         for reason in FALLBACK_REASONS:
             self._fallbacks.labels(reason)
@@ -188,8 +196,10 @@ class TargetMetrics:
         self._drafts.inc(len(drafted))
         self._draft_tokens.inc(sum(row.num_nodes - 1 for row in drafted))
         self._accepted.inc(sum(row.accepted for row in drafted))
-        deepest = max((row.accepted for row in drafted), default=0)
-        for index in range(min(deepest, MAX_DEPTHS)):
+        # A form can force more levels than the shape has.
+        depths = [max(row.accepted, min(row.shape.depth, row.num_nodes - 1)) for row in drafted]
+        for index in range(min(max(depths, default=0), MAX_DEPTHS)):
+            self._drafted[index].inc(sum(depth > index for depth in depths))
             count = sum(row.accepted > index for row in drafted)
             self._positions[index].inc(count)
             self._depths[index].inc(count)

@@ -12,13 +12,14 @@ from rich.text import Text
 
 from outrider.services.clients.rest import Reply, RestClient
 from outrider.services.clients.summary import speculation_summary
+from outrider.services.terminal.context_room import CONTEXT_FULL, ContextRoom
 from outrider.services.terminal.conversation import Conversation
 from outrider.services.terminal.origins import OriginColours
 from outrider.services.terminal.slash_commands import COMMANDS, ChatState, LeaveChat, run_command
 from outrider.services.terminal.wrapped import WrappedPrinter
 from outrider.shared.base.errors import OutriderError
 
-CONTEXT_FULL = "context_length_exceeded"
+ANSWER_LIMITS = ("max_tokens", "max_new_tokens")
 
 
 class Chat:
@@ -35,11 +36,10 @@ class Chat:
         self, client: RestClient, conversation: Conversation, console: Console, notes: Console
     ) -> None:
         self._client = client
+        self._room = ContextRoom(client)
         self._state = ChatState(conversation)
         self._console = console
         self._notes = notes
-        # Only the colours need a trace.
-        self._trace = console.is_terminal and not console.no_color
 
     def run(self, lines: Iterator[str]) -> None:
         """Handle lines until they end, or until a command ends the chat."""
@@ -77,13 +77,14 @@ class Chat:
             print_summary(reply, self._notes)
 
     def _answer(self, reply: Reply) -> None:
-        """Stream an answer. If the context is full, drop the oldest turns until the answer fits.
+        """Stream an answer. If the context is full, limit the answer, or drop the oldest turns.
 
         The turns are dropped from a copy. The conversation changes only once the server has begun to answer,
         so a message that is too long by itself leaves the conversation as it was.
         """
         conversation = self._state.conversation
         shorter = replace(conversation, messages=list(conversation.messages))
+        limit = self._room.fit(shorter)
         without_limit = False
 
         def begun() -> None:
@@ -94,24 +95,34 @@ class Chat:
                 self._notes.print(f"[dim]The context is full: dropped {turns} ({total} so far).[/]")
             conversation.messages[:] = shorter.messages
             conversation.dropped_turns = shorter.dropped_turns
+            conversation.last_round = None
             if without_limit:
                 self._notes.print("[dim]The context is almost full: the answer may be cut short.[/]")
+            elif limit is not None:
+                wanted = conversation.options["max_tokens"]
+                self._notes.print(
+                    f"[dim]The context has room for {limit} new tokens, fewer than max_tokens={wanted}: the "
+                    "answer may be cut short.[/]",
+                    soft_wrap=True,
+                )
 
         while True:
-            messages, options = shorter.request(self._trace)
+            messages, options = shorter.request(trace=True)
+            if limit is not None:
+                options["max_tokens"] = limit
             if without_limit:
                 options.pop("max_tokens", None)
             try:
                 self._stream(messages, options, reply, begun)
                 return
             except OutriderError as error:
+                # A gateway that cannot count tokens, or whose KV cache is smaller than the context.
                 if error.reason != CONTEXT_FULL:
                     raise
-                if shorter.drop_oldest_turn():
-                    continue
-                if error.field != "max_tokens" or without_limit:
+                if error.field in ANSWER_LIMITS and not without_limit:
+                    without_limit = True
+                elif not shorter.drop_oldest_turn():
                     raise
-                without_limit = True
 
     def _stream(
         self,
@@ -147,10 +158,17 @@ class Chat:
 
 
 def run_chat(client: RestClient, conversation: Conversation) -> None:
-    """Chat on the terminal, or answer the lines of standard input."""
+    """Chat on the terminal, or answer the lines of standard input.
+
+    Raises:
+        UnavailableError: No server answers.
+        OutriderError: The gateway refuses the API key, or serves no model.
+    """
     console = Console(highlight=False, soft_wrap=True)
     notes = Console(stderr=True, highlight=False)
     chat = Chat(client, conversation, console, notes)
+    # Ask for the model first, so that a wrong address is reported even if there is nothing to send.
+    model = client.model
     if not sys.stdin.isatty():
         from outrider.services.terminal.line_editor import piped_lines
 
@@ -158,7 +176,7 @@ def run_chat(client: RestClient, conversation: Conversation) -> None:
         return
     from outrider.services.terminal.line_editor import typed_lines
 
-    notes.print(f"[dim]{client.model} at {client.url}. /help lists the commands, Ctrl-D leaves.[/]")
+    notes.print(f"[dim]{model} at {client.url}. /help lists the commands, Ctrl-D leaves.[/]")
     chat.run(typed_lines([f"/{name}" for name in COMMANDS]))
 
 

@@ -33,7 +33,7 @@ class Conversation:
         mode: Speculation mode (auto, on or off), or None for the server's default.
         system: System prompt; empty for none.
         messages: The messages so far, without the system prompt.
-        last_round: The most recent traced round, or None.
+        last_round: The last round of the last answer. None if that answer has no round.
         dropped_turns: Number of turns that were dropped because the context was full.
     """
 

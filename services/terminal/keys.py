@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import select
 import sys
 import termios
@@ -12,6 +13,21 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 MOST_BYTES = 64
+SEQUENCE = re.compile(r"\x1b(?:\[[0-9;]*|O)[A-Za-z~]|.", re.DOTALL)
+"""One key: the escape sequence of a special key, or one character."""
+NAMES = {
+    "A": "up",
+    "B": "down",
+    "H": "home",
+    "F": "end",
+    "1~": "home",
+    "4~": "end",
+    "5~": "page up",
+    "6~": "page down",
+    "7~": "home",
+    "8~": "end",
+}
+"""Names of special keys, by the end of their escape sequence."""
 
 
 class Keys:
@@ -29,20 +45,28 @@ class Keys:
         """True if there is a terminal whose keys are read."""
         return self._terminal is not None
 
-    def pressed(self, wanted: str, timeout_s: float) -> bool:
-        """Wait for at most `timeout_s` seconds. Return True as soon as a key of `wanted` is pressed."""
+    def pressed(self, timeout_s: float) -> list[str]:
+        """Wait for keys for at most `timeout_s` seconds, and return them as soon as there are any.
+
+        Each key is its character, or the name of a special key: ``up``, ``down``, ``page up``, ``page down``,
+        ``home`` or ``end``. The list is empty if no key is pressed.
+        """
         end = time.monotonic() + timeout_s
         while (left := end - time.monotonic()) > 0:
             if self._terminal is None:
                 time.sleep(left)
             elif select.select([self._terminal], [], [], left)[0]:
                 typed = os.read(self._terminal, MOST_BYTES)
-                if not typed:
-                    # The terminal is gone.
-                    self._terminal = None
-                if any(key in wanted for key in typed.decode(errors="replace")):
-                    return True
-        return False
+                if typed:
+                    return key_names(typed.decode(errors="replace"))
+                # The terminal is gone.
+                self._terminal = None
+        return []
+
+
+def key_names(typed: str) -> list[str]:
+    """Return the keys in what a terminal sent, with names for the special keys."""
+    return [NAMES.get(key[2:], key) if len(key) > 2 else key for key in SEQUENCE.findall(typed)]
 
 
 @contextmanager

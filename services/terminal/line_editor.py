@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
@@ -13,17 +14,21 @@ from prompt_toolkit.completion import WordCompleter
 from prompt_toolkit.history import FileHistory, History, InMemoryHistory
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 
+MOST_BYTES = 65536
+
 
 def typed_lines(commands: list[str]) -> Iterator[str]:
     """Yield the lines that the user types, until Ctrl-D. A pasted text with line breaks is one line.
 
-    Ctrl-C clears the line.
+    Ctrl-C clears the line. Lines that were typed while no editor was open, for example during an answer, come
+    first.
 
     Args:
         commands: Words to complete at the start of a line.
     """
+    history = _history()
     session: PromptSession[str] = PromptSession(
-        history=_history(),
+        history=history,
         multiline=True,
         key_bindings=_keys(),
         completer=WordCompleter(commands, sentence=True),
@@ -32,11 +37,27 @@ def typed_lines(commands: list[str]) -> Iterator[str]:
     )
     while True:
         try:
+            while is_line_waiting(sys.stdin.fileno()):
+                line = os.read(sys.stdin.fileno(), MOST_BYTES).decode(errors="replace")
+                if not line:
+                    return
+                print(f"> {line}", end="" if line.endswith("\n") else "\n")
+                if text := line.removesuffix("\n"):
+                    history.append_string(text)
+                    yield text
             yield session.prompt("> ")
         except KeyboardInterrupt:
             continue
         except EOFError:
             return
+
+
+def is_line_waiting(terminal: int) -> bool:
+    """Return True if a complete line waits in a terminal, which is in line mode while no editor is open.
+
+    The editor would take the end of such a line for Ctrl-J, because the terminal has changed Enter into it.
+    """
+    return bool(select.select([terminal], [], [], 0)[0])
 
 
 def piped_lines() -> Iterator[str]:

@@ -7,7 +7,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-DRAFT_STYLES = ("color(66)", "color(72)", "color(36)", "color(42)", "color(43)", "color(37)")
+from rich.text import Text
+
+DRAFT_STYLES = tuple(
+    f"color({number})" for number in (66, 72, 36, 42, 43, 37, 31, 32, 33, 39, 69, 63, 99, 98, 97, 133)
+)
+"""Styles of drafted tokens by depth, from 1 on. Deeper tokens have the last style."""
 BONUS_STYLE = "color(172)"
 PLAIN_STYLE = ""
 
@@ -48,6 +53,14 @@ class OriginColours:
             head.left -= size
             if not head.left and self._tokens:
                 self._tokens.popleft()
+
+
+def colour_legend() -> Text:
+    """Return one line that explains the colours."""
+    depths = [(f" {depth}", style) for depth, style in enumerate(DRAFT_STYLES, 1)]
+    return Text.assemble(
+        ("Drafted at depth", "dim"), *depths, "  ", ("after a draft", BONUS_STYLE), "  plain"
+    )
 
 
 def style_of(trace: dict[str, Any], position: int) -> str:

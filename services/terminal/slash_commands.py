@@ -11,6 +11,7 @@ from rich.table import Table
 
 from outrider.services.clients.rest import Reply
 from outrider.services.terminal.conversation import OPTIONS, Conversation
+from outrider.services.terminal.origins import colour_legend
 from outrider.services.terminal.reasons import why_no_draft
 from outrider.services.terminal.tree_text import round_tree
 from outrider.shared.base.errors import InvalidRequestError
@@ -57,6 +58,8 @@ def _help(state: ChatState, argument: str, console: Console) -> None:
     console.print(
         "[dim]Enter sends. Alt+Enter or Ctrl-J starts a new line. Ctrl-C stops an answer. Ctrl-D leaves.[/]"
     )
+    if console.is_terminal and not console.no_color:
+        console.print(colour_legend())
 
 
 def _reset(state: ChatState, argument: str, console: Console) -> None:
@@ -118,7 +121,7 @@ def _stats(state: ChatState, argument: str, console: Console) -> None:
 
 def _tree(state: ChatState, argument: str, console: Console) -> None:
     if state.conversation.last_round is None:
-        console.print("[dim]No round yet. Trees are traced while colours are on.[/]")
+        console.print("[dim]There is no round to show. An answer of one token needs none.[/]")
     else:
         console.print(round_tree(state.conversation.last_round))
 
@@ -160,7 +163,7 @@ COMMANDS: Mapping[str, Command] = {
     "set": Command(_set, "[NAME VALUE]", "show the options, or set one; the value `default` removes it"),
     "spec": Command(_spec, "on|off|auto|default", "set the speculation mode; `default` is the server's"),
     "stats": Command(_stats, "", "show the numbers of all answers"),
-    "tree": Command(_tree, "", "show the draft tree of the last round"),
+    "tree": Command(_tree, "", "show the draft tree of the last round of the last answer"),
     "save": Command(_save, "FILE", "save the chat"),
     "load": Command(_load, "FILE", "load a saved chat"),
     "quit": Command(_quit, "", "leave; Ctrl-D does the same"),

@@ -34,7 +34,9 @@ def tune(
     url: Annotated[
         str | None,
         typer.Option(
-            help="Use this running server of the pair instead of a new one.", show_default="start a server"
+            help="Use this running server of the pair instead of a new one.",
+            show_default="start a server",
+            envvar="OUTRIDER_URL",
         ),
     ] = None,
     api_key: Annotated[
@@ -94,9 +96,13 @@ def tune(
     Records the trees of one run to predict the accept length of every shape. Measures plain decoding, mode
     auto and the best shapes on a running server. `outrider up --profile FILE` loads the profile.
     """
-    from outrider.services.hub.pair import demo_name, pair_folders
-    from outrider.services.stack.options import StackOptions
-    from outrider.services.tune.command import TuneOptions, run_tune
+    from outrider.shared.obs.progress import importing
+
+    with importing():
+        from outrider.services.clients.rest import gateway_url
+        from outrider.services.hub.pair import demo_name, pair_folders
+        from outrider.services.stack.options import StackOptions
+        from outrider.services.tune.command import TuneOptions, run_tune
 
     numbers, method = parse_batches(batches), parse_algorithm(algorithm)
     target_folder, draft_folder = pair_folders(target, draft, method, revision, draft_revision)
@@ -113,7 +119,7 @@ def tune(
     options = TuneOptions(
         stack=stack,
         output=output,
-        url=url,
+        url=None if url is None else gateway_url(url),
         api_key=api_key,
         prompts=prompts,
         num_prompts=num_prompts,

@@ -6,7 +6,7 @@ import json
 import sys
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from outrider.services.clients.rest import RestClient
 from outrider.services.doctor.prompts import read_prompts
 from outrider.services.stack.launch import free_port, running_stack
 from outrider.services.stack.options import StackOptions
+from outrider.services.stack.start_bar import StartBar
 from outrider.services.tune.live import LiveClient
 from outrider.services.tune.plot import write_pictures
 from outrider.services.tune.profile import profile_text, write_profile
@@ -93,7 +94,7 @@ def run_tune(options: TuneOptions) -> int:
         )
         with Progress("tune", 1.0, counts=False, console=progress) as bar:
             count = RunCount(bar, sizes, len(prompts))
-            live = LiveClient(url, client.model, options.api_key, count.ran)
+            live = LiveClient(client.url, client.model, options.api_key, count.ran)
             result = search(live, prompts, sizes, lambda line: _print_step(progress, line), count.batch_done)
         target = client.model
     draft = options.stack.draft.name if options.stack.draft else options.stack.algorithm.value
@@ -132,13 +133,18 @@ def _server(options: TuneOptions, progress: Console) -> Iterator[str]:
         yield options.url
         return
     log: deque[str] = deque(maxlen=SHOWN_LINES_ON_FAILURE)
+    bar = StartBar(progress)
 
     def keep(service: str, line: str) -> None:
         log.append(f"{service} | {line}")
+        bar.hear(service, line)
 
     stack_options = replace(options.stack, port=free_port(), grpc_port=0, log_level="warning")
     try:
-        with running_stack(stack_options, keep, lambda line: _print_step(progress, line)) as stack:
+        with ExitStack() as cleanup:
+            with bar:
+                running = running_stack(stack_options, keep, lambda line: _print_step(progress, line))
+                stack = cleanup.enter_context(running)
             yield stack.url
     except Exception:
         for line in log:

@@ -51,8 +51,11 @@ def verify(
 
     Exit code 0: nothing changed. 1: a difference that rounding does not explain. 2: the models cannot be run.
     """
-    from outrider.services.hub.pair import pair_folders
-    from outrider.services.verify.command import VerifyOptions, run_verify
+    from outrider.shared.obs.progress import importing
+
+    with importing():
+        from outrider.services.hub.pair import pair_folders
+        from outrider.services.verify.command import VerifyOptions, run_verify
 
     method = parse_algorithm(algorithm)
     target_folder, draft_folder = pair_folders(target, draft, method, revision, draft_revision)

@@ -117,8 +117,8 @@ class RoundTrace:
         verify_ms: Time spent on verification, in milliseconds.
         emitted_text: For each emitted token, the text that the token completes. The gateway sets this field
             if it has a tokenizer.
-        reason: The fallback reason if the round requested a draft and got none. Otherwise, in mode `auto`,
-            the reason of the controller's decision. Empty if neither applies.
+        reason: Why the round had no draft. With a draft in mode `auto`, the reason of the controller's
+            decision. Empty with a draft in mode `on`.
     """
 
     round: int

@@ -1,8 +1,12 @@
-"""Shows the progress of long work: a bar with the time left on a terminal, otherwise a line every 10 s."""
+"""Shows the progress of long work: a bar on a terminal, otherwise a line every 10 s.
+
+`Progress` estimates the time left. `Waiting` shows the time so far of work whose length is unknown.
+"""
 
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,6 +24,7 @@ if TYPE_CHECKING:
 
 LINE_S = 10.0
 """Shortest time in seconds between two lines about the progress, without a terminal."""
+SHORTEST_WAIT_S = 0.05
 REDRAWS_PER_S = 2.0
 
 Report = Callable[[str, int, float], None]
@@ -42,6 +47,8 @@ class Progress:
         still: True to redraw the bar only at calls of `tell`, so that no thread disturbs a measurement.
         report: Function that receives the lines. By default, they are printed to standard error.
         console: Console of the bar; by default, standard error.
+        redirect: False to leave standard output and standard error as they are while the bar is shown. What
+            the work prints then disturbs the bar.
     """
 
     def __init__(
@@ -54,6 +61,7 @@ class Progress:
         still: bool = False,
         report: Report | None = None,
         console: Console | None = None,
+        redirect: bool = True,
     ) -> None:
         self._title = title
         self._total = total
@@ -75,7 +83,8 @@ class Progress:
                 auto_refresh=not still,
                 refresh_per_second=REDRAWS_PER_S,
                 # If standard output is no terminal, what the work prints there must not go to the bar's.
-                redirect_stdout=sys.stdout.isatty(),
+                redirect_stdout=redirect and sys.stdout.isatty(),
+                redirect_stderr=redirect,
             )
             self._task = self._bar.add_task(title, total=total, count="", ends=None)
         self._counts = counts
@@ -131,6 +140,63 @@ class Progress:
         self.tell(self._done + amount, step=step)
 
 
+class Waiting(Progress):
+    """Shows how long some work has lasted, if nobody knows how long it will take.
+
+    On a terminal, this is a bar with the time so far, which disappears at the end. Without a terminal, a line
+    is printed every `LINE_S` seconds. Work that takes less time prints nothing.
+
+    Args:
+        title: Name of the work, such as ``starting services``.
+        console: Console of the bar; by default, standard error.
+        print_text: Function that receives the lines. By default, they are printed to standard error.
+        redirect: As for `Progress`. Use False around imports, because imported modules keep standard error.
+    """
+
+    def __init__(
+        self,
+        title: str,
+        *,
+        console: Console | None = None,
+        print_text: Callable[[str], None] | None = None,
+        redirect: bool = True,
+    ) -> None:
+        super().__init__(title, counts=False, console=console, redirect=redirect)
+        self._print_text = print_text or _print_text
+        self._step = ""
+        self._ended = threading.Event()
+        self._lines = threading.Thread(target=self._tell_time, name="progress", daemon=True)
+
+    def __enter__(self) -> Waiting:
+        super().__enter__()
+        if self._bar is None:
+            self._lines.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._ended.set()
+        if self._bar is None:
+            self._lines.join()
+        super().__exit__(kind, error, trace)
+
+    def tell(self, done: float, total: float | None = None, step: str = "") -> None:
+        """Show what is being done now."""
+        self._step = step
+        super().tell(done, total, step)
+
+    def _tell_time(self) -> None:
+        while not self._ended.wait(max(LINE_S, SHORTEST_WAIT_S)):
+            what = f"{self._title}: {self._step}" if self._step else self._title
+            self._print_text(f"{what} ({duration(time.monotonic() - self._started)} so far)")
+
+
+def importing() -> Waiting:
+    """Return what to show while heavy modules are imported."""
+    return Waiting("importing", redirect=False)
+
+
 class _TimeLeft(ProgressColumn):
     """The estimated time left of a task. It counts down between two estimates."""
 
@@ -141,7 +207,11 @@ class _TimeLeft(ProgressColumn):
 
 def print_line(title: str, percent: int, left_s: float) -> None:
     """Print a line about the progress to standard error."""
-    print(f"{title}: {percent} %, about {duration(left_s)} left", file=sys.stderr, flush=True)
+    _print_text(f"{title}: {percent} %, about {duration(left_s)} left")
+
+
+def _print_text(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def log_lines(log: FilteringBoundLogger, **fields: object) -> Report:

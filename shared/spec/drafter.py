@@ -30,6 +30,10 @@ class DrafterState(Enum):
     DOWN = "draft_down"
 
 
+BACKING_OFF = "backing_off"
+"""Fallback reason while the draft, which did not answer, gets no request until a back-off ends."""
+
+
 @dataclass(frozen=True, slots=True)
 class FeatureSpec:
     """The features that a drafter uses, and how the target turns its hidden states into these features.
@@ -216,6 +220,11 @@ class Drafter(Protocol):
     def state(self) -> DrafterState:
         """Return the current state. Must be cheap, because every step calls it."""
         ...
+
+    @property
+    def backing_off(self) -> bool:
+        """True while no request is sent to a connected draft, because it did not answer the last ones."""
+        return False
 
     def open(self, sequences: Sequence[SequenceOpen]) -> None:
         """Start following sequences, or open sequences again with a higher epoch."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+from pathlib import Path
 
 import httpx
 from page_steps import OpenPage, answer_with, ask, set_fields
@@ -36,6 +38,32 @@ def test_an_answer_in_mode_auto_says_what_was_chosen_and_why(
     # A reload keeps the decision of the answer.
     page.reload()
     expect(why).to_have_text(WORDS)
+
+
+def test_every_round_without_a_draft_is_counted_with_its_reason(page: Page, tmp_path: Path) -> None:
+    set_fields(page, mode="off")
+    ask(page)
+    expect(page.locator("#round-caption")).to_contain_text(
+        "no draft (the request turned drafting off), 1 emitted"
+    )
+    # The same rounds in mode `on`, as if the draft had gone.
+    with page.expect_download() as download:
+        page.get_by_role("button", name="Save trace").click()
+    file = tmp_path / "trace.json"
+    download.value.save_as(file)
+    trace = json.loads(file.read_text())
+    trace["settings"]["speculation"]["mode"] = "on"
+    rounds = [part["round"] for part in trace["parts"] if part["round"]]
+    for at, one in enumerate(rounds):
+        one["reason"] = ("late", "backing_off", "")[min(at, 2)]
+    file.write_text(json.dumps(trace))
+    page.set_input_files("#file", file)
+    why = page.locator("#choices-why")
+    expect(why).to_contain_text("Mode “on” requests the same tree in every round.")
+    expect(why).to_contain_text(f"{len(rounds)} of {len(rounds)} rounds had no draft")
+    expect(why).to_contain_text("the draft answered too late (1 round)")
+    expect(why).to_contain_text("the target waited before it asked again (1 round)")
+    expect(why).to_contain_text(f"without a reason ({len(rounds) - 2} rounds)")
 
 
 def test_rounds_without_a_draft_are_explained_in_words(page: Page) -> None:

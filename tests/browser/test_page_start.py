@@ -184,7 +184,7 @@ def test_the_embedded_model_offers_questions_that_it_can_answer(open_page: OpenP
 @pytest.mark.parametrize(
     ("mode", "words"),
     [
-        ("on", "Mode “on”, the default of the server, fixes this shape."),
+        ("on", "Mode “on”, the default of the server, requests the same tree in every round."),
         (
             "auto",
             "Mode “auto”, the default of the server, lets the controller choose the shape of each round.",
@@ -213,7 +213,7 @@ def test_the_server_decides_the_mode_unless_the_user_chooses_one(
     with page.expect_request(CHATS) as sent:
         ask(page)
     assert json.loads(sent.value.post_data or "")["speculation"] == {"mode": "on", "trace": True}
-    expect(page.locator("#choices-why")).to_contain_text("Mode “on” fixes this shape.")
+    expect(page.locator("#choices-why")).to_contain_text("Mode “on” requests the same tree in every round.")
 
 
 def _with_other_weights(route: Route) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 from axe_playwright_python.sync_playwright import Axe
-from page_steps import OpenPage, ask
+from page_steps import OpenPage, ask, set_fields
 from playwright.sync_api import Page, expect
 from support.stack import Stack
 
@@ -43,6 +43,24 @@ def test_the_status_page_shows_services_load_charts_and_errors(
     expect(transport).to_have_text("gRPC")  # without "through the host", because there is no GPU
     tokens = status.locator("#batch div").filter(has_text="Generated tokens").locator("dd")
     expect(tokens).not_to_have_text("0")
+
+
+def test_the_status_page_names_both_speeds_and_divides_by_depth(open_page: OpenPage, page: Page) -> None:
+    for depth in ("2", "6"):
+        set_fields(page, depth=depth, topk="1", max_nodes=str(int(depth) + 1))
+        ask(page)
+    status = open_page("/status")
+    expect(status.locator("#speculation")).to_contain_text("Speed-up of recent drafted rounds")
+    expect(status.locator("#auto, #speculation").get_by_text("Estimated speed-up")).to_have_count(0)
+    metrics = httpx.get(status.url.removesuffix("/status") + "/status.json").json()["metrics"]
+    drafted, accepted = (
+        [metrics[f'outrider_{name}_total{{depth="{depth}"}}'] for depth in (1, 6)]
+        for name in ("drafted_rounds", "accepted_tokens")
+    )
+    assert drafted[0] == metrics["outrider_spec_decode_num_drafts_total"]
+    assert accepted[1] <= drafted[1] < drafted[0]
+    deepest = status.locator("#depths > div").filter(has_text="Depth 6")
+    expect(deepest).to_contain_text(f"{accepted[1] / drafted[1]:.1%}".replace("%", " %"))
 
 
 def test_the_charts_begin_with_what_the_gateway_remembers(open_page: OpenPage, page: Page) -> None:

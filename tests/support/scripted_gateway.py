@@ -33,9 +33,14 @@ class ScriptedGateway:
 
     Attributes:
         bodies: Bodies of the chat requests.
+        context: Length of the context. Each character of a message is one token.
+        counts: True if the server has the route /tokenize.
+        refused: Number of chat requests that were refused because they exceed the context.
         max_messages: Requests with more messages are refused, because the context is full.
         max_characters: Requests with a longer message are refused for the same reason.
+        has_rounds: True if answers have a round with a draft.
         hold: If set, an answer stops before its end until the client disconnects.
+        pauses: If set, an answer stops before its end until the test sets `released`.
         disconnected: Set when a client closed a held answer.
         status: Reply of GET /status.json; None for an error.
         advance: If set, each reply of GET /status.json is made by calling it with the number of the reply.
@@ -43,9 +48,15 @@ class ScriptedGateway:
 
     def __init__(self) -> None:
         self.bodies: list[dict[str, Any]] = []
+        self.context = 10_000
+        self.counts = True
+        self.refused = 0
         self.max_messages = 100
         self.max_characters = 1000
+        self.has_rounds = True
         self.hold = False
+        self.pauses = False
+        self.released = threading.Event()
         self.disconnected = threading.Event()
         self.status: dict[str, Any] | None = None
         self.advance: Callable[[int], dict[str, Any]] | None = None
@@ -65,6 +76,17 @@ def _handler(script: ScriptedGateway) -> type[BaseHTTPRequestHandler]:
 
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+            num_tokens = sum(len(one["content"]) for one in body["messages"])
+            if self.path == "/tokenize":
+                if script.counts:
+                    self._json(200, {"count": num_tokens, "max_model_len": script.context})
+                else:
+                    self._error(404, "not_found", "This path does not exist.", None)
+                return
+            if num_tokens + body.get("max_tokens", 1) > script.context:
+                script.refused += 1
+                self._error(400, "context_length_exceeded", "It does not fit.", "max_tokens")
+                return
             script.bodies.append(body)
             longest = max(len(one["content"]) for one in body["messages"])
             if len(body["messages"]) > script.max_messages or longest > script.max_characters:
@@ -74,8 +96,11 @@ def _handler(script: ScriptedGateway) -> type[BaseHTTPRequestHandler]:
             self.send_header("content-type", "text/event-stream")
             self.end_headers()
             self._event({"choices": [{"delta": {"content": "The"}}]})
-            traced = {"speculation": {"trace": [ROUND]}} if body.get("speculation", {}).get("trace") else {}
+            is_traced = script.has_rounds and body.get("speculation", {}).get("trace")
+            traced = {"speculation": {"trace": [ROUND]}} if is_traced else {}
             self._event({"choices": [{"delta": {"content": " blue sky"}}], **traced})
+            if script.pauses:
+                script.released.wait(WAIT_S)
             if script.hold:
                 self._wait_for_disconnect()
                 return

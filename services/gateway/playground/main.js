@@ -5,7 +5,8 @@ import { Chat, summary } from './chat.js';
 import { showExamples } from './examples.js';
 import { installHints } from './hints.js';
 import { showNumbers } from './numbers.js';
-import { animatedSvg } from './picture.js';
+import { animatedSvg, leftOut } from './picture.js';
+import { followWidth, goToAnswer, showBelowAnswer } from './placement.js';
 import { Race } from './race.js';
 import { Record } from './record.js';
 import { RoundsCard } from './rounds.js';
@@ -100,9 +101,14 @@ $('key-form').addEventListener('submit', (event) => {
 
 function select(record, element, raced = false) {
   current = { record, element };
+  showBelowAnswer(record !== empty);
   card.follow(record);
   showNumbers(record, raced);
   $('save').disabled = $('save-svg').disabled = !record.numRounds;
+  // A race has two records, and a file contains one of them.
+  const lane = !raced ? '' : record === race.lanes[1].record ? ' of plain decoding' : ' of the lane with speculation';
+  $('save').textContent = `Save trace${lane}`;
+  $('save-svg').textContent = lane ? `Save SVG${lane}` : 'Save as SVG';
 }
 
 async function chatOnce(prompt, settings, signal) {
@@ -142,6 +148,7 @@ $('composer').addEventListener('submit', async (event) => {
   const own = new AbortController();
   running = own;
   setBusy(true);
+  goToAnswer();
   say('');
   $('prompt').value = '';
   let failure = null;
@@ -229,7 +236,11 @@ function download(name, type, content) {
 $('save').addEventListener('click', () => {
   download('outrider-trace.json', 'application/json', JSON.stringify(current.record.toObject()));
 });
-$('save-svg').addEventListener('click', () => download('outrider-trace.svg', 'image/svg+xml', animatedSvg(current.record)));
+$('save-svg').addEventListener('click', () => {
+  download('outrider-trace.svg', 'image/svg+xml', animatedSvg(current.record));
+  const cut = leftOut(current.record);
+  say(cut ? `The picture shows the ${cut}. Save the trace to keep all of them.` : 'The picture shows all rounds.');
+});
 $('open').addEventListener('click', () => $('file').click());
 $('file').addEventListener('change', async () => {
   const [file] = $('file').files;
@@ -277,10 +288,19 @@ function recall() {
 }
 
 explainTokens($('log'), $('origin'), (span, round) => {
-  if (current.element?.contains(span)) card.show(round);
+  if (current.element?.contains(span)) card.jump(round);
 });
+// A token of a finished race shows the rounds of its own lane.
+for (const [lane, element] of [$('fast-text'), $('slow-text')].entries()) {
+  explainTokens(element, $('origin'), (span, round) => {
+    if (!race.complete) return;
+    if (current.element !== element) select(race.lanes[lane].record, element, true);
+    card.jump(round);
+  });
+}
 copyExactly();
 installHints();
+followWidth();
 installTheme($('theme'));
 recall();
 addEventListener('pagehide', remember);

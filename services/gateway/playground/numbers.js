@@ -1,6 +1,7 @@
 // Shows the numbers of a record: speed, accept length, times, the histogram by depth, and the chosen shapes.
 
 import { chosen, whyDecided, whyNoDraft } from './reasons.js';
+import { depthClass } from './tokens.js';
 
 // Reasons that concern all rounds without a draft.
 const CHOICES = ['controller', 'length', 'user'];
@@ -17,6 +18,7 @@ export function showNumbers(record, raced = false) {
   const { totals } = record;
   set('n-speed', fixed(record.speed, record.speed < 100 ? 1 : 0));
   set('n-accept', fixed(record.acceptLength, 2));
+  set('brief', record.numTokens ? `${fixed(record.speed, record.speed < 100 ? 1 : 0)} tokens/s · accept length ${fixed(record.acceptLength, 2)}` : '');
   set('n-tokens', record.numTokens ? String(record.numTokens) : '–');
   set('n-rounds', record.numRounds ? `${totals.draftingRounds} of ${record.numRounds}` : '–');
   const draftMs = totals.draftingRounds ? totals.draftMs / totals.draftingRounds : 0;
@@ -37,7 +39,7 @@ function showHistogram({ histogram }) {
     bar.className = 'bar';
     bar.append(document.createElement('b'), document.createElement('i'), document.createElement('span'));
     bar.lastChild.textContent = String(chart.children.length);
-    bar.children[1].className = chart.children.length ? `d${Math.min(chart.children.length, 6)}` : 'd0';
+    bar.children[1].className = chart.children.length ? depthClass(chart.children.length) : 'd0';
     chart.append(bar);
   }
   while (chart.children.length > deepest + 1) chart.lastChild.remove();
@@ -59,7 +61,7 @@ function showChoices(record, raced) {
     .map(([shape, rounds]) => `${shape}: ${rounds} ${rounds === 1 ? 'round' : 'rounds'}`);
   const why = [];
   const named = settings.speculation?.mode ? `Mode “${mode}”` : `Mode “${mode}”, the default of the server,`;
-  if (mode === 'on') why.push(`${named} fixes this shape.`);
+  if (mode === 'on') why.push(`${named} requests the same tree in every round.`);
   if (mode === 'off') why.push(`${named} decodes plainly.`);
   if (mode === 'auto') why.push(`${named} lets the controller choose the shape of each round.`, ...decisionsOf(record));
   if (speculation?.speedup_estimate) {
@@ -91,7 +93,11 @@ function missingDrafts({ numRounds, totals, speculation, mode, reasons }) {
   const missing = numRounds - totals.draftingRounds;
   if (!missing) return [];
   const count = `${missing} of ${numRounds} rounds had no draft`;
-  if (reasons.missing.size) return [`${count}: ${counted(reasons.missing, whyNoDraft)}.`];
+  if (reasons.missing.size) {
+    const known = [...reasons.missing.values()].reduce((sum, rounds) => sum + rounds, 0);
+    const rest = missing - known;
+    return [`${count}: ${counted(reasons.missing, whyNoDraft)}${rest ? `; without a reason (${rest} ${rest === 1 ? 'round' : 'rounds'})` : ''}.`];
+  }
   if (!speculation) return [];
   const reason = speculation.fallback_reason ?? (mode === 'auto' ? 'controller' : null);
   const where = CHOICES.includes(reason) ? 'In these rounds' : 'In at least one of them';

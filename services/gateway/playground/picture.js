@@ -1,4 +1,5 @@
-// Draws a record as one animated SVG file: the tree of each round, and the text as it grows.
+// Draws a record as one animated SVG file: the tree of each round, and the text as it grows. A long answer is cut
+// after some rounds, and the picture says so at its end.
 
 import { PILL_HEIGHT, acceptedAfterEnd, edgePath, label, layoutRound } from './layout.js';
 
@@ -84,6 +85,11 @@ function flow(pieces) {
   return { words, lines: line + 1 };
 }
 
+// Which rounds the picture of a record contains, such as “first 40 of 96 rounds”. Empty if it contains all of them.
+export function leftOut({ numRounds }) {
+  return numRounds > MOST_ROUNDS ? `first ${MOST_ROUNDS} of ${numRounds} rounds` : '';
+}
+
 export function animatedSvg(record) {
   const parts = [];
   let rounds = 0;
@@ -93,6 +99,7 @@ export function animatedSvg(record) {
     parts.push(part);
   }
   const drawn = Math.min(rounds, MOST_ROUNDS);
+  const cut = leftOut(record);
   const total = drawn * SECONDS_PER_ROUND + SECONDS_AT_END;
   const heights = parts.filter((part) => part.round).map((part) => {
     const { width, height } = layoutRound(part.round, MOST);
@@ -112,6 +119,10 @@ export function animatedSvg(record) {
     }
     for (const piece of part.pieces) pieces.push({ ...piece, appears });
   }
+  if (cut) {
+    pieces.push({ text: ' …', origin: 'plain', appears: from });
+    body.push(`<g visibility="hidden">${shown(from, total, total)}<text class="caption" x="${PAD}" y="22">${cut}</text></g>`);
+  }
   const { words, lines } = flow(pieces);
   for (const word of words) {
     const mark = word.origin === 'plain' ? '' : `<rect class="mark${word.origin === 'bonus' ? ' last' : ''}" x="${word.x.toFixed(1)}" `
@@ -121,6 +132,7 @@ export function animatedSvg(record) {
   }
   const height = treeHeight + lines * LINE + 24;
   return `<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 ${WIDTH} ${height}" width="${WIDTH}" height="${height}" role="img" `
-    + 'aria-label="Speculative decoding: the draft tree of each round and the growing text">'
+    + 'aria-label="Speculative decoding: the draft tree of each round and the growing text'
+    + `${cut && `: ${cut}`}">`
     + `<style>${STYLE}</style><rect width="${WIDTH}" height="${height}" rx="10" fill="var(--back)"/>${body.join('')}</svg>\n`;
 }

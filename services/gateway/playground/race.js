@@ -5,7 +5,13 @@ import { Record, speedOf } from './record.js';
 import { playParts, runChat } from './run.js';
 import { appendPieces } from './tokens.js';
 
+const INSTEAD_OF_OFF = 'Mode “off” has nothing to race against, so the first lane runs in mode “auto”.';
 const $ = (id) => document.getElementById(id);
+
+// A race in mode “off” would compare plain decoding with itself. Its first lane therefore runs in mode “auto”.
+function drafting(speculation, replaced) {
+  return replaced ? { ...speculation, mode: 'auto' } : speculation;
+}
 
 class Lane {
   constructor(name) {
@@ -64,18 +70,21 @@ export class Race {
     this.stopReplay = null;
     // Whether both lanes have a finished record.
     this.complete = false;
+    // Whether the first lane ran in mode “auto” instead of “off”.
+    this.replaced = false;
     $('race-replay').addEventListener('click', () => this.replay());
   }
 
   // Runs both requests, one after the other or together. `onParts(record, parts)` sees the parts of the first.
   async run(body, served, signal, onStart, onParts) {
     this.stopReplay?.();
-    $('race-result').textContent = '';
+    this.replaced = (body.speculation?.mode ?? served.mode) === 'off';
+    $('race-result').textContent = this.replaced ? INSTEAD_OF_OFF : '';
     $('race-replay').disabled = true;
     this.complete = false;
     const together = $('together').checked;
     const runs = this.lanes.map((lane, index) => {
-      const speculation = index ? { mode: 'off', trace: true } : body.speculation;
+      const speculation = index ? { mode: 'off', trace: true } : drafting(body.speculation, this.replaced);
       const own = { model: served.model, ...body, speculation };
       const { messages, ...settings } = own;
       const record = new Record(messages, settings, served);
@@ -115,13 +124,16 @@ export class Race {
       return;
     }
     const ratio = slow.seconds / fast.seconds;
-    const speed = fast.mode === 'off' ? 'Mode “off” is set, so both answers were decoded plainly.'
-      : `With speculation, the whole answer came ${ratio.toFixed(2)} times as fast.`;
-    $('race-result').textContent = `${speed} ${compareTexts(fast.text, slow.text)}`;
+    const speed = fast.totals.draftingRounds
+      ? `With speculation, the whole answer came ${ratio.toFixed(2)} times as fast.`
+      : 'No round of the first lane had a draft, so both lanes decoded plainly and their times say nothing about speculation.';
+    const result = [...(this.replaced ? [INSTEAD_OF_OFF] : []), speed, compareTexts(fast.text, slow.text)];
+    $('race-result').textContent = result.join(' ');
   }
 
   // Shows the two records of an earlier race.
   restore(records) {
+    this.replaced = false;
     const most = Math.max(...records.map((record) => record.numTokens));
     this.lanes.forEach((lane, index) => {
       lane.start(records[index], '');

@@ -21,13 +21,16 @@ export const DECISIONS = {
 
 export const FALLBACKS = {
   awaited: 'the tree had not arrived yet',
+  backing_off: 'the draft had not answered, and the target waited before it asked again',
   bad_tree: 'the draft sent an invalid tree',
   budget: 'the round had no room for more draft tokens',
   connecting: 'the target was still connecting to the draft',
   controller: 'the controller chose plain decoding',
-  draft_down: 'the draft did not answer',
+  draft_down: 'the draft was down',
   empty_tree: 'the draft proposed no token',
+  forbidden: 'the form of the answer allowed none of the drafted tokens',
   half_open: 'the draft had failed before and was being tested with one request',
+  joined: 'the request joined a round whose trees were already requested',
   kv_full: 'the KV cache of the draft was full',
   late: 'the draft answered too late',
   length: 'the answer was too short',

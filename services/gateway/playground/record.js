@@ -185,22 +185,33 @@ export class Record {
     for (const part of saved.parts) record._add(checked(part));
     const { speculation, usage, seed, finishReason } = saved;
     if (Array.isArray(saved.auto?.shapes)) record.auto = { ...saved.auto, reason: String(saved.auto.reason) };
-    return Object.assign(record, { speculation, usage, seed, finishReason });
+    if (speculation) record.speculation = { ...speculation, speedup_estimate: numberOrNull(speculation.speedup_estimate) };
+    return Object.assign(record, { usage, seed, finishReason });
   }
 }
 
+const numberOrNull = (value) => (Number.isFinite(value) ? value : null);
+
+// Other programs can write traces too. A time or a probability that is missing is unknown, which is no damage.
 function checked(part) {
   const { ms, tokens, pieces, round } = part;
   const valid = Number.isFinite(ms) && Number.isFinite(tokens) && Array.isArray(pieces)
     && (round === null || (Array.isArray(round.nodes) && round.nodes.length > 0 && Array.isArray(round.accepted)
       && Array.isArray(round.emitted_text) && Array.isArray(round.emitted)
       && round.accepted.every((index) => round.nodes[index])
-      && round.nodes.every((node, at) => Number.isInteger(node.parent) && (at ? node.parent >= 0 : true) && node.parent < at)));
+      && round.nodes.every((node, at) => Number.isInteger(node.parent) && Number.isInteger(node.depth)
+        && node.depth >= 0 && (at ? node.parent >= 0 : true) && node.parent < at)));
   if (!valid) throw new Error('A round of this trace is damaged.');
   return {
     ms,
     tokens,
-    round,
+    round: round && {
+      ...round,
+      draft_ms: numberOrNull(round.draft_ms),
+      verify_ms: numberOrNull(round.verify_ms),
+      reason: round.reason ? String(round.reason) : '',
+      nodes: round.nodes.map((node) => ({ ...node, logprob: numberOrNull(node.logprob) })),
+    },
     pieces: pieces.map(({ text, origin, depth, round: number, reasoning }) => ({
       text: String(text), origin: String(origin), depth: Number(depth), round: Number(number),
       reasoning: Boolean(reasoning),

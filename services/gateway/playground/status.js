@@ -37,12 +37,13 @@ function show(id, rows) {
 }
 
 function showDepths(shares) {
-  $('depths').replaceChildren(...shares.map((share, index) => {
+  $('depths').replaceChildren(...shares.map(([share, rounds], index) => {
     const row = document.createElement('div');
     const [name, bar, value] = ['span', 'progress', 'span'].map((tag) => document.createElement(tag));
     name.textContent = `Depth ${index + 1}`;
     bar.value = share;
-    bar.setAttribute('aria-label', `Share of drafted rounds that accepted depth ${index + 1}`);
+    bar.setAttribute('aria-label', `Share of the rounds drafted to depth ${index + 1} that accepted it`);
+    row.title = `of ${number.format(rounds)} rounds drafted to this depth`;
     value.textContent = `${(share * 100).toFixed(1)} %`;
     row.append(name, bar, value);
     return row;
@@ -158,7 +159,8 @@ function render(status) {
   ]);
   const depths = [];
   for (let depth = 1; metric(`accepted_tokens_total{depth="${depth}"}`); depth += 1) {
-    depths.push(metric(`accepted_tokens_total{depth="${depth}"}`) / drafts);
+    const drafted = metric(`drafted_rounds_total{depth="${depth}"}`) ?? drafts;
+    depths.push([metric(`accepted_tokens_total{depth="${depth}"}`) / drafted, drafted]);
   }
   showDepths(depths);
   renderTargets(targets);
@@ -167,9 +169,15 @@ function render(status) {
   before = status;
 }
 
+// The roles keep the meaning of a table where a narrow screen shows its rows as lines.
 function tableRow(texts) {
   const row = document.createElement('tr');
-  for (const text of texts) row.insertCell().textContent = text;
+  row.setAttribute('role', 'row');
+  for (const text of texts) {
+    const cell = row.insertCell();
+    cell.setAttribute('role', 'cell');
+    cell.textContent = text;
+  }
   return row;
 }
 

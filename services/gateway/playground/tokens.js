@@ -1,6 +1,7 @@
 // Draws the text of an answer as coloured tokens, and names the origin of the token under the pointer or selected.
 
-const DEEPEST = 6;
+// The deepest level of a tree with a colour of its own. No request can ask for a deeper tree.
+const DEEPEST = 16;
 // A block ends at the first line break after this number of tokens.
 const BLOCK_TOKENS = 128;
 // A paragraph of so many tokens is continued in a new block without a line break.
@@ -11,8 +12,11 @@ const LINE_TOLERANCE = 4;
 // For each block that could not be broken: the number of tokens at which to try again.
 const nextBreak = new WeakMap();
 
+// The class of the colour of a depth.
+export const depthClass = (depth) => `d${Math.min(depth, DEEPEST)}`;
+
 export function originClass({ origin, depth }) {
-  if (origin === 'draft') return `token draft d${Math.min(depth, DEEPEST)}`;
+  if (origin === 'draft') return `token draft ${depthClass(depth)}`;
   return `token ${origin === 'bonus' ? 'bonus' : 'plain'}`;
 }
 
@@ -153,8 +157,8 @@ export function explainTokens(root, output, onPick) {
   root.addEventListener('keydown', (event) => {
     const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
     if (!step || event.target !== root) return;
-    const answer = kept()?.closest('.text') ?? [...root.querySelectorAll('.assistant .text')].at(-1);
-    const tokens = [...answer?.querySelectorAll('.token') ?? []];
+    const answer = kept()?.closest('.text') ?? [...root.querySelectorAll('.assistant .text')].at(-1) ?? root;
+    const tokens = [...answer.querySelectorAll('.token')];
     const next = kept() ? tokens[tokens.indexOf(selected) + step] : tokens.at(step > 0 ? 0 : -1);
     event.preventDefault();
     if (!next) return;

@@ -3,6 +3,7 @@
 
 import { PILL_HEIGHT, acceptedAfterEnd, edgePath, label, layoutRound, visible } from './layout.js';
 import { whyNoDraft } from './reasons.js';
+import { depthClass } from './tokens.js';
 
 const SVG = 'http://www.w3.org/2000/svg';
 const SMALLEST = 0.75;
@@ -143,7 +144,7 @@ export class TreeView {
 
   _drawNode(svg, node) {
     const kind = node.index === 0 ? 'root' : node.bonus ? (node.plain ? 'plain' : 'bonus')
-      : node.accepted ? `accepted d${Math.min(node.depth, 6)}` : 'rejected';
+      : node.accepted ? `accepted ${depthClass(node.depth)}` : 'rejected';
     const group = svgElement('g', {
       class: `node ${kind}${node.after ? ' after' : ''}`, 'data-index': node.index, transform: `translate(${node.x} ${node.y})`,
       id: `node-${node.index}`, role: 'treeitem', 'aria-level': node.depth + 1, 'aria-selected': 'false', 'aria-label': describeNode(node),

@@ -33,6 +33,7 @@ from outrider.shared.base.errors import OutriderError, ProtocolError
 from outrider.shared.rpc.address import IpcAddress
 from outrider.shared.spec.drafter import (
     AWAITED,
+    BACKING_OFF,
     Commits,
     Drafter,
     DrafterState,
@@ -117,9 +118,12 @@ class RemoteDrafter(Drafter):
     def state(self) -> DrafterState:
         if self._link.connection is None:
             return DrafterState.DOWN if self._link.ever_connected else DrafterState.CONNECTING
-        if self._breaker.refuses_all:
-            return DrafterState.DOWN
-        return DrafterState.LATE if self._breaker.state is BreakerState.OPEN else DrafterState.ON
+        open_state = DrafterState.DOWN if self._breaker.refuses_all else DrafterState.LATE
+        return open_state if self._breaker.state is BreakerState.OPEN else DrafterState.ON
+
+    @property
+    def backing_off(self) -> bool:
+        return self._link.connection is not None and self._breaker.refuses_all
 
     def refusal(self) -> OutriderError | None:
         """Return why draft and target do not match; None if they match or the draft has not answered."""
@@ -149,8 +153,7 @@ class RemoteDrafter(Drafter):
             self.slots.left([sequence.fence.session_id])
             former = self._sessions.get(sequence.fence.session_id)
             session = self._sessions[sequence.fence.session_id] = DraftSession(sequence.fence, former)
-            connection = self._usable()
-            if connection is None:
+            if (connection := self._usable()) is None:
                 session.lost = True
             else:
                 session.begin(connection, sequence)
@@ -177,8 +180,7 @@ class RemoteDrafter(Drafter):
                 continue
             session.add(commit)
             if len(session.token_ids) > MAX_PENDING_TOKENS:
-                connection = self._usable()
-                if connection is None:
+                if (connection := self._usable()) is None:
                     session.lose()
                 else:
                     self.slots.flush()
@@ -255,8 +257,7 @@ class RemoteDrafter(Drafter):
         return [number for number, session in sessions if session.lost and session.rejected_until <= now]
 
     def fallback_reason(self, session_id: int) -> str:
-        session = self._sessions.get(session_id)
-        return session.reason if session is not None else "not_followed"
+        return self._sessions[session_id].reason if session_id in self._sessions else "not_followed"
 
     def close(self, session_ids: Sequence[int]) -> None:
         self.slots.left(session_ids)
@@ -385,7 +386,7 @@ class RemoteDrafter(Drafter):
     ) -> str:
         """Return the reason why no tree can be requested for a row now, or an empty string."""
         if connection is None:
-            return DrafterState.DOWN.value
+            return BACKING_OFF if self.backing_off else DrafterState.DOWN.value
         if not session.live:
             return session.reason or "resync"
         refusal = self._breaker.refuses(must_wait=row.must_wait, is_first=not asked)

@@ -31,7 +31,7 @@ from outrider.services.target.draft_client.session import DraftSession
 from outrider.services.target.draft_client.transport.exchange import Exchange
 from outrider.services.target.draft_client.trees import fits
 from outrider.shared.rpc.tensors import wire_dtype
-from outrider.shared.spec.drafter import AWAITED, DrafterState
+from outrider.shared.spec.drafter import AWAITED, BACKING_OFF, DrafterState
 from outrider.shared.spec.exchanged_slots import ExchangedGroup, ExchangedRound, ExchangedSlots
 from outrider.shared.spec.resident import GroupSize
 from outrider.shared.spec.tree import DraftShape
@@ -181,8 +181,10 @@ class SlottedRounds(ExchangedSlots):
         session, connection = self._sessions.get(session_id), self._connection
         if session is None:
             return "not_followed"
-        if connection is None or self._breaker.refuses_all:
+        if connection is None:
             return DrafterState.DOWN.value
+        if self._breaker.refuses_all:
+            return BACKING_OFF
         if not session.live:
             return session.reason or RESYNC
         if connection.hello is not None and not fits(shape, connection.hello):

@@ -9,6 +9,7 @@ from outrider.services.target.scheduling.scheduler import PrefillChunk, Schedule
 from outrider.services.target.scheduling.sequence import Sequence
 from outrider.shared.base.errors import OutriderError
 from outrider.shared.spec.drafter import (
+    BACKING_OFF,
     Commit,
     Drafter,
     DrafterState,
@@ -123,7 +124,7 @@ class DraftSessions:
         if state is not DrafterState.ON and (
             state is not DrafterState.LATE or sequence.controller_row is not None
         ):
-            return str(state.value)
+            return BACKING_OFF if self._drafter.backing_off else str(state.value)
         if not sequence.drafted or (self._wants_features and not sequence.has_features):
             return "no_features"
         return ""

@@ -49,6 +49,8 @@ from outrider.shared.spec.tree import NO_DRAFT, DraftBatch, DraftShape
 CATCH_UP_TOKENS = 128
 """Number of unsent tokens of a sequence after which even rounds without drafts send a commit to the
 drafter."""
+JOINED = "joined"
+"""Reason of a row without a tree because the trees of its round were requested before the row joined it."""
 ANSWERED = ("", "empty_tree")
 """Fallback reasons of a drafter that has answered, but with a single-node tree."""
 
@@ -123,8 +125,12 @@ class HostSource(DraftSource):
         planned, self._planned = self._planned, {}
         # The announced request cannot be extended, so rows that join get drafts in the next round at the
         # earliest.
-        others = None if self._announced is None else NO_DRAFT
-        return [planned.get(sequence.session_id, others) for sequence in decodes]
+        if self._announced is None:
+            return [planned.get(sequence.session_id) for sequence in decodes]
+        for sequence in decodes:
+            if sequence.session_id not in planned:
+                sequence.stats.reason = sequence.never_drafts or JOINED
+        return [planned.get(sequence.session_id, NO_DRAFT) for sequence in decodes]
 
     def waits_for_host(self, entries: Seq[Entry]) -> bool:
         return any(entry.shape.drafts for entry in entries)

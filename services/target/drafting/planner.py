@@ -50,7 +50,8 @@ class DraftPlanner:
             decodes: The sequences of the round.
             path: How the trees of the round reach the target.
             planned: For each sequence, the shape that was already chosen for this round, or None. By default,
-                this method chooses the shapes of all sequences.
+                this method chooses the shapes of all sequences. The reason of a chosen shape
+                (`SpeculationStats.reason`) stays as it is.
 
         Returns:
             The tree shape of each sequence, limited as by `DraftShape.bounded`. `NO_DRAFT` for a sequence
@@ -62,9 +63,12 @@ class DraftPlanner:
         away = 0
         verdict = self._controller.verdict
         for index, sequence in enumerate(decodes):
-            sequence.stats.reason = "" if sequence.controller_row is None else verdict.reason.value
-            if known[index] is not None or not sequence.wants_drafts:
+            if known[index] is not None:
+                continue  # its reason is known too
+            if not sequence.wants_drafts:
+                sequence.stats.reason = sequence.never_drafts
                 continue
+            sequence.stats.reason = "" if sequence.controller_row is None else verdict.reason.value
             reason = self._sessions.obstacle(sequence)
             if reason:
                 self.fell_back(sequence, reason)

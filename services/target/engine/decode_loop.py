@@ -44,6 +44,10 @@ from outrider.services.target.scheduling.scheduler import Scheduler, StepPlan
 from outrider.services.target.scheduling.sequence import Sequence
 from outrider.shared.base.generation import RoundTrace
 
+EMPTY_TREE, FORBIDDEN = "empty_tree", "forbidden"
+"""Reasons in the trace of a row whose tree has only its root: the draft proposed no token, or the form of
+the output forbids all drafted tokens."""
+
 
 class DecodeLoop:
     """Launches and finishes the rounds and prompt chunks of one engine. Engine thread only.
@@ -237,7 +241,10 @@ class DecodeLoop:
             trace = None
             if sequence.request.speculation.trace:
                 trace = self._trace(finished, index, outcome, step, base_len, draft_s)
-                trace = replace(trace, reason=reasons.get(sequence.session_id, ""))
+                reason = reasons.get(sequence.session_id, "")
+                if entries[index].shape.drafts and outcome.num_nodes == 1:
+                    reason = FORBIDDEN if sequence.form is not None else EMPTY_TREE
+                trace = replace(trace, reason=reason)
             logprobs = finished.round.logprobs_of(index, len(step.kept))
             states = finished.round.states_of(index, base_len - 1, len(step.kept))
             self._committer.emit(sequence, step, trace, logprobs, states)

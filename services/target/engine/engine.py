@@ -38,7 +38,7 @@ from outrider.services.target.policy.prefill_budget import PrefillBudget
 from outrider.services.target.request import EventSink, GenerationRequest
 from outrider.services.target.scheduling.limits import EngineLimits
 from outrider.services.target.scheduling.scheduler import Scheduler, StepPlan
-from outrider.services.target.scheduling.sequence import Sequence, SequenceStatus
+from outrider.services.target.scheduling.sequence import NO_DRAFT_REASON, Sequence, SequenceStatus
 from outrider.shared.base.errors import ErrorCode, OutriderError, UnavailableError
 from outrider.shared.base.generation import SpeculationMode
 from outrider.shared.base.resources import ResourceStats
@@ -46,7 +46,6 @@ from outrider.shared.engine.loop import Steppable
 from outrider.shared.spec.drafter import Drafter, DrafterState
 
 DRAIN_RETRY_AFTER_S = 5.0
-NO_DRAFT_REASON = "no_draft"
 LOOK_S = 1.0
 """Interval in seconds at which an idle engine checks for a new draft, which needs other CUDA graphs."""
 

@@ -36,6 +36,12 @@ RESUMED_EARLIER = 1 << 48
 The client of a resumed request has already received tokens."""
 
 
+USER = "user"
+"""Fallback reason of a request whose mode is `off`, or whose tree has room for its root only."""
+NO_DRAFT_REASON = "no_draft"
+"""Fallback reason on a target without a draft."""
+
+
 class SequenceStatus(Enum):
     """Status of a sequence: queued, computing its prompt, decoding, or ended."""
 
@@ -255,13 +261,20 @@ class Sequence:
         )
 
     @property
+    def never_drafts(self) -> str:
+        """Fallback reason of every round if `wants_drafts` is False. Otherwise an empty string."""
+        if self.wants_drafts:
+            return ""
+        return NO_DRAFT_REASON if self.speculates else USER
+
+    @property
     def plain_by(self) -> str:
         """The party that chose plain decoding.
 
         Valid only if no round had draft nodes although drafting was possible.
         """
         if not self.speculates:
-            return "user"
+            return USER
         # Prefill emits the first token, and a round emits at least one. A limit of two tokens thus leaves
         # nothing to draft.
         return "length" if self.request.max_new_tokens <= 2 else "controller"

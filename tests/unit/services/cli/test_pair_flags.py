@@ -33,6 +33,15 @@ def options_of(monkeypatch: pytest.MonkeyPatch, command: str, *arguments: str) -
     return seen[0]
 
 
+@pytest.mark.parametrize("given", ["localhost:8941", "http://localhost:8941/v1", "localhost:8941/v1/"])
+def test_tune_takes_every_form_of_a_url(monkeypatch: pytest.MonkeyPatch, given: str) -> None:
+    assert options_of(monkeypatch, "tune", "--url", given).url == "http://localhost:8941"
+    monkeypatch.setenv("OUTRIDER_URL", given)
+    monkeypatch.setenv("OUTRIDER_API_KEY", "hush")
+    options = options_of(monkeypatch, "tune")
+    assert (options.url, options.api_key) == ("http://localhost:8941", "hush")
+
+
 @pytest.mark.parametrize("command", RUNS)
 @pytest.mark.parametrize(
     ("arguments", "target", "draft"),

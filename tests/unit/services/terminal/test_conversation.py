@@ -12,7 +12,13 @@ from support.scripted_gateway import ROUND
 
 from outrider.services.clients.rest import gateway_url
 from outrider.services.terminal.conversation import Conversation
-from outrider.services.terminal.origins import BONUS_STYLE, DRAFT_STYLES, OriginColours
+from outrider.services.terminal.origins import (
+    BONUS_STYLE,
+    DRAFT_STYLES,
+    OriginColours,
+    colour_legend,
+    style_of,
+)
 from outrider.services.terminal.tree_text import round_tree
 from outrider.services.terminal.wrapped import WrappedPrinter
 from outrider.shared.base.errors import InvalidRequestError
@@ -103,5 +109,45 @@ def test_the_tree_shows_texts_probabilities_and_the_targets_token() -> None:
     out = console(60)
     out.print(round_tree(ROUND))
     text = printed(out)
-    for part in ("'The'", "' blue'  90.5 %", "' red'  5.0 %", "' sky'  chosen by the target"):
+    for part in (
+        "'The'",
+        "' blue'  90.5 %  accepted",
+        "' red'  5.0 %  rejected",
+        "' sky'  chosen by the target",
+    ):
         assert part in text
+
+
+def test_nodes_after_the_end_of_the_answer_are_not_called_accepted() -> None:
+    texts = ["The", " sky", "<|im_end|>", "\n", "<|im_start|>"]
+    chain = [
+        {"token": at, "parent": at - 1, "depth": at, "logprob": -0.1, "text": text}
+        for at, text in enumerate(texts)
+    ]
+    trace = ROUND | {
+        "nodes": chain,
+        "accepted": [1, 2, 3, 4],
+        "emitted": [1, 2],
+        "emitted_text": [" sky", ""],
+    }
+    out = console(80)
+    out.print(round_tree(trace))
+    fates = [line.split(" %  ")[1].strip() for line in printed(out).splitlines()[1:]]
+    assert fates == ["accepted", "accepted, ends the answer", *["after the end of the answer"] * 2]
+
+
+def test_an_answer_that_is_cut_by_its_length_has_no_stop_token() -> None:
+    trace = ROUND | {"emitted": [2], "emitted_text": [" blue"]}
+    out = console(80)
+    out.print(round_tree(trace))
+    text = printed(out)
+    assert "' blue'  90.5 %  accepted\n" in "\n".join(line.rstrip() for line in text.splitlines())
+    assert "chosen by the target" not in text
+
+
+def test_every_depth_up_to_16_has_a_colour_of_its_own() -> None:
+    chain = [{"token": at, "parent": at - 1, "depth": at, "logprob": -0.1, "text": "x"} for at in range(17)]
+    trace = ROUND | {"nodes": chain, "accepted": list(range(1, 17)), "emitted_text": ["x"] * 17}
+    styles = [style_of(trace, position) for position in range(17)]
+    assert len(set(styles)) == 17
+    assert [str(span.style) for span in colour_legend().spans if "color" in str(span.style)] == styles

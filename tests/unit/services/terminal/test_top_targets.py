@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from outrider.services.gateway.playground import pages
-from outrider.services.terminal.top import duration, render
+from outrider.services.terminal.status_panels import duration, render
 
 
 def stats(running: int) -> dict[str, Any]:
@@ -46,7 +46,7 @@ def shown(targets: list[dict[str, Any]], metrics: dict[str, float] | None = None
     }
     console = Console(width=100, color_system=None)
     with console.capture() as capture:
-        console.print(render(status, None))
+        console.print(render(status))
     return capture.get()
 
 
@@ -134,6 +134,9 @@ def test_memory_graphs_transport_and_the_decision_are_shown() -> None:
         'outrider_draft_fallback_total{reason="budget"}': 0.0,
         "outrider_spec_decode_num_drafts_total": 8.0,
         'outrider_accepted_tokens_total{depth="1"}': 6.0,
+        'outrider_accepted_tokens_total{depth="2"}': 1.0,
+        'outrider_drafted_rounds_total{depth="1"}': 8.0,
+        'outrider_drafted_rounds_total{depth="2"}': 4.0,
         "outrider_estimated_speedup": 1.5,
     }
     text = shown([one | {"stats": stats(3) | {"resources": used, "auto": auto}}], metrics)
@@ -147,7 +150,7 @@ def test_memory_graphs_transport_and_the_decision_are_shown() -> None:
     assert "drafting is estimated to be faster than plain decoding" in text
     assert "the draft answered too late (4)" in text
     assert "no room" not in text
-    assert all(part in text for part in ("depth 1", "75.0 %", "1.50 ×"))
+    assert all(part in text for part in ("depth 1", "75.0 %", "depth 2", "25.0 %", "1.50 ×"))
 
 
 def test_without_any_answer_this_is_said() -> None:

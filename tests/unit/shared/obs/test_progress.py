@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+import queue
 import re
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ import pytest
 from rich.console import Console
 
 from outrider.shared.obs import progress as module
-from outrider.shared.obs.progress import Progress, duration, loading
+from outrider.shared.obs.progress import Progress, Waiting, duration, loading
 
 ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 WAIT_S = 20
@@ -170,3 +172,30 @@ def test_in_a_real_terminal_the_bar_appears_and_leaves_and_prints_stay() -> None
 )
 def test_durations_are_words(seconds: float, words: str) -> None:
     assert duration(seconds) == words
+
+
+def test_work_of_unknown_length_tells_its_time_without_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LINE_S", 0.0)
+    lines: queue.Queue[str] = queue.Queue()
+    with Waiting("starting services", console=no_terminal(), print_text=lines.put) as waiting:
+        assert lines.get(timeout=WAIT_S) == "starting services (0 s so far)"
+        waiting.tell(0, step="target ready")
+        while "target ready" not in (line := lines.get(timeout=WAIT_S)):
+            pass
+        assert line == "starting services: target ready (0 s so far)"
+    assert not [one for one in threading.enumerate() if one.name == "progress"]
+
+
+def test_short_work_of_unknown_length_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    with Waiting("importing", console=no_terminal()):
+        pass
+    assert capsys.readouterr().err == ""
+
+
+def test_a_terminal_shows_work_of_unknown_length_with_its_time_and_keeps_the_streams() -> None:
+    shown = io.StringIO()
+    console = Console(file=shown, force_terminal=True, width=100)
+    before = sys.stderr
+    with Waiting("importing", console=console, redirect=False):
+        assert sys.stderr is before
+    assert re.search(r"importing .* 0:00:00", ESCAPE.sub("", shown.getvalue()))

@@ -33,6 +33,7 @@ def test_a_stopped_draft_is_found_faulty_though_nobody_waits(
     target.round()
     assert target.link.breaker.refuses_all
     assert "has owed an answer" in caplog.text
+    assert target.drafter.backing_off
     frames = target.connection.frames
     for _round in range(100):
         target.round()

@@ -214,7 +214,7 @@ def test_a_session_waits_for_the_report_of_its_rows(draft: Draft) -> None:
     session.lose("resync")
     assert draft.slots.obstacle(7, SHAPE, must_wait=True) == "resync"
     draft.breaker.trip(draft.now)
-    assert draft.slots.obstacle(7, SHAPE, must_wait=True) == "draft_down"
+    assert draft.slots.obstacle(7, SHAPE, must_wait=True) == "backing_off"
 
 
 def test_a_draft_that_never_reports_is_faulty_after_the_deadline(draft: Draft) -> None:

@@ -226,6 +226,26 @@ def test_a_row_chooses_once_a_round_and_counts_a_fallback_once(
         assert all(count - 1 <= choice <= count for choice, count in zip(choices, rounds, strict=True))
 
 
+@pytest.mark.parametrize("state", [DrafterState.DOWN, DrafterState.ON])
+def test_every_round_without_a_draft_has_a_reason(
+    decoder: Decoder, plain: list[list[int]], plan: LoopPlan, state: DrafterState
+) -> None:
+    harness, drafter = followed(decoder, plain, plan)
+    drafter.current_state = state
+    for index, prompt in enumerate(PROMPTS):
+        harness.submit(prompt, NEW_TOKENS, request_id=str(index), shape=SHAPE, trace=True)
+        for _ in range(4):  # the next one joins the rounds of the others
+            harness.step()
+    harness.run()
+    rounds = [one for index in range(3) for one in harness.sink.rounds[str(index)]]
+    reasons = {one.reason for one in rounds if len(one.nodes) == 1}
+    if state is DrafterState.DOWN:
+        assert reasons == {"draft_down"}
+    else:
+        assert reasons <= {"joined"}
+        assert {one.reason for one in rounds if len(one.nodes) > 1} == {""}
+
+
 def test_a_session_that_is_opened_again_leaves_the_announcement(
     decoder: Decoder, plain: list[list[int]], plan: LoopPlan
 ) -> None:

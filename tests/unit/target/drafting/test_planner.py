@@ -86,6 +86,22 @@ def test_every_row_remembers_why_it_drafts_or_does_not() -> None:
     assert away.stats.reason == "probing"
 
 
+def test_a_planned_row_keeps_its_reason() -> None:
+    room = Room()
+    on, auto = room.sequence(0), room.sequence(1, auto=True)
+    room.obstacles = {0: "draft_down", 1: "late"}
+    shapes = room.shapes([on, auto])
+    room.shapes([on, auto], shapes)
+    assert [one.stats.reason for one in (on, auto)] == ["draft_down", "late"]
+
+
+def test_a_row_that_never_drafts_says_why() -> None:
+    room = Room()
+    off, alone = room.sequence(0, NO_DRAFT), room.sequence(1, follow=False)
+    room.shapes([off, alone])
+    assert [one.stats.reason for one in (off, alone)] == ["user", "no_draft"]
+
+
 def test_each_mode_gets_its_shape() -> None:
     room = Room()
     on, off, auto = room.sequence(0), room.sequence(1, follow=False), room.sequence(2, auto=True)

@@ -80,6 +80,23 @@ def test_metrics_tell_depths_fallbacks_and_round_trips(decoder: Decoder) -> None
     assert 'outrider_draft_fallback_total{reason="late"} 0.0' in text
 
 
+def test_metrics_count_the_rounds_that_drafted_to_each_depth(decoder: Decoder) -> None:
+    harness = make_harness(decoder, FakeDrafter(random_plan(VOCAB)))
+    for request_id, depth in (("deep", 4), ("flat", 2)):
+        harness.submit(PROMPT, 12, request_id=request_id, shape=(depth, 1, depth + 1), trace=True)
+    harness.run()
+    drafted = [
+        max(node.depth for node in one.nodes)
+        for request_id in ("deep", "flat")
+        for one in harness.sink.rounds[request_id]
+    ]
+    assert {2, 3} <= set(drafted)
+    text = harness.engine.prometheus_text()
+    for depth in range(1, 6):
+        count = sum(one >= depth for one in drafted)
+        assert f'outrider_drafted_rounds_total{{depth="{depth}"}} {float(count)}' in text
+
+
 def test_metrics_tell_what_auto_has_decided(decoder: Decoder) -> None:
     harness = make_harness(decoder, FakeDrafter(random_plan(VOCAB)))
     assert 'outrider_auto_decision{reason="idle"} 1.0' in harness.engine.prometheus_text()
