@@ -113,12 +113,13 @@ def run_tune(options: TuneOptions) -> int:
 def introduction(options: TuneOptions, num_prompts: int) -> list[str]:
     """Return lines that say what will be measured, about how long this takes, and where the profile goes."""
     *others, last = map(str, options.batches)
-    batches = f"{', '.join(others)} and {last}" if others else last
+    batches = f"{', '.join(others)} and {last} requests" if others else f"{last} requests"
+    batches = "one request" if batches == "1 requests" else batches
     what = "every tree shape" if options.exhaustive else "the most promising tree shapes"
     extra = " --check adds a measurement of every shape." if options.check else ""
     return [
         f"Measures plain decoding, mode auto and {what} on {num_prompts} prompts, with answers of up to "
-        f"{options.tokens} tokens, for {batches} requests at a time.{extra}",
+        f"{options.tokens} tokens, for {batches} at a time.{extra}",
         "With the default flags and the embedded pair, this takes two to four minutes on two CPU cores. "
         "Larger models take longer. Ctrl-C stops it.",
         f"The profile goes to {options.output}"

@@ -40,7 +40,7 @@ def profile_text(result: TuneResult, target: str, draft: str) -> str:
         found = ", ".join(f"{shape.name} {speedup:.2f}" for shape, speedup in speedups)
         if one.auto_speedup is not None:
             found = f"auto {one.auto_speedup:.2f}, {found}"
-        lines.append(f"# {one.batch} requests at a time: {found}")
+        lines.append(f"# batch {one.batch}: {found}")
     lines += ["#", f"# {EXPLANATIONS[result.mode]}"]
     for name, value in profile_values(result).items():
         lines.append(f"{name} = {json.dumps(value)}")

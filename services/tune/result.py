@@ -34,7 +34,7 @@ class TuneSizes:
     largest: DraftShape
     passes: int = 3
     most_passes: int = 9
-    share: float = 0.09
+    share: float = 0.075
     exhaustive: bool = False
     check: int = 0
 

@@ -322,7 +322,7 @@ def test_the_profile_has_the_shape_and_the_speeds() -> None:
     text = profile_text(result, "a\ntarget", "draft")
     assert f"num_steps = {result.limits.depth}\n" in text
     assert f"num_draft_tokens = {result.limits.max_nodes}\n" in text
-    assert "# 1 requests at a time: auto " in text
+    assert "# batch 1: auto " in text
     assert "# Target: a target\n" in text
     report = result_json(result)
     assert report["batches"][0]["ratios_to_plain"]["plain"] == [1.0]
