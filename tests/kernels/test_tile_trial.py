@@ -291,7 +291,7 @@ def test_what_is_left_when_the_time_is_up_is_the_next_starts(monkeypatch: pytest
     )
     times = {16: {TILE: 1.0, guess_tile(*use.of(16).shape, 16): 2.0}, 32: {}, 64: {TILE: 3.0}, 8: {TILE: 4.0}}
     monkeypatch.setattr(tries, "_times", lambda use, rows: times[rows])
-    tried = tries.run([(use, rows) for rows in times])
+    tried = tries.run([(use, rows) for rows in times], None)
     # At 32 rows nothing ran, and time ran out before 8.
     assert tried == [
         Tried(use.of(16), TILE, 1.0, 2.0),
