@@ -5,7 +5,7 @@ import { TreeView, describeRound } from './tree.js';
 
 // A tree stays for so many milliseconds. The longer the queue of waiting rounds, the shorter their trees stay.
 const LONGEST_MS = 180;
-const SHORTEST_MS = 33;
+const SHORTEST_MS = 100;
 // All waiting rounds together should take about so many milliseconds.
 const QUEUE_MS = 500;
 // If more rounds than this wait, then every second one is left out.
