@@ -28,7 +28,7 @@ from outrider.bench.faults.answers import Asker, AskFailedError
 from outrider.bench.faults.questions import GENERATE, Question
 from outrider.bench.faults.two_targets import TwoTargets
 from outrider.bench.measure.clock import percentile
-from outrider.bench.report.record import Result, Row, finish
+from outrider.bench.report.record import Result, Row, show_and_save
 from outrider.services.stack.private_folder import private_folder
 from outrider.services.stack.start_bar import StartBar
 from outrider.shared.base.errors import UnavailableError
@@ -318,7 +318,7 @@ def _report(options: MoveOptions, rounds: Sequence[_Round]) -> int:
         "seed": options.seed,
     }
     more: Mapping[str, Any] = {"kills": [one.as_json() for one in rounds]}
-    finish(Result("move", settings, rows, more), options.output, shown=("goal", "met"))
+    show_and_save(Result("move", settings, rows, more), options.output, shown=("goal", "met"))
     return int(bool(wrong))
 
 

@@ -24,7 +24,14 @@ import torch
 from outrider.services.draft.growth.draft_graph import pending_rows
 from outrider.services.draft.growth.slot_rounds import SessionGroup, SlotRounds
 from outrider.services.draft.metrics import DraftMetrics
-from outrider.services.draft.sessions.session import Answer, Ask, PeerId, Reason, Session, Verdict
+from outrider.services.draft.sessions.session import (
+    Ask,
+    MessageResult,
+    MessageVerdict,
+    PeerId,
+    RefusalReason,
+    Session,
+)
 from outrider.services.draft.sessions.session_spans import SessionSpans
 from outrider.services.draft.sessions.session_table import SessionLimits, SessionTable
 from outrider.services.draft.strategies.base import DraftStrategy
@@ -95,7 +102,7 @@ class DraftEngine:
         self._clock = clock
         self._slot_rounds = None if strategy.rounds is None else SlotRounds(strategy.rounds.memory, clock)
 
-    def open(self, peer: PeerId, opening: SequenceOpen) -> Answer:
+    def open(self, peer: PeerId, opening: SequenceOpen) -> MessageResult:
         """Start following a sequence of the target, or restart it at a higher epoch.
 
         The verdict is REJECTED with the reason NOT_READY while the draft lacks tensors that it borrows from
@@ -104,22 +111,25 @@ class DraftEngine:
         self.sessions.touch(peer, self._clock())
         if self.strategy.missing():
             return self._counted(
-                "open", Answer(Verdict.REJECTED, Reason.NOT_READY, retry_after_ms=OUT_OF_PAGES_RETRY_MS)
+                "open",
+                MessageResult(
+                    MessageVerdict.REJECTED, RefusalReason.NOT_READY, retry_after_ms=OUT_OF_PAGES_RETRY_MS
+                ),
             )
         answer = self._counted("open", self.sessions.open(peer, opening, self._clock()))
-        if answer.verdict is Verdict.ACCEPTED:
+        if answer.verdict is MessageVerdict.ACCEPTED:
             self.spans.opened(peer, opening.fence.session_id, opening.traceparent)
         return answer
 
     def add_features(
         self, peer: PeerId, session_id: int, epoch: int, base: int, rows: torch.Tensor
-    ) -> Answer:
+    ) -> MessageResult:
         """Store feature rows of a prompt or a resync, for positions ``[base, base + rows)``."""
         now = self._clock()
         self.sessions.touch(peer, now)
         return self._counted("features", self.sessions.add_features(peer, session_id, epoch, base, rows, now))
 
-    def commit(self, peer: PeerId, commit: Commit, ask: Ask | None) -> Answer:
+    def commit(self, peer: PeerId, commit: Commit, ask: Ask | None) -> MessageResult:
         """Append the tokens that a round chose. Store the request for the next tree, unless it is None."""
         now = self._clock()
         self.sessions.touch(peer, now)
@@ -132,7 +142,7 @@ class DraftEngine:
             self.sessions.cancel(peer, round_number)
         )
 
-    def close(self, peer: PeerId, session_id: int) -> Answer:
+    def close(self, peer: PeerId, session_id: int) -> MessageResult:
         """Stop following a sequence and free its memory."""
         self.sessions.touch(peer, self._clock())
         self.spans.closing(peer, session_id, self.sessions.get(peer, session_id))
@@ -340,11 +350,11 @@ class DraftEngine:
             groups.setdefault((shape.depth, shape.topk), []).append(session)
         yield from groups.values()
 
-    def _counted(self, message: str, answer: Answer) -> Answer:
+    def _counted(self, message: str, answer: MessageResult) -> MessageResult:
         """Return the answer, after counting it in the metrics if its verdict is not ACCEPTED."""
-        if answer.verdict is Verdict.ACCEPTED:
+        if answer.verdict is MessageVerdict.ACCEPTED:
             return answer
-        if answer.verdict is Verdict.RESYNC:
+        if answer.verdict is MessageVerdict.RESYNC:
             self.metrics.resyncs.labels(reason=answer.reason.value).inc()
         else:
             self.metrics.dropped.labels(message=message, reason=answer.reason.value).inc()

@@ -33,7 +33,7 @@ def record(client: LiveClient, prompts: Sequence[Sequence[int]], largest: DraftS
     return client.run(prompts, tree, streams=4, tokens=tokens, trace=True)
 
 
-def accept_lengths(recorded: LiveRun, candidates: Sequence[DraftShape]) -> dict[DraftShape, float]:
+def predict_accept_lengths(recorded: LiveRun, candidates: Sequence[DraftShape]) -> dict[DraftShape, float]:
     """Return the predicted accept length of each shape."""
     trees = [
         RecordedTree.of(entry, answer.prompt_len, answer.token_ids)

@@ -15,7 +15,7 @@ from outrider.services.target.scheduling.scheduler import Scheduler
 from outrider.shared.spec.drafter import Drafter
 
 
-def source_of(
+def make_draft_source(
     drafter: Drafter,
     sessions: DraftSessions,
     planner: DraftPlanner,

@@ -38,7 +38,14 @@ from outrider.services.target.model.packed_batch import (
     width_class,
 )
 from outrider.services.target.model.result_ring import ResultRing
-from outrider.services.target.model.rounds import FinishedRound, Marks, Moment, OpenRound, Round, unpack
+from outrider.services.target.model.rounds import (
+    FinishedRound,
+    Marks,
+    Moment,
+    OpenRound,
+    Round,
+    unpack_outcomes,
+)
 from outrider.services.target.model.slot_table import SlotTable
 from outrider.services.target.model.token_states import RoundTap, tapped
 from outrider.services.target.model.tree_forms import TreeForms
@@ -208,7 +215,7 @@ class RoundRunner:
         end = launched.marks.verified
         if isinstance(end, torch.cuda.Event):
             end.synchronize()
-        outcomes = unpack(launched.result[: len(launched.entries)].tolist())
+        outcomes = unpack_outcomes(launched.result[: len(launched.entries)].tolist())
         now = time.monotonic()
         seconds = now - max(launched.launched_at, self._last_read)
         self._last_read = now

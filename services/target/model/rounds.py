@@ -141,7 +141,7 @@ class FinishedRound:
     verify_s: float
 
 
-def unpack(rows: list[list[int]]) -> list[Outcome | None]:
+def unpack_outcomes(rows: list[list[int]]) -> list[Outcome | None]:
     """Decode the result of `verify_pass` into one outcome per row. The outcome of an idle row is None."""
     if not rows:
         return []

@@ -16,10 +16,10 @@ from outrider.services.draft.build import build_engine
 from outrider.services.draft.peers.peer import Peer
 from outrider.services.draft.peers.replies import Reply, RoundTaken, RoundTrees
 from outrider.services.draft.peers.stream_exchange import StreamExchange
-from outrider.services.draft.serving.convert import reply_to
 from outrider.services.draft.serving.loop import DraftLoop
 from outrider.services.draft.serving.protocol import DraftProtocol
 from outrider.services.draft.serving.servicer import StreamOutlet
+from outrider.services.draft.serving.session_messages import reply_to
 from outrider.services.draft.sessions.session import PeerId
 from outrider.services.draft.settings import DraftSettings
 from outrider.services.target.draft_client.transport.stream_exchange import SOON, TAKEN

@@ -61,7 +61,7 @@ class _Prepared:
     sessions: dict[int, Session]
 
 
-class SlottedRounds:
+class PeerSlots:
     """The slots and device rounds of all targets in other processes. Engine thread only, except for `peer`.
 
     A CUDA stream that waits for one target's state blocks the rounds of all other targets. If several targets

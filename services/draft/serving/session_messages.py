@@ -32,7 +32,7 @@ from outrider.services.draft.target_info import TargetInfo
 from outrider.shared.base.errors import ProtocolError
 from outrider.shared.rpc.ipc.doorbells import Side
 from outrider.shared.rpc.tensors import TensorReader, wire_dtype
-from outrider.shared.rpc.version import MAX_VERSION, Offer
+from outrider.shared.rpc.version import MAX_VERSION, VersionOffer
 from outrider.shared.spec.drafter import Commit, FeatureSpec, SequenceOpen
 from outrider.shared.spec.fence import Fence
 from outrider.shared.spec.tree import DraftShape
@@ -94,7 +94,7 @@ def hello_ack(
         missing_tensors=missing,
         uptime_s=uptime_s,
     )
-    Offer.ours(Side.DRAFT).write(ack, version)
+    VersionOffer.ours(Side.DRAFT).write(ack, version)
     if spec is not None:
         ack.aux_layer_ids.extend(spec.aux_layer_ids)
         ack.projector_tensors.extend(spec.projector)

@@ -29,9 +29,9 @@ from outrider.services.target.draft_client.deadlines import AnswerDeadlines
 from outrider.services.target.draft_client.round_blobs import BoundedRound, RoundBlobs
 from outrider.services.target.draft_client.session import DraftSession
 from outrider.services.target.draft_client.transport.exchange import Exchange
-from outrider.services.target.draft_client.trees import fits
+from outrider.services.target.draft_client.trees import draft_can_grow
 from outrider.shared.rpc.tensors import wire_dtype
-from outrider.shared.spec.drafter import AWAITED, BACKING_OFF, DrafterState
+from outrider.shared.spec.drafter import AWAITED, BACKING_OFF, WARMING, DrafterState
 from outrider.shared.spec.exchanged_slots import ExchangedGroup, ExchangedRound, ExchangedSlots
 from outrider.shared.spec.resident import GroupSize
 from outrider.shared.spec.tree import DraftShape
@@ -55,7 +55,6 @@ MAX_ROUND_NUMBER = 1 << 30
 
 This is half the range of int32, because a mailbox uses larger numbers to mark its end.
 """
-WARMING = "warming"
 RESYNC = "resync"
 
 _log = logging.getLogger("outrider.target.draft")
@@ -67,7 +66,7 @@ class _Seat:
     session: DraftSession
 
 
-class SlottedRounds(ExchangedSlots):
+class RemoteSlots(ExchangedSlots):
     """The slots at one draft service, for rounds that stay on the devices. Engine thread only.
 
     Args:
@@ -187,7 +186,7 @@ class SlottedRounds(ExchangedSlots):
             return BACKING_OFF
         if not session.live:
             return session.reason or RESYNC
-        if connection.hello is not None and not fits(shape, connection.hello):
+        if connection.hello is not None and not draft_can_grow(shape, connection.hello):
             return "shape_above_draft"
         if session.ready:
             session.joining = False
