@@ -5,7 +5,7 @@ drafter calls it on one thread. If KV memory is short, the engine evicts idle se
 whose deadline has passed.
 
 For a target in the same process, `seat` prepares the sessions that draft in the next round. Drafting and
-verification then alternate on the GPU. The host reads the results one round late (see `growth.slot_rounds`).
+verification then alternate on the GPU. The host reads the results one round late (see `growth.slot_groups`).
 
     messages       → sessions   Drop stale messages, which their fences identify. Resync on a contradiction.
     ready sessions → extend     Compute K/V from the target's features of committed tokens.
@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import torch
 
 from outrider.services.draft.growth.draft_graph import pending_rows
-from outrider.services.draft.growth.slot_rounds import SessionGroup, SlotRounds
+from outrider.services.draft.growth.slot_groups import SessionGroup, SlotGroups
 from outrider.services.draft.metrics import DraftMetrics
 from outrider.services.draft.sessions.session import (
     Ask,
@@ -100,7 +100,7 @@ class DraftEngine:
         self.spans = SessionSpans()
         self.sessions = SessionTable(limits, strategy.release, strategy.begin)
         self._clock = clock
-        self._slot_rounds = None if strategy.rounds is None else SlotRounds(strategy.rounds.memory, clock)
+        self._slot_rounds = None if strategy.rounds is None else SlotGroups(strategy.rounds.memory, clock)
 
     def open(self, peer: PeerId, opening: SequenceOpen) -> MessageResult:
         """Start following a sequence of the target, or restart it at a higher epoch.

@@ -3,7 +3,7 @@
 1. Answer the prompts once with the largest tree, and record the trees of all rounds. From these trees,
    predict the accept length of every shape (`replay`).
 2. For each batch size, run a few rounds of a few shapes. From the times of these rounds, predict the time of
-   a round of every shape (`round_times`). The predicted speed of a shape is its accept length, divided by the
+   a round of every shape (`step_times`). The predicted speed of a shape is its accept length, divided by the
    time of its round. From the predicted speeds, choose the limits of mode `auto` (`modes`).
 3. For each batch size, measure plain decoding, mode `auto` and the shapes with the best predictions in
    alternating passes over the prompts (`paired`). The slower half of the shapes drops out after each pass.

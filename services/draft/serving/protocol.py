@@ -17,12 +17,12 @@ from outrider.services.draft.peers.exchange import Exchange
 from outrider.services.draft.peers.peer import Outlet, Peer
 from outrider.services.draft.peers.peer_slots import PeerSlots
 from outrider.services.draft.peers.replies import (
+    EntryReply,
+    ExchangeEnded,
     NeedResync,
     Opened,
     Pong,
     Rejected,
-    RoundsEnded,
-    RoundsEntered,
     SlotsOpened,
 )
 from outrider.services.draft.serving.loop import DraftLoop
@@ -188,7 +188,7 @@ class DraftProtocol:
                 size = request.rounds_prepare
                 loop.submit(lambda: loop.later(lambda: self._slots.record(size)))
             case "rounds_enter":
-                peer.send(RoundsEntered(request.rounds_enter.rounds, "version"))
+                peer.send(EntryReply(request.rounds_enter.rounds, "version"))
             case "rounds_leave":
                 pass  # a target of version 2 leaves the rounds that were refused
             case other:
@@ -299,11 +299,11 @@ class DraftProtocol:
         except Exception:
             self._slots.abandon(peer)
             exchange.skip(message.rounds, message.number)
-            peer.send(RoundsEnded(message.rounds, "failed"))
+            peer.send(ExchangeEnded(message.rounds, "failed"))
             raise
         if reason:
             exchange.skip(message.rounds, message.number)
-            peer.send(RoundsEnded(message.rounds, reason))
+            peer.send(ExchangeEnded(message.rounds, reason))
 
     def _open(self, peer: Peer, opening: SequenceOpen) -> None:
         self.loop.stay_awake(PREFILL_S)

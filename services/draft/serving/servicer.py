@@ -17,7 +17,7 @@ from google.protobuf.message import DecodeError
 
 from outrider.draft.v1 import draft_pb2, draft_pb2_grpc
 from outrider.services.draft.peers.peer import Peer
-from outrider.services.draft.peers.replies import Reply, RoundTaken, RoundTrees
+from outrider.services.draft.peers.replies import Reply, StateTaken, TreesReply
 from outrider.services.draft.peers.stream_exchange import StreamExchange
 from outrider.services.draft.serving.protocol import DraftProtocol
 from outrider.services.draft.serving.session_messages import reply_to
@@ -78,9 +78,9 @@ class StreamOutlet:
         stream = self._stream  # read once, because another thread may call `close`
         if stream is None:
             return
-        if isinstance(reply, RoundTrees) and reply.envelope is not None:
+        if isinstance(reply, TreesReply) and reply.envelope is not None:
             stream.send(reply.envelope.seal(reply.trees))
-        elif isinstance(reply, RoundTaken):
+        elif isinstance(reply, StateTaken):
             stream.send(TAKEN, reply.then)
         else:
             stream.send(reply_to(reply).SerializeToString())

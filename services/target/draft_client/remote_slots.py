@@ -26,13 +26,13 @@ from outrider.draft.v1 import draft_pb2
 from outrider.services.target.draft_client.breaker import Breaker, BreakerState
 from outrider.services.target.draft_client.connection import Connection
 from outrider.services.target.draft_client.deadlines import AnswerDeadlines
-from outrider.services.target.draft_client.round_blobs import BoundedRound, RoundBlobs
+from outrider.services.target.draft_client.exchange_blobs import BoundedTreeExchange, ExchangeBlobs
 from outrider.services.target.draft_client.session import DraftSession
 from outrider.services.target.draft_client.transport.exchange import Exchange
 from outrider.services.target.draft_client.trees import draft_can_grow
 from outrider.shared.rpc.tensors import wire_dtype
 from outrider.shared.spec.drafter import AWAITED, BACKING_OFF, WARMING, DrafterState
-from outrider.shared.spec.exchanged_slots import ExchangedGroup, ExchangedRound, ExchangedSlots
+from outrider.shared.spec.exchanged_slots import ExchangedGroup, ExchangedSlots, TreeExchange
 from outrider.shared.spec.resident import GroupSize
 from outrider.shared.spec.tree import DraftShape
 
@@ -93,7 +93,7 @@ class RemoteSlots(ExchangedSlots):
         take_reply: Callable[[Connection, float], bool],
         on_late: Callable[[float, bool], None],
     ) -> None:
-        self._blobs = RoundBlobs(device, vocab_size)
+        self._blobs = ExchangeBlobs(device, vocab_size)
         self._dtype = dtype
         self._sessions = sessions
         self._deadlines = deadlines
@@ -110,7 +110,7 @@ class RemoteSlots(ExchangedSlots):
         self._free: list[int] = []
         self._told: list[draft_pb2.SlotTokens] = []
         self._left: list[int] = []
-        self._round: BoundedRound | None = None
+        self._round: BoundedTreeExchange | None = None
         self._num_rounds = 0
         # Combinations of sizes that this connection has carried.
         self._known: set[tuple[GroupSize, ...]] = set()
@@ -235,7 +235,7 @@ class RemoteSlots(ExchangedSlots):
             return False
         return bool(self._series) or channel.mend()
 
-    def begin(self, groups: Sequence[ExchangedGroup]) -> ExchangedRound | None:
+    def begin(self, groups: Sequence[ExchangedGroup]) -> TreeExchange | None:
         # 1. Send the pending commits of joining sessions, after the unsent tokens and free slots.
         connection = self._connection
         if connection is None or self._channel is None or connection.spec is None:

@@ -2,7 +2,7 @@
 
 An `auto` request is a request in speculation mode `auto`. The controller maximises the expected tokens per
 second of the whole batch. `partition` divides the requests of the batch among tree shapes and plain decoding.
-`RoundCosts` estimates the seconds of a round, and `DrafterAcceptance` estimates its tokens. Both learn from
+`StepCosts` estimates the seconds of a round, and `DrafterAcceptance` estimates its tokens. Both learn from
 executed rounds (`observe`).
 
 A decision is kept for several rounds, because a change of shape needs other CUDA graphs. Estimates become
@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from outrider.services.target.policy.acceptance import DrafterAcceptance, SamplingKind
-from outrider.services.target.policy.cost_model import SHORTEST_S, DraftPath, RoundCosts
+from outrider.services.target.policy.cost_model import SHORTEST_S, DraftPath, StepCosts
 from outrider.services.target.policy.decision import Decision, assign_shapes
 from outrider.services.target.policy.expectations import Expectations, ExpectedTokens, expected_tokens
 from outrider.services.target.policy.look_options import LookOptions
@@ -61,7 +61,7 @@ class SpeculationController:
     """
 
     def __init__(self, log: DecisionLog | None = None) -> None:
-        self.costs = RoundCosts()
+        self.costs = StepCosts()
         self.verdict = AutoVerdict()
         self._log = log or DecisionLog()
         self._identity = ""

@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 
-from outrider.services.target.policy.cost_model import RoundCosts
+from outrider.services.target.policy.cost_model import StepCosts
 from outrider.services.target.policy.expectations import ExpectedTokens
 from outrider.services.target.policy.looks import LookOption
 from outrider.services.target.policy.partition import Others, Partition, Partitions
@@ -40,7 +40,7 @@ class LookOptions:
         best: Partition,
         partitions: Partitions,
         others: Others,
-        costs: RoundCosts,
+        costs: StepCosts,
         *,
         known: bool,
     ) -> None:

@@ -14,7 +14,7 @@ from outrider.services.draft.build import build_engine
 from outrider.services.draft.engine import DraftEngine
 from outrider.services.draft.peers import peer_slots
 from outrider.services.draft.peers.peer_slots import PeerSlots
-from outrider.services.draft.peers.replies import NeedResync, Rejected, RoundsEnded, SlotReady
+from outrider.services.draft.peers.replies import ExchangeEnded, NeedResync, Rejected, SlotReady
 from outrider.services.draft.settings import DraftSettings
 from outrider.shared.spec.tree import DraftShape
 
@@ -217,7 +217,7 @@ def test_another_target_ends_the_rounds_and_none_begin_while_it_has_sessions(
     other = Target(engine, target.rounds, 2)
     assert other.open_slots() == ""
     target.rounds.make_way(other.peer)
-    assert target.replies[-1] == RoundsEnded(1, "busy")
+    assert target.replies[-1] == ExchangeEnded(1, "busy")
     assert target.rounds.peer is None
     other.follow(7)
     for one in (target, other):

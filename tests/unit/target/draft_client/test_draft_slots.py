@@ -16,7 +16,7 @@ from outrider.services.target.draft_client.deadlines import AnswerDeadlines
 from outrider.services.target.draft_client.remote_slots import RemoteSlots
 from outrider.services.target.draft_client.session import DraftSession
 from outrider.shared.spec.drafter import AWAITED, FeatureSpec
-from outrider.shared.spec.exchanged_slots import ExchangedGroup, ExchangedRound
+from outrider.shared.spec.exchanged_slots import ExchangedGroup, TreeExchange
 from outrider.shared.spec.fence import Fence
 from outrider.shared.spec.resident import GroupSize, StateBlob
 from outrider.shared.spec.tree import DraftShape
@@ -111,7 +111,7 @@ class Draft:
         ready = draft_pb2.SlotReady(session_id=session_id, epoch=epoch)
         self.slots.hear(draft_pb2.SessionReply(slot_ready=ready))
 
-    def round(self, *session_ids: int, limit_s: float | None = None) -> ExchangedRound | None:
+    def round(self, *session_ids: int, limit_s: float | None = None) -> TreeExchange | None:
         assert self.slots.fits([SIZE])
         group = ExchangedGroup(SHAPE, 2, COLUMNS, session_ids, [9] * len(session_ids))
         started = self.slots.begin([group])
