@@ -33,8 +33,8 @@ def rooms_by_name(files: list[Path]) -> dict[str, set[Path]]:
 def misplaced(tests: list[Path], files: list[Path]) -> dict[str, str]:
     """Return the reason for each test that is in a wrong folder.
 
-    A test with the name of a module belongs to the room of this module, if only one module in the same service
-    or top folder has this name. If none has it there, the rule applies to the whole repository.
+    A test with the name of a module belongs to the room of this module, if only one module in the same
+    service or top folder has this name. If none there has it, the rule applies to the whole repository.
     """
     folders = {folder for file in files for folder in (file.parent, *file.parent.parents)}
     rooms = rooms_by_name(files)
