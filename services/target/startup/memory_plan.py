@@ -177,6 +177,7 @@ def plan_memory(
         ConfigurationError: The cache would hold fewer than `least_tokens`, or `kv_tokens` does not fit. The
             error names a value that works.
     """
+    # The draft stores the same tokens as the target, so each page needs memory in both caches.
     page = (bytes_per_token + draft.bytes_per_token) * settings.page_size
     least = least_tokens(settings, max_model_len)
     if settings.kv_tokens is not None:
