@@ -37,7 +37,7 @@ def serve_gateway(context: typer.Context) -> None:
     with without_collections():
         from outrider.services.gateway.settings import GatewaySettings
 
-    _run_service("gateway", GatewaySettings, entrypoints.serve_gateway, context.args)
+    _run_service("gateway", GatewaySettings, entrypoints.run_gateway, context.args)
 
 
 @serve.command("target", context_settings=PASS_ON)
@@ -47,7 +47,7 @@ def serve_target(context: typer.Context) -> None:
     with without_collections():
         from outrider.services.target.settings import TargetSettings
 
-    _run_service("target", TargetSettings, entrypoints.serve_target, context.args)
+    _run_service("target", TargetSettings, entrypoints.run_target, context.args)
 
 
 @serve.command("draft", context_settings=PASS_ON)
@@ -58,10 +58,10 @@ def serve_draft(context: typer.Context) -> None:
     with without_collections():
         from outrider.services.draft.settings import DraftSettings
 
-    _run_service("draft", DraftSettings, entrypoints.serve_draft, context.args)
+    _run_service("draft", DraftSettings, entrypoints.run_draft, context.args)
 
 
-def main() -> None:
+def run_serve() -> None:
     """Run `outrider serve` on the arguments after the word `serve`."""
     del sys.argv[1]
     run_app(serve, "outrider serve")
