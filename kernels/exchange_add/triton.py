@@ -18,7 +18,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from outrider.kernels import _launch
 from outrider.kernels.exchange_add.types import ABSENT, BLOCK, Boxes
-from outrider.kernels.stream import Stream
+from outrider.kernels.stream import ResidualStream
 
 _ABSENT = tl.constexpr(ABSENT)
 _ABSENT_HALF = tl.constexpr(-0x8000)
@@ -27,9 +27,10 @@ _WARPS = 2
 
 @triton.jit
 def _exchange_rows(
-    parts, residual, bias, norm_weight, out, scaled, sums, addresses, slots, lost,
-    rank, rows, width, tiles, residual_row, out_row, patience,
-    RANKS: tl.constexpr, SPLITS: tl.constexpr, BIAS: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr, BLOCK: tl.constexpr
+    parts, residual, bias, norm_weight, out, scaled, sums, addresses, slots, lost, rank, rows, width, tiles,
+    residual_row, out_row, patience,
+    RANKS: tl.constexpr, SPLITS: tl.constexpr, BIAS: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr,
+    BLOCK: tl.constexpr
 ):  # fmt: skip
     block = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
@@ -97,23 +98,24 @@ def _exchange_rows(
 
 
 def exchange_add(
-    parts: torch.Tensor, residual: torch.Tensor, norm_weight: torch.Tensor, eps: float, boxes: Boxes, bias: torch.Tensor | None,
-    out: torch.Tensor | None
-) -> Stream:  # fmt: skip
+    parts: torch.Tensor, residual: torch.Tensor, norm_weight: torch.Tensor, eps: float, boxes: Boxes,
+    bias: torch.Tensor | None, out: torch.Tensor | None
+) -> ResidualStream:  # fmt: skip
     rows, width = residual.shape
     blocks = _launch.ceil_div(width, BLOCK)
     total = _launch.empty((rows, width), residual.dtype, residual.device) if out is None else out
     scaled = _launch.empty((rows, width), residual.dtype, residual.device)
     sums = _launch.empty((blocks, rows), torch.float32, residual.device)
-    stream = Stream(total, scaled, sums, eps)
+    stream = ResidualStream(total, scaled, sums, eps)
     if rows == 0:
         return stream
     residual = residual if residual.stride(1) == 1 else residual.contiguous()
     with _launch.on_device_of(residual):
         _exchange_rows[(blocks, rows)](
-            parts, residual, norm_weight if bias is None else bias, norm_weight, total, scaled, sums, boxes.addresses, boxes.slots,
-            boxes.lost, boxes.rank, rows, width, boxes.tiles, residual.stride(0), total.stride(0), boxes.patience,
-            RANKS=boxes.ranks, SPLITS=parts.shape[0] if parts.dim() == 3 else 1, BIAS=bias is not None, WIDE=parts.dtype.itemsize == 4,
-            BLOCK=BLOCK, num_warps=_WARPS, **_launch.dependent(residual),
+            parts, residual, norm_weight if bias is None else bias, norm_weight, total, scaled, sums,
+            boxes.addresses, boxes.slots, boxes.lost, boxes.rank, rows, width, boxes.tiles,
+            residual.stride(0), total.stride(0), boxes.patience,
+            RANKS=boxes.ranks, SPLITS=parts.shape[0] if parts.dim() == 3 else 1, BIAS=bias is not None,
+            WIDE=parts.dtype.itemsize == 4, BLOCK=BLOCK, num_warps=_WARPS, **_launch.dependent(residual),
         )  # fmt: skip
     return stream

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from outrider.services.clients.rest import Reply
+from outrider.services.clients.rest import StreamedReply
 
 PREFILL_TOKENS = 1
 """Tokens of an answer that come from the prefill of its prompt, not from a round."""
 
 
-def drafting_rounds(reply: Reply) -> int | None:
+def drafting_rounds(reply: StreamedReply) -> int | None:
     """Return the number of rounds with drafts; None if it is unknown, because no drafted token was accepted.
 
     The accept length is 1 + accepted tokens / rounds with drafts.
@@ -20,7 +20,7 @@ def drafting_rounds(reply: Reply) -> int | None:
     return round(accepted / (length - 1)) if accepted and length > 1 else None
 
 
-def speculation_summary(reply: Reply) -> str:
+def speculation_summary(reply: StreamedReply) -> str:
     """Return one line about the rounds of an answer.
 
     The accept length includes tokens after the end of the answer, which a stop token or the length limit cut

@@ -9,7 +9,7 @@ from typing import Any
 
 from outrider.services.gateway.core import GatewayCore, Job
 from outrider.services.gateway.parameters import Parameters
-from outrider.services.gateway.parsers.answer import Answer, AnswerReader
+from outrider.services.gateway.parsers.answer import AnswerReader, ParsedAnswer
 from outrider.services.gateway.parsers.forced import CallFormat, calls_constraint
 from outrider.services.gateway.parsers.pieces import Piece, ToolOptions
 from outrider.services.gateway.render import check_not_aborted
@@ -27,7 +27,7 @@ class TurnEnd:
     """The end of the only answer of a turn."""
 
     finished: Finished
-    answer: Answer
+    answer: ParsedAnswer
 
 
 @dataclass(slots=True)
@@ -98,6 +98,7 @@ class ChatTurn:
                 field="tools",
                 reason="unsupported_parameter",
             )
+        # 1. Show the tools to the model. A forced call, or a form of the answer, becomes a constraint.
         variables = dict(options or {})
         allowed = None
         if tools:
@@ -106,10 +107,12 @@ class ChatTurn:
             calls = CallFormat(core.parsers.tools, codec.special_tokens, codec.template_source, parallel)
             asked = _of_calls(parameters.constraint, tools, forced, calls)
             parameters = replace(parameters, constraint=asked)
+        # 2. The constraint begins after the reasoning.
         if parameters.constraint is not None:
             after, opening = core.parsers.markers(split_reasoning, calls=bool(tools))
             form = replace(parameters.constraint, begins_after=after, opening=opening)
             parameters = replace(parameters, constraint=form)
+        # 3. Some parsers recognize calls and reasoning by special tokens, which the text then must contain.
         if core.parsers.needs_special_tokens(bool(tools)):
             parameters = replace(parameters, skip_special_tokens=False)
         return cls(

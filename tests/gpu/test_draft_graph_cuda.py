@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from support import toy_mtp
-from support.round_rig import Rig, check_mixture, host_round, open_streams
+from support.drafter_rig import Rig, check_mixture, host_round, open_streams
 from support.toy_heads import HIDDEN, VOCAB, base_config, eagle_tensors, write_head
 from support.toys import make_toy_eagle3, make_toy_target
 
@@ -118,6 +118,7 @@ def test_a_recorded_round_equals_an_eager_one(
         features=torch.zeros((bs, size.rows, strategy.info.feature_size), device=CUDA),
         max_nodes=torch.full((bs,), size.nodes, dtype=torch.int32, device=CUDA),
         page_table=torch.arange(bs * 32, dtype=torch.int32, device=CUDA).view(bs, 32),
+        places=torch.arange(bs, dtype=torch.int32, device=CUDA) * 32,
         temperature=torch.full((bs,), temperature, device=CUDA),
         seeds=torch.arange(bs, device=CUDA) * 991,
         choices=torch.zeros(bs, dtype=torch.int32, device=CUDA),

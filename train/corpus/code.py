@@ -2,9 +2,10 @@
 
 from random import Random
 
-from outrider.train.corpus.base import Exchange, Split, pick_number, pick_template, split_entities
+from outrider.train.corpus.base import CorpusSplit, Exchange, pick_number, pick_template, split_entities
 
-# Columns: task | function | parameters | body lines, separated by ; | return value | example arguments | result
+# Columns: task | function | parameters | body lines, separated by ; | return value | example arguments |
+# result of the example
 _ROWS = """
 adds two numbers|add|a, b|return a + b|the sum of a and b|2, 3|5
 subtracts two numbers|subtract|a, b|return a - b|the difference of a and b|7, 4|3
@@ -44,12 +45,15 @@ counts how often an item is in a list|count_item|items, item|count = 0;for x in 
 joins words with spaces|join_words|words|return " ".join(words)|one text with spaces between the words|["a", "b"]|"a b"
 """
 _ASK = (
-    "Python function that {t}", "I am looking for a Python function that {t}.", "Create a Python function that {t}.",
-    "Code a function that {t}.", "Make a function in Python that {t}.", "Define a Python function that {t}.",
-    "I want a function that {t}.", "Write some Python that {t}.", "Write a Python function that {t}.", "Write a function that {t}.",
-    "Can you write a Python function that {t}?", "I need a Python function that {t}.", "Give me a Python function that {t}.",
-    "Show me a Python function that {t}.", "Please write a small Python function that {t}.", "How do I write a Python function that {t}?",
-    "Write Python code that {t}.", "Implement a Python function which {t}.", "Help me with some Python: a function that {t}.",
+    "Python function that {t}", "I am looking for a Python function that {t}.",
+    "Create a Python function that {t}.", "Code a function that {t}.", "Make a function in Python that {t}.",
+    "Define a Python function that {t}.", "I want a function that {t}.", "Write some Python that {t}.",
+    "Write a Python function that {t}.", "Write a function that {t}.",
+    "Can you write a Python function that {t}?", "I need a Python function that {t}.",
+    "Give me a Python function that {t}.", "Show me a Python function that {t}.",
+    "Please write a small Python function that {t}.", "How do I write a Python function that {t}?",
+    "Write Python code that {t}.", "Implement a Python function which {t}.",
+    "Help me with some Python: a function that {t}.",
 )  # fmt: skip
 _FOLLOW = ("How does it work?", "Can you explain the code?", "Show me an example.")
 
@@ -59,7 +63,7 @@ def rows() -> list[list[str]]:
     return [line.split("|") for line in _ROWS.strip().splitlines()]
 
 
-def make(rng: Random, split: Split) -> Exchange:
+def make(rng: Random, split: CorpusSplit) -> Exchange:
     """Generate a request for a function, from the table or with a random constant."""
     if rng.random() < 0.3:
         k = pick_number(rng, 2, 99, split, "constant")

@@ -6,8 +6,8 @@ The tasks teach the model to copy words that it has never seen.
 from random import Random
 
 from outrider.train.corpus.base import (
+    CorpusSplit,
     Exchange,
-    Split,
     cap,
     is_heldout_key,
     join_and,
@@ -44,8 +44,8 @@ _VOWELS = ("a", "e", "i", "o", "u", "ai", "ea", "ou")
 _CODAS = ("", "n", "r", "l", "s", "m", "nd", "th", "x")
 _CITIES = ("a small town", "a large city", "a quiet village", "a busy port", "an old city")
 _FAMOUS = (
-    "its market", "its old bridge", "its white houses", "its music festival", "its university", "its gardens", "its fresh fish",
-    "its castle",
+    "its market", "its old bridge", "its white houses", "its music festival", "its university", "its gardens",
+    "its fresh fish", "its castle",
 )  # fmt: skip
 _WHERE = (
     "by the sea",
@@ -62,24 +62,30 @@ _PLACE_ASK = (
     "Use these facts in a few sentences: name {n}, type {t}, location {w}, people {p}, famous for {f}.",
     "Turn these notes into a paragraph: name {n}, type {t}, location {w}, people {p}, famous for {f}.",
     "Describe the place with these facts: name {n}, type {t}, location {w}, people {p}, famous for {f}.",
-    "My notes say: name {n}, type {t}, location {w}, people {p}, famous for {f}. Please make a readable text of them.",
+    "My notes say: name {n}, type {t}, location {w}, people {p}, famous for {f}. "
+    "Please make a readable text of them.",
 )  # fmt: skip
 _REPEAT = (
-    'Say: "{s}"', 'Write this sentence again: "{s}"', 'Repeat after me: "{s}"', 'Repeat this sentence: "{s}"', 'Please repeat: "{s}"',
-    'Say this again: "{s}"', 'Copy this sentence: "{s}"', 'Echo the following words: "{s}"',
+    'Say: "{s}"', 'Write this sentence again: "{s}"', 'Repeat after me: "{s}"', 'Repeat this sentence: "{s}"',
+    'Please repeat: "{s}"', 'Say this again: "{s}"', 'Copy this sentence: "{s}"',
+    'Echo the following words: "{s}"',
 )  # fmt: skip
 _ORDER = (
     "Sort {s}.", "Can you sort {s}?", "Bring these numbers into order: {s}.", "Sort these numbers: {s}.",
-    "Put these numbers in order: {s}.", "Sort from small to large: {s}.", "Order these numbers: {s}.", "Arrange the numbers {s} by size.",
+    "Put these numbers in order: {s}.", "Sort from small to large: {s}.", "Order these numbers: {s}.",
+    "Arrange the numbers {s} by size.",
 )  # fmt: skip
 _COUNT = (
-    "Numbers from {a} to {b}", "Can you count from {a} to {b}?", "Tell me the numbers from {a} to {b}.", "Count from {a} to {b}.",
-    "Please count from {a} to {b}.", "List the numbers from {a} to {b}.", "Write the numbers from {a} to {b}.",
-    "Say all numbers between {a} and {b}, both included.",
+    "Numbers from {a} to {b}", "Can you count from {a} to {b}?", "Tell me the numbers from {a} to {b}.",
+    "Count from {a} to {b}.", "Please count from {a} to {b}.", "List the numbers from {a} to {b}.",
+    "Write the numbers from {a} to {b}.", "Say all numbers between {a} and {b}, both included.",
 )  # fmt: skip
 _CYCLES = (
     ("day", ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")),
-    ("month", ("January", "February", "March", "April", "May", "June", "July", "August", "September", "October", "November", "December")),
+    ("month", (
+        "January", "February", "March", "April", "May", "June",
+        "July", "August", "September", "October", "November", "December",
+    )),
 )  # fmt: skip
 _NEXT = (
     "Which {k} comes after {x}?",
@@ -88,13 +94,13 @@ _NEXT = (
     "Tell me the {k} that follows {x}.",
 )
 _SUBJECTS = (
-    "The old captain", "My sister", "A young student", "The new teacher", "Our neighbour", "The tall farmer", "A friendly nurse",
-    "The clever engineer",
+    "The old captain", "My sister", "A young student", "The new teacher", "Our neighbour", "The tall farmer",
+    "A friendly nurse", "The clever engineer",
 )  # fmt: skip
 _VERBS = ("sold", "painted", "found", "repaired", "bought", "lost", "built", "carried")
 _OBJECTS = (
-    "a red boat", "two blue chairs", "a wooden table", "an old clock", "three small boxes", "a broken radio", "a heavy bag",
-    "a silver ring",
+    "a red boat", "two blue chairs", "a wooden table", "an old clock", "three small boxes", "a broken radio",
+    "a heavy bag", "a silver ring",
 )  # fmt: skip
 _TIMES = (
     "in the morning",
@@ -108,18 +114,18 @@ _TIMES = (
 )
 
 
-def invented_name(rng: Random, split: Split) -> str:
+def invented_name(rng: Random, split: CorpusSplit) -> str:
     """Invent a pronounceable name that belongs to the split."""
     while True:
         name = "".join(
             rng.choice(_ONSETS) + rng.choice(_VOWELS) + rng.choice(_CODAS)
             for _ in range(rng.choice((2, 2, 3)))
         )
-        if is_heldout_key(name, 8) == (split is Split.HELDOUT):
+        if is_heldout_key(name, 8) == (split is CorpusSplit.HELDOUT):
             return cap(name)
 
 
-def _place(rng: Random, split: Split) -> Exchange:
+def _place(rng: Random, split: CorpusSplit) -> Exchange:
     n, t, w, f = invented_name(rng, split), rng.choice(_CITIES), rng.choice(_WHERE), rng.choice(_FAMOUS)
     p = f"{rng.randint(1, 99)},{rng.randint(0, 9)}00"
     ask = pick_template(rng, _PLACE_ASK, split).format(n=n, t=t, w=w, p=p, f=f)
@@ -140,7 +146,7 @@ def _place(rng: Random, split: Split) -> Exchange:
     return turns
 
 
-def make(rng: Random, split: Split) -> Exchange:
+def make(rng: Random, split: CorpusSplit) -> Exchange:
     """Generate a text task."""
     kind = rng.random()
     if kind < 0.4:
@@ -152,7 +158,7 @@ def make(rng: Random, split: Split) -> Exchange:
     if kind < 0.75:
         while True:
             numbers = rng.sample(range(1, 60), rng.choice((3, 4, 5)))
-            if is_heldout_key(str(sorted(numbers)), 8) == (split is Split.HELDOUT):
+            if is_heldout_key(str(sorted(numbers)), 8) == (split is CorpusSplit.HELDOUT):
                 break
         ordered = join_and([str(n) for n in sorted(numbers)])
         return [
@@ -164,7 +170,7 @@ def make(rng: Random, split: Split) -> Exchange:
     if kind < 0.88:
         while True:
             a, length = rng.randint(1, 80), rng.randint(5, 15)
-            if is_heldout_key(f"count {a} {length}", 8) == (split is Split.HELDOUT):
+            if is_heldout_key(f"count {a} {length}", 8) == (split is CorpusSplit.HELDOUT):
                 break
         return [
             (
@@ -175,5 +181,8 @@ def make(rng: Random, split: Split) -> Exchange:
     word, cycle = rng.choice(_CYCLES)
     x = rng.choice(split_entities(cycle, split, str))
     i = cycle.index(x)
-    answer = f"The {word} after {x} is {cycle[(i + 1) % len(cycle)]}. After that comes {cycle[(i + 2) % len(cycle)]}."
+    answer = (
+        f"The {word} after {x} is {cycle[(i + 1) % len(cycle)]}. "
+        f"After that comes {cycle[(i + 2) % len(cycle)]}."
+    )
     return [(pick_template(rng, _NEXT, split).format(k=word, x=x), answer)]

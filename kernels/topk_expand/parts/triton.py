@@ -66,7 +66,8 @@ def _log_sum_exp(tops, sums):
 
 @triton.jit
 def _best_of_plain(
-    part, values, place, inside, first, count, topk, SHORT: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr
+    part, values, place, inside, first, count, topk, SHORT: tl.constexpr, BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK_K: tl.constexpr
 ):  # fmt: skip
     """Return the best keys of a block of `count` logits at address `part`.
 
@@ -107,11 +108,12 @@ def _best_of_plain(
 
 @triton.jit(do_not_specialize=["width", "level"])
 def _expand_split(
-    logits, row_stride, d2t, temperature, seeds, positions, choices, keys, shares, vocab, splits, topk, width, level,
-    NOISE: tl.constexpr, HAS_D2T: tl.constexpr, SHORT: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr,
-    PDL: tl.constexpr
+    logits, row_stride, d2t, temperature, seeds, positions, choices, keys, shares, vocab, splits, topk, width,
+    level,
+    NOISE: tl.constexpr, HAS_D2T: tl.constexpr, SHORT: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK_K: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
-    """Store the best keys and the shares (`Parts`) of one block of one row.
+    """Store the best keys and the shares (`PartKeys`) of one block of one row.
 
     `width` rows share a noise entry.
     """
@@ -159,7 +161,8 @@ def _expand_split(
 
 @triton.jit
 def _best_of_splits(
-    keys, row, real, splits, topk, narrow, SHORT: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr
+    keys, row, real, splits, topk, narrow, SHORT: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_C: tl.constexpr,
+    BLOCK_K: tl.constexpr
 ):  # fmt: skip
     """Return the best keys ``[BLOCK_W, BLOCK_K]`` of every row over all its splits, descending.
 
@@ -197,8 +200,8 @@ def _best_narrow(keys, k, ROWS: tl.constexpr, BLOCK: tl.constexpr):
 @triton.jit
 def merged(
     logits, row_stride, d2t, keys, shares, parent_scores, row, real, splits, topk, warm,
-    NOISE: tl.constexpr, HAS_D2T: tl.constexpr, ROOTS: tl.constexpr, SHORT: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_S: tl.constexpr,
-    BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr
+    NOISE: tl.constexpr, HAS_D2T: tl.constexpr, ROOTS: tl.constexpr, SHORT: tl.constexpr,
+    BLOCK_W: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr
 ):  # fmt: skip
     """Return tokens, scores and log-probs ``[BLOCK_W, BLOCK_K]`` of the children of rows ``row [BLOCK_W]``.
 
@@ -235,7 +238,7 @@ def merged(
     return token, before[:, None] + step, logprob, inside
 
 
-class Parts(NamedTuple):
+class PartKeys(NamedTuple):
     """Best keys and log-sum-exps of each part (split) of the vocabulary.
 
     Attributes:
@@ -250,7 +253,7 @@ class Parts(NamedTuple):
 
 def split_rows(
     logits: torch.Tensor, topk: int, width: int, level: int, d2t: torch.Tensor | None, noise: Noise | None
-) -> Parts:
+) -> PartKeys:
     """Launch the first pass over ``logits [rows, V]``. Each `width` adjacent rows share a noise entry."""
     rows, vocab = logits.shape
     wanted = _launch.ceil_div(vocab, max(1, min(MAX_SPLITS, WANTED_PROGRAMS // rows)))
@@ -264,12 +267,12 @@ def split_rows(
         (part.contiguous() for part in noise) if noise is not None else (logits,) * 4
     )
     _expand_split[(rows, splits)](
-        logits, logits.stride(0), logits if d2t is None else d2t, heat, seeds, positions, choices, keys, shares, vocab, splits, topk,
-        width, level, NOISE=noise is not None, HAS_D2T=d2t is not None, SHORT=logits.dtype is torch.bfloat16,
-        BLOCK=block, CHUNK=chunk, BLOCK_K=_launch.next_power_of_2(topk), num_warps=max(1, min(4 if chunk else 8, block // 256)),
-        **_launch.dependent(logits),
+        logits, logits.stride(0), logits if d2t is None else d2t, heat, seeds, positions, choices, keys,
+        shares, vocab, splits, topk, width, level, NOISE=noise is not None, HAS_D2T=d2t is not None,
+        SHORT=logits.dtype is torch.bfloat16, BLOCK=block, CHUNK=chunk, BLOCK_K=_launch.next_power_of_2(topk),
+        num_warps=max(1, min(4 if chunk else 8, block // 256)), **_launch.dependent(logits),
     )  # fmt: skip
-    return Parts(keys, shares)
+    return PartKeys(keys, shares)
 
 
 def narrow_keys(logits: torch.Tensor) -> bool:

@@ -30,7 +30,7 @@ from outrider.services.target.drafting.planner import DraftPlanner, bound_of
 from outrider.services.target.drafting.shape_groups import pack_drafts
 from outrider.services.target.model.outcome import Outcome
 from outrider.services.target.model.packed_batch import Entry
-from outrider.services.target.model.round_runner import RoundRunner
+from outrider.services.target.model.step_runner import StepRunner
 from outrider.services.target.policy.controller import SpeculationController
 from outrider.services.target.policy.cost_model import DraftPath
 from outrider.services.target.scheduling.scheduler import PrefillChunk, Scheduler
@@ -50,7 +50,7 @@ CATCH_UP_TOKENS = 128
 """Number of unsent tokens of a sequence after which even rounds without drafts send a commit to the
 drafter."""
 JOINED = "joined"
-"""Reason of a row without a tree because the trees of its round were requested before the row joined it."""
+"""Reason of a row that has no tree because it joined the round after the trees had been requested."""
 ANSWERED = ("", "empty_tree")
 """Fallback reasons of a drafter that has answered, but with a single-node tree."""
 
@@ -98,7 +98,7 @@ class HostSource(DraftSource):
         planner: DraftPlanner,
         scheduler: Scheduler,
         controller: SpeculationController,
-        rounds: RoundRunner,
+        rounds: StepRunner,
     ) -> None:
         self._drafter = drafter
         self._sessions = sessions

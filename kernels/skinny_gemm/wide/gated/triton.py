@@ -14,14 +14,14 @@ from outrider.kernels import _launch
 from outrider.kernels.silu_mul.triton import gate
 from outrider.kernels.skinny_gemm.types import Tile
 from outrider.kernels.skinny_gemm.wide.maps import tiles_of
-from outrider.kernels.stream import Stream
+from outrider.kernels.stream import ResidualStream
 
 
 @triton.jit(do_not_specialize=("rows", "parts"))
 def _gated_tiles(
     x, weight, out, bias, sums, rows, N, K, parts, eps,
-    BIAS: tl.constexpr, NORMED: tl.constexpr, GELU: tl.constexpr, PARTS: tl.constexpr, WIDEN: tl.constexpr, PDL: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
+    BIAS: tl.constexpr, NORMED: tl.constexpr, GELU: tl.constexpr, PARTS: tl.constexpr, WIDEN: tl.constexpr,
+    PDL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
 ):  # fmt: skip
     first_m, first_n = tl.program_id(0) * BLOCK_M, tl.program_id(1) * BLOCK_N
     m, n = first_m + tl.arange(0, BLOCK_M), first_n + tl.arange(0, BLOCK_N)
@@ -53,7 +53,7 @@ def _gated_tiles(
 
 
 def project_gated(
-    stream: Stream, weight: torch.Tensor, bias: torch.Tensor | None, gelu: bool, tile: Tile
+    stream: ResidualStream, weight: torch.Tensor, bias: torch.Tensor | None, gelu: bool, tile: Tile
 ) -> torch.Tensor:
     x, sums = stream.scaled, stream.sums
     (rows, columns), size = x.shape, weight.shape[0] // 2
@@ -63,10 +63,13 @@ def project_gated(
     parts = 1 if sums is None else sums.shape[0]
     with _launch.on_device_of(x):
         _gated_tiles[(_launch.ceil_div(rows, tile.block_m), _launch.ceil_div(size, tile.block_n))](
-            tiles_of(x, tile.block_m, tile.block_k), tiles_of(weight.view(2, size, columns), tile.block_n, tile.block_k), out,
-            out if bias is None else bias, out if sums is None else sums, rows, size, columns, parts, stream.eps,
+            tiles_of(x, tile.block_m, tile.block_k),
+            tiles_of(weight.view(2, size, columns), tile.block_n, tile.block_k), out,
+            out if bias is None else bias, out if sums is None else sums, rows, size, columns, parts,
+            stream.eps,
             BIAS=bias is not None, NORMED=sums is not None, GELU=gelu, PARTS=_launch.next_power_of_2(parts),
-            WIDEN=not isinstance(_gated_tiles, triton.JITFunction), BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
-            num_warps=tile.warps, num_stages=tile.stages, **_launch.dependent(x),
+            WIDEN=not isinstance(_gated_tiles, triton.JITFunction), BLOCK_M=tile.block_m,
+            BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, num_warps=tile.warps, num_stages=tile.stages,
+            **_launch.dependent(x),
         )  # fmt: skip
     return out

@@ -20,7 +20,7 @@ from outrider.services.draft.heads.files.mistral_format import ACTIVATION_SCALES
 from outrider.services.draft.heads.files.mistral_format import rename as native_rename
 from outrider.services.draft.heads.files.mistral_format import spell as native_spell
 from outrider.shared.base.errors import CheckpointError
-from outrider.shared.nn.checkpoint.checkpoint_reader import CheckpointReader, Shape
+from outrider.shared.nn.checkpoint.checkpoint_reader import CheckpointReader, TensorShape
 from outrider.shared.nn.checkpoint.fp8_source import STORED as FP8
 from outrider.shared.nn.layers.modules import Attention, AttentionBlock, GatedMLP, HeadNorm, Linear, RMSNorm
 
@@ -42,14 +42,14 @@ class HeadKeys:
         shapes: Maps the canonical name of each tensor to read to the tensor's shape.
         dialect: Prefix of the first layer's tensors in this file, for the log: ``midlayer.``, ``layers.0.``
             or ``model.layers.0.``.
-        ignored: Maps the name (in the file) of each tensor that is not read to the reason for not reading it.
+        ignored: Reason for each tensor that is not read, by the tensor's name in the file.
         pairs: Width of an attention head in Mistral's format, whose rotary embedding rotates adjacent pairs
             of dimensions. 0 in other formats, whose rotary embedding rotates halves.
-        scales: Maps the canonical name of each FP8 matrix to the name (in the file) of the matrix's scale.
+        scales: For each FP8 matrix, by canonical name: the name of its scale in the file.
     """
 
     actual: Mapping[str, str]
-    shapes: Mapping[str, Shape]
+    shapes: Mapping[str, TensorShape]
     dialect: str
     ignored: Mapping[str, str]
     pairs: int = 0
@@ -60,7 +60,7 @@ class HeadKeys:
         cls,
         reader: CheckpointReader,
         stored: Mapping[str, str],
-        shapes: Mapping[str, Shape],
+        shapes: Mapping[str, TensorShape],
         ignored: Mapping[str, str],
         integers: Sequence[str] = (),
         head_dim: int = 0,
@@ -109,7 +109,7 @@ class HeadKeys:
     def __contains__(self, name: str) -> bool:
         return name in self.shapes
 
-    def named(self, name: str) -> tuple[str, Shape]:
+    def named(self, name: str) -> tuple[str, TensorShape]:
         """Return the name in the file and the shape of the tensor with this canonical name."""
         return self.actual[name], self.shapes[name]
 
@@ -248,7 +248,7 @@ def canonical_names(
 
 def layer_shapes(
     config: HeadConfig, layer: int, input_size: int, stored: Mapping[str, str], *, qkv_bias: bool = False
-) -> dict[str, Shape]:
+) -> dict[str, TensorShape]:
     """Return the names and shapes of one layer's projections and of its norm post_attention_layernorm.
 
     Args:
@@ -265,7 +265,7 @@ def layer_shapes(
         {"mlp.gate_proj": (inner, hidden), "mlp.up_proj": (inner, hidden)},
         {"mlp.down_proj": (hidden, inner)},
     ]
-    shapes: dict[str, Shape] = {f"{prefix}post_attention_layernorm.weight": (hidden,)}
+    shapes: dict[str, TensorShape] = {f"{prefix}post_attention_layernorm.weight": (hidden,)}
     if config.latent is None:
         queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         groups.append({"self_attn.o_proj": (hidden, queries)})
@@ -290,7 +290,7 @@ def layer_shapes(
 
 
 def _scales(
-    reader: CheckpointReader, stored: Mapping[str, str], shapes: Mapping[str, Shape]
+    reader: CheckpointReader, stored: Mapping[str, str], shapes: Mapping[str, TensorShape]
 ) -> dict[str, str]:
     """Return a mapping from the canonical name of each FP8 matrix to the name of the matrix's scale.
 
