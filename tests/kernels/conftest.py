@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
+from types import ModuleType
 from typing import Any
 
 if "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") != "1":
@@ -20,12 +21,24 @@ os.environ["TRITON_INTERPRET"] = "1"
 def _spare_the_interpreter_repeated_work() -> None:
     """Change two functions of the interpreter that took a fifth of the tests' time. Results do not change.
 
-    For each call of a device function, the interpreter patches `triton.language` again, although the launch
-    of the kernel has done so. For each operation, it builds the table of numpy's types again.
+    For each call of a device function, the interpreter patches the modules `triton.language` and
+    `triton.language.core` again. The launch of the kernel has patched the first one, and a patch of the
+    second one lasts as long as the process. For each operation, the interpreter builds the table of numpy's
+    types again.
     """
     from triton.runtime import interpreter
 
+    patched = {interpreter.tl}
+
+    @functools.cache
+    def languages_of(function: Any) -> set[ModuleType]:
+        modules = [value for value in function.__globals__.values() if isinstance(value, ModuleType)]
+        return {module for module in modules if module in (interpreter.tl, interpreter.tl.core)}
+
     def call(self: Any, *arguments: Any, **named: Any) -> Any:
+        if not languages_of(self.fn) <= patched:
+            interpreter._patch_lang(self.fn)
+            patched.update(languages_of(self.fn))
         try:
             return self.rewrite()(*arguments, **named)
         except Exception as error:
