@@ -13,10 +13,11 @@ from outrider.kernels.round_plan.types import RowPlan
 
 @triton.jit
 def _plan(
-    committed_lens, counts, tokens, max_nodes, page_table, table_stride,
-    out_tokens, out_features, extend_slots, level_slots, positions, lens, root_tokens, out_nodes, bs, rows, columns,
+    committed_lens, counts, tokens, max_nodes, page_table, table_stride, out_tokens, out_features,
+    extend_slots, level_slots, positions, lens, root_tokens, out_nodes, bs, rows, columns,
     DEPTH: tl.constexpr, TOPK: tl.constexpr, PAGE_SIZE: tl.constexpr, LEAD: tl.constexpr,
-    BEHIND: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr
+    BEHIND: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_D: tl.constexpr,
+    PDL: tl.constexpr
 ):  # fmt: skip
     if PDL:
         gdc_wait()
@@ -90,10 +91,11 @@ def round_plan(
     if bs:
         with _launch.on_device_of(tokens):
             _plan[(bs,)](
-                committed_lens.contiguous(), counts.contiguous(), tokens.contiguous(), max_nodes.contiguous(), page_table,
-                page_table.stride(0), plan.tokens, plan.features, plan.extend_slots, plan.level_slots, plan.positions, plan.lens,
-                plan.root_tokens, plan.max_nodes, bs, rows, columns, DEPTH=depth, TOPK=topk, PAGE_SIZE=page_size, LEAD=lead,
-                BEHIND=behind, BLOCK_R=_launch.next_power_of_2(rows), BLOCK_L=_launch.next_power_of_2(scratch),
+                committed_lens.contiguous(), counts.contiguous(), tokens.contiguous(), max_nodes.contiguous(),
+                page_table, page_table.stride(0), plan.tokens, plan.features, plan.extend_slots,
+                plan.level_slots, plan.positions, plan.lens, plan.root_tokens, plan.max_nodes, bs, rows,
+                columns, DEPTH=depth, TOPK=topk, PAGE_SIZE=page_size, LEAD=lead, BEHIND=behind,
+                BLOCK_R=_launch.next_power_of_2(rows), BLOCK_L=_launch.next_power_of_2(scratch),
                 BLOCK_D=_launch.next_power_of_2(1 + depth), num_warps=1, **_launch.dependent(tokens),
             )  # fmt: skip
     return plan

@@ -140,8 +140,8 @@ class Admission:
     def _expected_wait_s(self, tenant: str) -> float:
         """Return the time that a new request of a tenant will probably wait for its first token.
 
-        The target serves tenants in turn, so a tenant waits only for its own requests and as many of each
-        other tenant. The result is 0 until the speed of the queue is known.
+        The target serves tenants in turn, so a tenant waits only for its own requests and for the same number
+        of requests of each other tenant. The result is 0 until the speed of the queue is known.
         """
         waiting = self.waiting
         if self._is_new:

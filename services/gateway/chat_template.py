@@ -100,6 +100,7 @@ class ChatTemplate:
                 limits.
         """
         variables = {**self._special_tokens, "tools": None, "documents": None, **options}
+        # The template comes with the model and is not trusted, so its time and its output are limited.
         token = bounds.deadline.set(time.monotonic() + bounds.MAX_RENDER_S)
         pieces, length = [], 0
         try:
@@ -115,6 +116,7 @@ class ChatTemplate:
             raise InvalidRequestError(
                 f"The model's chat template rejects these messages: {error}.", field="messages"
             ) from None
+        # A template that meets unexpected messages may raise any of these.
         except (
             TemplateError,
             TypeError,

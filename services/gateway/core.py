@@ -344,7 +344,7 @@ def _sampling_defaults(settings: GatewaySettings) -> SamplingDefaults:
     defaults = SamplingDefaults.load(settings.tokenizer)
     if defaults != NO_DEFAULTS:
         found = {name: value for name, value in asdict(defaults).items() if value is not None}
-        _log.info("sampling defaults of the model; turn them off by --sampling-defaults openai", **found)
+        _log.info("using the model's sampling defaults; turn them off: --sampling-defaults openai", **found)
     return defaults
 
 

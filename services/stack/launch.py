@@ -248,6 +248,7 @@ def check_options(options: StackOptions) -> None:
     if options.target_settings or options.mem_fraction_static is not None:
         check_target_flags(options, options.speculates and not place_draft(options, usable_gpus()).inproc)
     check_gateway_flags(options)
+    # Otherwise `up` would notice a port in use only after it has started processes.
     for port in (options.port, options.grpc):
         if port == 0:
             continue

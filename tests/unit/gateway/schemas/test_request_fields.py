@@ -21,7 +21,7 @@ from outrider.services.gateway.options.table import OPTIONS
 from outrider.services.gateway.schemas.base import OpenModel
 from outrider.services.gateway.schemas.field_rules import ALWAYS_NEUTRAL, NEUTRAL, REFUSED, is_neutral
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[4]
 GENERATED = "outrider.services.gateway.schemas.option_fields."
 
 
