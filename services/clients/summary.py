@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
+from outrider.services.clients.received import PREFILL_TOKENS
 from outrider.services.clients.rest import Reply
-
-PREFILL_TOKENS = 1
-"""Tokens of an answer that come from the prefill of its prompt, not from a round."""
 
 
 def drafting_rounds(reply: Reply) -> int | None:
