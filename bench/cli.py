@@ -26,10 +26,10 @@ from outrider.bench.options import (
     StackTransport,
     TargetDir,
     choice,
+    device_and_dtype,
     draft_folder,
     leave_on_terminate,
     numbers,
-    placement,
     result_file,
 )
 from outrider.bench.plot.command import plot
@@ -200,7 +200,7 @@ def latency(
     )
     # With --mps, this process must not initialise CUDA before the MPS service runs. --mps needs a GPU in any
     # case.
-    kind = "cuda" if mps else placement(device, "auto")[0].type
+    kind = "cuda" if mps else device_and_dtype(device, "auto")[0].type
     path = result_file(output, "latency", kind, force)
     raise typer.Exit(
         run_latency(
@@ -241,7 +241,7 @@ def auto(
     """Compare mode auto with plain decoding and fixed shapes: random weights, synthetic acceptance."""
     watch_sockets()
     with importing():
-        from outrider.bench.measure.auto import AutoOptions, check_lengths, run_auto
+        from outrider.bench.measure.auto import AutoOptions, parse_accept_lengths, run_auto
         from outrider.bench.measure.latency import parse_shapes
         from outrider.bench.stacks.engine_stack import EngineOptions, parse_settings
         from outrider.bench.stacks.remote_draft import DraftTransport
@@ -268,8 +268,8 @@ def auto(
         trees=trees,
         settings=parse_settings(set_ or []),
     )
-    accept_lengths = check_lengths(accept_length)
-    path = result_file(output, "auto", placement(device, "auto")[0].type, force)
+    accept_lengths = parse_accept_lengths(accept_length)
+    path = result_file(output, "auto", device_and_dtype(device, "auto")[0].type, force)
     raise typer.Exit(
         run_auto(AutoOptions(engine, shapes, accept_lengths, batches, lengths, prompt, pairs, path))
     )
@@ -314,13 +314,13 @@ def kernels(
         from outrider.shared.obs.logging import configure_logging
 
     configure_logging("bench", "warning")
-    where, how = placement(device, dtype)
+    where, how = device_and_dtype(device, dtype)
     path = result_file(output, "tiles" if tune else "kernels", where.type, force)
     options = KernelOptions(named_shape(shape), where, how, only, path)
     if tune:
-        from outrider.bench.kernels.tune import run_tune
+        from outrider.bench.kernels.tune import tune_tiles
 
-        raise typer.Exit(run_tune(options))
+        raise typer.Exit(tune_tiles(options))
     raise typer.Exit(run_kernels(options))
 
 
@@ -336,7 +336,7 @@ def roofline(
     with importing():
         from outrider.bench.measure.roofline import RooflineOptions, run_roofline
 
-    where, how = placement(device, dtype)
+    where, how = device_and_dtype(device, dtype)
     path = result_file(output, "roofline", where.type, force)
     raise typer.Exit(run_roofline(RooflineOptions(where, how, path, small)))
 
@@ -369,7 +369,7 @@ def perplexity(
     configure_logging("bench", "warning")
     choice(quantization, ("none", "fp8"), "--quantization")
     choice(kv_cache_dtype, ("auto", "fp8_e4m3"), "--kv-cache-dtype")
-    where, how = placement(device, dtype)
+    where, how = device_and_dtype(device, dtype)
     path = result_file(output, "perplexity", where.type, force)
     options = PerplexityOptions(
         text, target or DEMO_TARGET, where, how, quantization, kv_cache_dtype, tokens, window, path

@@ -137,7 +137,7 @@ def serve(
     from outrider.bench.load.open_loop import Load
     from outrider.bench.load.rest import Route
     from outrider.bench.load.samplings import named_samplings
-    from outrider.bench.load.serve import Api, ServeOptions, run_serve
+    from outrider.bench.load.serve import ServeApi, ServeOptions, run_serve
 
     leave_on_terminate()
     for first, second, both in (
@@ -152,7 +152,7 @@ def serve(
     if not rate > 0 or not duration > 0:
         raise ConfigurationError("--request-rate and --duration must be above 0.", field="--request-rate")
     speculation = {"mode": choice(speculation_mode, ("auto", "on", "off"), "--speculation")}
-    endpoint = Api(choice(api, [kind.value for kind in Api], "--api"))
+    endpoint = ServeApi(choice(api, [kind.value for kind in ServeApi], "--api"))
     path_of_text = Route(choice(route, [kind.value for kind in Route], "--route"))
     own = url is None and grpc_address is None
     options = ServeOptions(
@@ -246,15 +246,15 @@ def mixed(
     If the server cannot run a default, such as prompts beyond its context, the default is reduced or left
     out.
     """
-    from outrider.bench.mixed.client import Api
+    from outrider.bench.mixed.client import RequestFormat
     from outrider.bench.mixed.command import MixedOptions, run_mixed
     from outrider.bench.mixed.plan import Wishes, parse_only
 
     leave_on_terminate()
     if not seconds > 0:
         raise ConfigurationError(f"--seconds {seconds:g}: expected a number above 0.", field="--seconds")
-    form = Api(choice(api, [kind.value for kind in Api], "--api"))
-    if url is None and form is Api.OPENAI:
+    form = RequestFormat(choice(api, [kind.value for kind in RequestFormat], "--api"))
+    if url is None and form is RequestFormat.OPENAI:
         raise ConfigurationError("--api openai needs the --url of a running server.", field="--url")
     options = MixedOptions(
         stack=own_stack(target, draft, transport, device, dtype),
@@ -332,7 +332,7 @@ def prefix(
     leave_on_terminate()
     if shape is not None:
         from outrider.bench.measure.prefix_cost import cost_options, run_prefix_cost
-        from outrider.bench.options import placement
+        from outrider.bench.options import device_and_dtype
         from outrider.bench.stacks.engine_stack import EngineOptions
         from outrider.bench.stacks.remote_draft import DraftTransport
         from outrider.bench.stacks.shapes import named_shape
@@ -343,7 +343,7 @@ def prefix(
         engine = EngineOptions(named_shape(shape), device, dtype, way, max_batch=1, max_len=1)
         sizes = numbers(batch, "--batch")
         measured = cost_options(engine, rounds, sizes, prompt, new_tokens, pairs, long_prompt)
-        path = result_file(output, "prefix-cost", placement(device, dtype)[0].type, force)
+        path = result_file(output, "prefix-cost", device_and_dtype(device, dtype)[0].type, force)
         raise typer.Exit(run_prefix_cost(measured, path))
     options = PrefixOptions(
         stack=own_stack(target, draft, transport, device, dtype),

@@ -89,7 +89,7 @@ def own_stack(
     )
 
 
-def placement(device: str, dtype: str) -> tuple[Any, Any]:
+def device_and_dtype(device: str, dtype: str) -> tuple[Any, Any]:
     """Return the torch device and dtype selected by `--device` and `--dtype`.
 
     Raises:

@@ -34,7 +34,7 @@ def normed_on_write(rows: int, dtype: torch.dtype) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Stream:
+class ResidualStream:
     """Rows of a residual stream, with the next RMS norm computed except for its final division.
 
     The norm of a row is ``scaled * rsqrt(sum(sums) / width + eps)``. The division by the root mean square can

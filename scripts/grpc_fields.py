@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from outrider.services.gateway.options.rows import Group, Option
+from outrider.services.gateway.options.rows import FieldGroup, RequestOption
 from outrider.services.gateway.options.table import OPTIONS, grpc_path
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "api.md"
@@ -39,10 +39,10 @@ def table() -> str:
     return "\n".join(rows) + "\n"
 
 
-def _rest_names(option: Option) -> Iterator[str]:
+def _rest_names(option: RequestOption) -> Iterator[str]:
     """Yield the names of the option's fields in REST bodies, without the fields of `speculation`."""
     for field in option.rest:
-        if Group.SPECULATION not in field.groups:
+        if FieldGroup.SPECULATION not in field.groups:
             yield field.name
     for place in option.objects:
         if place.startswith("/generate:"):

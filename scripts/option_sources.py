@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from outrider.services.gateway.options.rows import Group, GrpcField, Option, RestField
+from outrider.services.gateway.options.rows import FieldGroup, GrpcField, RequestOption, RestField
 from outrider.services.gateway.options.table import OPTIONS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -53,7 +53,7 @@ TYPES = {
 """The module of each name in the types of REST fields, and of the base classes."""
 
 
-def message_body(message: str, options: Sequence[Option] = OPTIONS) -> str:
+def message_body(message: str, options: Sequence[RequestOption] = OPTIONS) -> str:
     """Return the fields of a message as the text between its braces, in the order of their numbers.
 
     Raises:
@@ -81,7 +81,7 @@ def _proto_lines(field: GrpcField, indent: str) -> list[str]:
     return [*comment, f"{indent}{field.type} {field.name} = {field.number};"]
 
 
-def proto(text: str, options: Sequence[Option] = OPTIONS) -> str:
+def proto(text: str, options: Sequence[RequestOption] = OPTIONS) -> str:
     """Return the text of a proto with new bodies of its option messages."""
     for message in dict.fromkeys(field.message for option in options for field in option.grpc):
         body = message_body(message, options)
@@ -94,9 +94,9 @@ def proto(text: str, options: Sequence[Option] = OPTIONS) -> str:
     return text
 
 
-def module(name: str, options: Sequence[Option] = OPTIONS) -> str:
+def module(name: str, options: Sequence[RequestOption] = OPTIONS) -> str:
     """Return the source of the module `name` of `option_fields`."""
-    groups = [group for group in Group if group.value[0] == name]
+    groups = [group for group in FieldGroup if group.value[0] == name]
     classes = "\n\n\n".join(_class(group, options) for group in groups)
     types = [field.type for one in options for field in one.rest if {*field.groups} & {*groups}]
     return f"{HEADER}\n{_imports([*types, 'Field', *map(_base, groups)])}\n\n\n{classes}\n"
@@ -127,12 +127,12 @@ def _import_rank(name: str) -> int:
     return 0 if name == "typing" else 1 if name == "pydantic" else 2
 
 
-def _base(group: Group) -> str:
+def _base(group: FieldGroup) -> str:
     """Return the base class of a group's class."""
-    return "StrictModel" if group is Group.SPECULATION else "BaseModel"
+    return "StrictModel" if group is FieldGroup.SPECULATION else "BaseModel"
 
 
-def _class(group: Group, options: Sequence[Option]) -> str:
+def _class(group: FieldGroup, options: Sequence[RequestOption]) -> str:
     """Return the source of the class of a group.
 
     Raises:
@@ -148,7 +148,7 @@ def _class(group: Group, options: Sequence[Option]) -> str:
     return "\n".join([f"class {name}({_base(group)}):", f'    """{docstring}"""', "", *lines])
 
 
-def _rest_lines(option: Option, field: RestField) -> list[str]:
+def _rest_lines(option: RequestOption, field: RestField) -> list[str]:
     """Return the lines of a field, broken as the formatter breaks them."""
     optional = "" if field.default or field.required else " | None"
     default = "" if field.required else f"default={field.default or None}"
@@ -175,7 +175,7 @@ def sources() -> dict[Path, str]:
     for message in {field.message for option in OPTIONS for field in option.grpc}:
         if sum(text.count(f"\nmessage {message} {{\n") for text in protos.values()) != 1:
             raise ValueError(f"The protos need exactly one message {message}.")
-    modules = dict.fromkeys(group.value[0] for group in Group)
+    modules = dict.fromkeys(group.value[0] for group in FieldGroup)
     return {
         **{path: proto(text) for path, text in protos.items()},
         **{FIELDS / f"{name}.py": module(name) for name in modules},

@@ -37,7 +37,7 @@ from typing import Any
 
 from playwright.sync_api import CDPSession, Page, sync_playwright
 
-from outrider.bench.report.record import Result, Row, finish, result_path
+from outrider.bench.report.record import Result, Row, result_path, show_and_save
 from outrider.services.gateway.playground.pages import HEADERS, load_files
 
 NAME = "playground"
@@ -74,7 +74,7 @@ SERVER_INFO = {"speculative_algorithm": "EAGLE3", "weight_version": "invented"}
 
 
 @dataclass(frozen=True, slots=True)
-class Stream:
+class StreamCase:
     """One way to stream 300 tokens per second.
 
     Attributes:
@@ -91,9 +91,9 @@ class Stream:
 
 
 STREAMS = (
-    Stream("60 rounds/s of 5 tokens", 60, 5),
-    Stream("300 rounds/s of 1 token", 300, 1),
-    Stream("60 rounds/s of 5 tokens, one paragraph", 60, 5, paragraphs=False),
+    StreamCase("60 rounds/s of 5 tokens", 60, 5),
+    StreamCase("300 rounds/s of 1 token", 300, 1),
+    StreamCase("60 rounds/s of 5 tokens, one paragraph", 60, 5, paragraphs=False),
 )
 
 
@@ -104,7 +104,7 @@ def word(at: int, paragraphs: bool) -> str:
     return " " + WORDS[at * 7 % len(WORDS)]
 
 
-def event(stream: Stream, number: int) -> dict[str, Any]:
+def event(stream: StreamCase, number: int) -> dict[str, Any]:
     """Return the event of the round `number`: its text, and its trace with a tree of `NODES` nodes.
 
     All tokens of the round but the last are an accepted chain. The other nodes are rejected branches. A round
@@ -246,7 +246,7 @@ def counters(devtools: CDPSession) -> dict[str, float]:
     return {**seconds, **process_seconds(os.getpid()), "now": time.monotonic()}
 
 
-def watch(page: Page, url: str, stream: Stream, windows: int) -> Iterator[Row]:
+def watch(page: Page, url: str, stream: StreamCase, windows: int) -> Iterator[Row]:
     """Ask once, and yield a row for each window while the answer streams."""
     Handler.stream, Handler.seconds = stream, START_S + windows * WINDOW_S + 3
     page.goto(url)
@@ -302,7 +302,7 @@ def main() -> int:
     settings = {"device": "cpu", "window_s": WINDOW_S, "nodes": NODES, "chromium": version, "view": VIEW}
     command = ["scripts/playground_cost.py", *sys.argv[1:]]
     result = Result(NAME, settings, rows, {"command": command}, "share of one core at 300 tokens/s")
-    return finish(result, path, ("tokens_shown", *METRICS, "gpu-process", "load"))
+    return show_and_save(result, path, ("tokens_shown", *METRICS, "gpu-process", "load"))
 
 
 if __name__ == "__main__":

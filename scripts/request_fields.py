@@ -98,7 +98,7 @@ ROUTES: tuple[tuple[str, type[OpenModel], dict[str, list[str]]], ...] = (
 STATUSES = ("taken", "no effect", "ignored", "refused")
 
 
-def status(model: type[OpenModel], name: str) -> str:
+def field_status(model: type[OpenModel], name: str) -> str:
     """Return how the route of `model` treats the field `name`, as one of `STATUSES`."""
     neutral = getattr(model, "NEUTRAL", {})
     if name in neutral or (name not in model.model_fields and name in REFUSED):
@@ -118,7 +118,7 @@ def table() -> str:
     for route, model, apis in ROUTES:
         names = sorted({*model.model_fields, *(name for api in apis.values() for name in api)})
         for one in STATUSES:
-            listed = [_marked(name, apis) for name in names if status(model, name) == one]
+            listed = [_marked(name, apis) for name in names if field_status(model, name) == one]
             if listed:
                 rows.append(f"| `{route}` | {one} | {', '.join(listed)} |")
     return "\n".join(rows) + "\n"

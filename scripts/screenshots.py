@@ -89,7 +89,7 @@ def _unfilter(kind: int, row: np.ndarray, above: np.ndarray) -> np.ndarray:
     return pixels
 
 
-def chat(page: Page, url: str) -> None:
+def open_chat(page: Page, url: str) -> None:
     """Open the playground and wait for one complete answer."""
     page.goto(url)
     page.locator("#server", has_text="·").wait_for()
@@ -127,7 +127,7 @@ def main(url: str) -> None:
         browser = playwright.chromium.launch(executable_path=chromium_path(), args=["--no-sandbox"])
         for scheme in ("light", "dark"):
             page = browser.new_page(viewport=DESKTOP, color_scheme=scheme, device_scale_factor=1)
-            chat(page, url)
+            open_chat(page, url)
             show_round(page, 2)
             page.screenshot(path=IMAGES / f"playground-{scheme}.png")
             if scheme == "light":
@@ -138,7 +138,7 @@ def main(url: str) -> None:
                 page.screenshot(path=IMAGES / "race.png")
             page.close()
         page = browser.new_page(viewport=PHONE, color_scheme="light")
-        chat(page, url)
+        open_chat(page, url)
         show_round(page, 2)
         page.screenshot(path=IMAGES / "playground-phone.png", full_page=True)
         page.close()
@@ -146,7 +146,7 @@ def main(url: str) -> None:
         page.goto(f"{url}/status")
         other = browser.new_page()
         for _ in range(3):
-            chat(other, url)
+            open_chat(other, url)
         page.locator(".chart .line[d*='L']").first.wait_for(state="attached")
         page.screenshot(path=IMAGES / "status.png")
         browser.close()

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from outrider.shared.obs.progress import Progress
 from outrider.train.corpus import gsm8k
-from outrider.train.corpus.base import Split
-from outrider.train.corpus.conversations import Mix, conversation
+from outrider.train.corpus.base import CorpusSplit
+from outrider.train.corpus.conversations import TopicMix, conversation
 from outrider.train.tokenizer import BOS_ID, segments
 
 _CHARS_PER_TOKEN = 6.5  # This estimate is high, because a low estimate would produce short rows with padding.
@@ -37,17 +37,17 @@ class RowJob:
     count: int
     length: int
     tokenizer: str
-    split: Split
+    split: CorpusSplit
     gsm8k: str | None
     gsm8k_rate: float
 
 
-def make_mix(split: Split, gsm8k_file: Path | None, gsm8k_rate: float) -> Mix:
+def make_mix(split: CorpusSplit, gsm8k_file: Path | None, gsm8k_rate: float) -> TopicMix:
     """Read GSM8K (if given) and return the conversation settings."""
-    return Mix(split, tuple(gsm8k.load(gsm8k_file)) if gsm8k_file else (), gsm8k_rate)
+    return TopicMix(split, tuple(gsm8k.load(gsm8k_file)) if gsm8k_file else (), gsm8k_rate)
 
 
-def sample_texts(seed: int, count: int, mix: Mix, chars: int) -> list[str]:
+def sample_texts(seed: int, count: int, mix: TopicMix, chars: int) -> list[str]:
     """Generate ``count`` conversations of at least ``chars`` characters, on which to train a tokenizer."""
     rng = Random(seed)
     return ["".join(text for text, _ in segments(*conversation(rng, mix, chars))) for _ in range(count)]
@@ -82,7 +82,7 @@ def build_rows(
     count: int,
     length: int,
     seed: int,
-    split: Split,
+    split: CorpusSplit,
     gsm8k_file: Path | None,
     gsm8k_rate: float,
     workers: int,

@@ -21,12 +21,12 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 from outrider.shared.obs.progress import Progress
-from outrider.train.corpus.base import Split
+from outrider.train.corpus.base import CorpusSplit
 from outrider.train.data import build_rows, read_rows
 from outrider.train.forms import FormedAnswers, Forms, TokenSets, restricted
 from outrider.train.generate import continue_rows, cut_points
-from outrider.train.head import Eagle3Head, load_head, save_head, soft_loss
-from outrider.train.model import Llama, load_target
+from outrider.train.head import TrainableEagle3Head, read_trained_head, save_head, soft_loss
+from outrider.train.model import Llama, read_trained_target
 from outrider.train.optim import Clock, Optimiser
 from outrider.train.tokenizer import BOS_ID, START
 
@@ -150,7 +150,7 @@ def share_of(ids: Tensor, rows: Tensor, vocab: int) -> float:
 class Trainer(nn.Module):
     """Computes the loss of a batch. The target is frozen, so only the unrolled head has gradients."""
 
-    def __init__(self, target: Llama, head: Eagle3Head, num_steps: int, decay: float) -> None:
+    def __init__(self, target: Llama, head: TrainableEagle3Head, num_steps: int, decay: float) -> None:
         super().__init__()
         self.target, self.head, self.num_steps, self.decay = target, head, num_steps, decay
         in_draft = torch.zeros(target.shape.vocab_size, dtype=torch.bool, device=head.draft_ids.device)
@@ -219,7 +219,7 @@ def main(argv: list[str] | None = None) -> dict[str, object]:
         args.rows + args.schema_rows,
         args.length,
         args.seed,
-        Split.TRAIN,
+        CorpusSplit.TRAIN,
         args.gsm8k,
         args.gsm8k_rate,
         workers,
@@ -227,7 +227,7 @@ def main(argv: list[str] | None = None) -> dict[str, object]:
     corpus = read_rows(corpus)[0].to(corpus.dtype)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(args.seed)
-    target = load_target(args.target).to(device).requires_grad_(False)
+    target = read_trained_target(args.target).to(device).requires_grad_(False)
     if device == "cuda":
         target = target.bfloat16()
     tokenizer = Tokenizer.from_file(str(tokenizer_file))
@@ -256,11 +256,11 @@ def main(argv: list[str] | None = None) -> dict[str, object]:
     # 2. Choose the draft vocabulary, build the head and compile it.
     if args.init is None:
         draft_ids = draft_vocabulary(rows, vocab, args.draft_vocab)
-        head = Eagle3Head(target.shape, draft_ids).to(device)
+        head = TrainableEagle3Head(target.shape, draft_ids).to(device)
         with torch.no_grad():  # A head learns faster if it starts from the target's output rows.
             head.lm_head.weight.copy_(target.model.embed_tokens.weight[draft_ids])
     else:
-        head = load_head(args.init, target.shape).to(device)
+        head = read_trained_head(args.init, target.shape).to(device)
     coverage = share_of(head.draft_ids, rows, vocab)
     trainer = Trainer(target, head, args.ttt, args.decay)
     optimiser = Optimiser(head, args.lr)

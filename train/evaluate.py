@@ -16,11 +16,18 @@ import torch
 from transformers import AutoTokenizer
 
 from outrider.train.corpus import gsm8k
-from outrider.train.corpus.base import Split
+from outrider.train.corpus.base import CorpusSplit
 from outrider.train.corpus.conversations import TOPICS
 from outrider.train.data import build_rows
-from outrider.train.model import load_target
-from outrider.train.reference import ReferenceHead, ReferenceTarget, Sampling, TreeShape, plain, speculate
+from outrider.train.model import read_trained_target
+from outrider.train.reference import (
+    ReferenceHead,
+    ReferenceTarget,
+    Sampling,
+    TreeShape,
+    generate_without_draft,
+    speculate,
+)
 from outrider.train.target import mean_loss
 from outrider.train.tokenizer import END, END_ID, render_prompt
 
@@ -71,7 +78,7 @@ def _parser() -> argparse.ArgumentParser:
     return p
 
 
-def measure(
+def measure_setting(
     target: ReferenceTarget,
     head: ReferenceHead,
     prompts: list[tuple[str, list[int]]],
@@ -99,7 +106,7 @@ def measure(
         )  # Token 0 comes from the prefill, not from a round.
         answer_tokens += end
         answer_rounds += sum(before < end for before in accumulate(run.emitted[:-1], initial=0))
-        equal += int(check and run.tokens == plain(target, ids, max_new, sampling))
+        equal += int(check and run.tokens == generate_without_draft(target, ids, max_new, sampling))
     total = [n for topic in rounds.values() for n in topic]
     result: dict[str, Any] = {
         "prompts": len(prompts),
@@ -120,9 +127,13 @@ def losses(directory: Path, count: int) -> dict[str, float]:
     - ``heldout_answers``: answers to questions with held-out templates about held-out entities. Training did
       not contain the facts about these entities.
     """
-    model = load_target(directory)
+    model = read_trained_target(directory)
     length = min(1025, model.shape.max_position_embeddings)
-    splits = {"fresh": Split.TRAIN, "rephrased_answers": Split.REPHRASED, "heldout_answers": Split.HELDOUT}
+    splits = {
+        "fresh": CorpusSplit.TRAIN,
+        "rephrased_answers": CorpusSplit.REPHRASED,
+        "heldout_answers": CorpusSplit.HELDOUT,
+    }
     rows = {
         name: build_rows(directory / "tokenizer.json", count, length, 777, split, None, 0.0, 1)
         for name, split in splits.items()
@@ -130,7 +141,9 @@ def losses(directory: Path, count: int) -> dict[str, float]:
     return {name: round(mean_loss(model, part, 4), 4) for name, part in rows.items()}
 
 
-def exact_answers(target: ReferenceTarget, tokenizer: Any, split: Split, count: int) -> dict[str, float]:
+def exact_answers(
+    target: ReferenceTarget, tokenizer: Any, split: CorpusSplit, count: int
+) -> dict[str, float]:
     """Return, for each factual topic, the fraction of greedy answers that equal the corpus's answer."""
     result = {}
     for topic in (t for t in TOPICS if t.name in FACTUAL):
@@ -143,7 +156,7 @@ def exact_answers(target: ReferenceTarget, tokenizer: Any, split: Split, count: 
                 question, answer = topic.make(rng, split)[0]
             expected = tokenizer.encode(answer + END, add_special_tokens=False)
             prompt = tokenizer.encode(render_prompt(question), add_special_tokens=False)
-            right += int(plain(target, prompt, len(expected), MODES["T=0"]) == expected)
+            right += int(generate_without_draft(target, prompt, len(expected), MODES["T=0"]) == expected)
         result[topic.name] = round(right / count, 3)
     return result
 
@@ -182,7 +195,8 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         print("loss", json.dumps(result["loss"]), flush=True)
     if args.answers:
         result["exact_answers"] = {
-            s.value: exact_answers(target, tokenizer, s, args.answers) for s in (Split.TRAIN, Split.REPHRASED)
+            s.value: exact_answers(target, tokenizer, s, args.answers)
+            for s in (CorpusSplit.TRAIN, CorpusSplit.REPHRASED)
         }
         print("exact answers", json.dumps(result["exact_answers"]), flush=True)
     # 3. Measure the accept lengths of the pair.
@@ -192,7 +206,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
             for topic, text in texts[: args.limit]
         ]
         for mode in args.modes:
-            result.setdefault(name, {})[mode] = measure(
+            result.setdefault(name, {})[mode] = measure_setting(
                 target, head, prompts, args.max_new, shape, MODES[mode], args.check
             )
             print(name, mode, json.dumps(result[name][mode]), flush=True)

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from outrider.train.model import MLP, Attention, Llama, LlamaShape, RMSNorm, rope_tables
+from outrider.train.model import MLP, Llama, LlamaShape, TrainableAttention, TrainableRMSNorm, rope_tables
 from outrider.train.tokenizer import BOS_ID, END_ID
 
 
@@ -27,14 +27,14 @@ class MidLayer(nn.Module):
 
     def __init__(self, shape: LlamaShape) -> None:
         super().__init__()
-        self.hidden_norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
-        self.input_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
-        self.self_attn = Attention(shape, 2 * shape.hidden_size)
-        self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.hidden_norm = TrainableRMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.input_layernorm = TrainableRMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.self_attn = TrainableAttention(shape, 2 * shape.hidden_size)
+        self.post_attention_layernorm = TrainableRMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.mlp = MLP(shape)
 
 
-class Eagle3Head(nn.Module):
+class TrainableEagle3Head(nn.Module):
     """One-layer draft head with a reduced vocabulary. It uses the target's embedding."""
 
     def __init__(self, shape: LlamaShape, draft_ids: Tensor) -> None:
@@ -48,7 +48,7 @@ class Eagle3Head(nn.Module):
         self.shape = replace(shape, num_hidden_layers=1)
         self.fc = nn.Linear(3 * shape.hidden_size, shape.hidden_size, bias=False)
         self.midlayer = MidLayer(shape)
-        self.norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.norm = TrainableRMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.lm_head = nn.Linear(shape.hidden_size, len(draft_ids), bias=False)
         self.register_buffer("draft_ids", draft_ids)
         self.draft_ids: Tensor
@@ -102,7 +102,7 @@ class Eagle3Head(nn.Module):
         return logits
 
 
-def save_head(head: Eagle3Head, target: Llama, directory: Path) -> None:
+def save_head(head: TrainableEagle3Head, target: Llama, directory: Path) -> None:
     """Write config.json and model.safetensors in the published EAGLE-3 layout."""
     directory.mkdir(parents=True, exist_ok=True)
     s, vocab = head.shape, target.shape.vocab_size
@@ -145,7 +145,7 @@ def save_head(head: Eagle3Head, target: Llama, directory: Path) -> None:
     save_file(state, str(directory / "model.safetensors"), metadata={"format": "pt"})
 
 
-def load_head(directory: Path, shape: LlamaShape) -> Eagle3Head:
+def read_trained_head(directory: Path, shape: LlamaShape) -> TrainableEagle3Head:
     """Read a checkpoint written by ``save_head``. The weights are fp32 tensors with bf16 values.
 
     Args:
@@ -155,7 +155,7 @@ def load_head(directory: Path, shape: LlamaShape) -> Eagle3Head:
     state = load_file(str(directory / "model.safetensors"))
     offsets = state.pop("d2t")
     del state["t2d"]
-    head = Eagle3Head(shape, torch.arange(len(offsets)) + offsets)
+    head = TrainableEagle3Head(shape, torch.arange(len(offsets)) + offsets)
     head.load_state_dict({**state, "draft_ids": head.draft_ids})
     return head
 

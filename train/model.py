@@ -35,7 +35,7 @@ class LlamaShape:
         return (1, n // 2 - 1, n - 4)
 
 
-class RMSNorm(nn.Module):
+class TrainableRMSNorm(nn.Module):
     """Root mean square norm, computed in fp32 and scaled by a weight."""
 
     def __init__(self, size: int, eps: float) -> None:
@@ -68,7 +68,7 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos.to(x.dtype) + rotated * sin.to(x.dtype)
 
 
-class Attention(nn.Module):
+class TrainableAttention(nn.Module):
     """Grouped-query attention. ``in_size`` is the input's width, which is 2*hidden in an EAGLE-3 head."""
 
     def __init__(self, shape: LlamaShape, in_size: int) -> None:
@@ -125,9 +125,9 @@ class Layer(nn.Module):
 
     def __init__(self, shape: LlamaShape) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
-        self.self_attn = Attention(shape, shape.hidden_size)
-        self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.input_layernorm = TrainableRMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.self_attn = TrainableAttention(shape, shape.hidden_size)
+        self.post_attention_layernorm = TrainableRMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.mlp = MLP(shape)
 
     def forward(
@@ -139,14 +139,14 @@ class Layer(nn.Module):
         return result
 
 
-class Decoder(nn.Module):
+class TrainableDecoder(nn.Module):
     """Embedding, layers and final norm (Hugging Face's ``model.`` prefix)."""
 
     def __init__(self, shape: LlamaShape) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(shape.vocab_size, shape.hidden_size)
         self.layers = nn.ModuleList(Layer(shape) for _ in range(shape.num_hidden_layers))
-        self.norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.norm = TrainableRMSNorm(shape.hidden_size, shape.rms_norm_eps)
 
 
 class Llama(nn.Module):
@@ -155,7 +155,7 @@ class Llama(nn.Module):
     def __init__(self, shape: LlamaShape) -> None:
         super().__init__()
         self.shape = shape
-        self.model = Decoder(shape)
+        self.model = TrainableDecoder(shape)
         depth_scale = (2 * shape.num_hidden_layers) ** -0.5
         for name, p in self.named_parameters():
             if p.dim() == 2:
@@ -234,7 +234,7 @@ def save_target(model: Llama, directory: Path, shard_bytes: int = 14_000_000) ->
     (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
 
 
-def load_target(directory: Path) -> Llama:
+def read_trained_target(directory: Path) -> Llama:
     """Read a checkpoint written by ``save_target``. The weights are fp32 tensors with bf16 values."""
     config = json.loads((directory / "config.json").read_text())
     model = Llama(LlamaShape(**{k: config[k] for k in asdict(LlamaShape())}))

@@ -43,7 +43,7 @@ class Sampling:
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class DraftedToken:
     """One drafted token. ``parent`` is an index into the candidate list; -1 stands for the root."""
 
     token: int
@@ -58,7 +58,7 @@ def gumbel(seed: int, position: int, vocab: int) -> Tensor:
     return -torch.log(-torch.log(uniform.clamp(1e-10, 1 - 1e-7)))
 
 
-def choose(logits: Tensor, sampling: Sampling, position: int) -> int:
+def choose_token(logits: Tensor, sampling: Sampling, position: int) -> int:
     """Choose the token at ``position`` from logits [vocab]."""
     if sampling.temperature == 0:
         return int(logits.argmax())
@@ -220,7 +220,7 @@ class ReferenceHead:
         noise = gumbel(sampling.seed, position, len(self.embedding))[self.target_ids]
         return F.log_softmax(log_q / sampling.temperature + noise, -1)
 
-    def grow(self, last: Tensor, shape: TreeShape, sampling: Sampling) -> list[Candidate]:
+    def grow(self, last: Tensor, shape: TreeShape, sampling: Sampling) -> list[DraftedToken]:
         """Grow the dynamic tree from the last ``extend`` row (EAGLE-2, arXiv 2406.16858).
 
         Returns the tree's nodes without the root. Parents precede their children.
@@ -229,10 +229,10 @@ class ReferenceHead:
             1
         ]  # L. The rows of level i have position L + i - 1. A token of level 1 has absolute position L + 1.
         # 1. Level 1: the topk children of the root.
-        candidates: list[Candidate] = []
+        candidates: list[DraftedToken] = []
         value, child = self.scores(last, sampling, stable + 1)[0].topk(shape.topk)
         for s, t in zip(value.tolist(), child.tolist(), strict=True):
-            candidates.append(Candidate(int(self.target_ids[t]), -1, 1, s))
+            candidates.append(DraftedToken(int(self.target_ids[t]), -1, 1, s))
         beam = list(range(len(candidates)))
         features = {-1: last[0]}
         row_of: dict[int, int] = {}  # candidate -> its row, counted after the committed rows
@@ -260,7 +260,7 @@ class ReferenceHead:
             for r, b in enumerate(beam):
                 for s, t in zip(value[r].tolist(), child[r].tolist(), strict=True):
                     candidates.append(
-                        Candidate(int(self.target_ids[t]), b, level + 1, candidates[b].score + s)
+                        DraftedToken(int(self.target_ids[t]), b, level + 1, candidates[b].score + s)
                     )
             beam = sorted(fresh, key=lambda i: (-candidates[i].score, i))[: shape.topk]
         # 3. Rerank: keep the best candidates of all levels.
@@ -271,12 +271,12 @@ class ReferenceHead:
         )
         place = {old: new for new, old in enumerate(chosen)} | {-1: -1}
         return [
-            Candidate(c.token, place[c.parent], c.depth, c.score) for c in (candidates[i] for i in chosen)
+            DraftedToken(c.token, place[c.parent], c.depth, c.score) for c in (candidates[i] for i in chosen)
         ]
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class ReferenceRun:
     """The result for one prompt: the emitted tokens, and the number of tokens that each round emitted."""
 
     tokens: list[int]
@@ -291,7 +291,7 @@ def speculate(
     max_new: int,
     shape: TreeShape,
     sampling: Sampling,
-) -> Run:
+) -> ReferenceRun:
     """Generate ``max_new`` tokens with speculation. End of text does not stop generation."""
     # 1. Prefill.
     target.reset()
@@ -299,7 +299,7 @@ def speculate(
     n = len(prompt)
     logits, features = target.forward(prompt, torch.arange(n), torch.ones(n, n, dtype=torch.bool).tril())
     target.keep(list(range(n)))
-    root = choose(logits[-1], sampling, n)
+    root = choose_token(logits[-1], sampling, n)
     tokens: list[int] = [root]
     emitted: list[int] = []
     last = head.extend(features, [*prompt[1:], root])
@@ -315,7 +315,7 @@ def speculate(
         logits, features = target.forward(rows, depths, visible)
         path = [0]
         while True:
-            token = choose(logits[path[-1]], sampling, target.length + len(path))
+            token = choose_token(logits[path[-1]], sampling, target.length + len(path))
             child = [i for i, c in enumerate(tree, 1) if c.parent + 1 == path[-1] and c.token == token]
             if not child:
                 break
@@ -327,11 +327,13 @@ def speculate(
         tokens += fresh
         emitted.append(len(fresh))
         root = token
-    return Run(tokens[:max_new], emitted)
+    return ReferenceRun(tokens[:max_new], emitted)
 
 
 @torch.no_grad()
-def plain(target: ReferenceTarget, prompt: list[int], max_new: int, sampling: Sampling) -> list[int]:
+def generate_without_draft(
+    target: ReferenceTarget, prompt: list[int], max_new: int, sampling: Sampling
+) -> list[int]:
     """Generate without speculation, for comparison."""
     target.reset()
     rows = prompt
@@ -340,6 +342,6 @@ def plain(target: ReferenceTarget, prompt: list[int], max_new: int, sampling: Sa
         n = len(rows)
         logits, _ = target.forward(rows, torch.arange(n), torch.ones(n, n, dtype=torch.bool).tril())
         target.keep(list(range(n)))
-        tokens.append(choose(logits[-1], sampling, target.length))
+        tokens.append(choose_token(logits[-1], sampling, target.length))
         rows = [tokens[-1]]
     return tokens

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from outrider.shared.obs.progress import Progress
 from outrider.train import tokenizer as tok
-from outrider.train.corpus.base import Split
+from outrider.train.corpus.base import CorpusSplit
 from outrider.train.data import build_rows, make_mix, read_rows, sample_texts
 from outrider.train.model import Llama, LlamaShape, save_target
 from outrider.train.optim import Clock, Optimiser
@@ -76,7 +76,10 @@ def mean_loss(model: Llama, rows: Tensor, batch: int) -> float:
 def make_tokenizer(args: argparse.Namespace, vocab_size: int) -> Tokenizer:
     """Train the tokenizer on a sample of the corpus and on GSM8K."""
     texts = sample_texts(
-        args.seed + 7, 60 if args.smoke else 2500, make_mix(Split.TRAIN, args.gsm8k, args.gsm8k_rate), 3000
+        args.seed + 7,
+        60 if args.smoke else 2500,
+        make_mix(CorpusSplit.TRAIN, args.gsm8k, args.gsm8k_rate),
+        3000,
     )
     return tok.train_tokenizer(texts, vocab_size)
 
@@ -94,10 +97,17 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     workers = 1 if args.smoke else len(os.sched_getaffinity(0))
     path = args.out / "tokenizer.json"
     train = build_rows(
-        path, args.rows, args.length + 1, args.seed, Split.TRAIN, args.gsm8k, args.gsm8k_rate, workers
+        path, args.rows, args.length + 1, args.seed, CorpusSplit.TRAIN, args.gsm8k, args.gsm8k_rate, workers
     )
     held = build_rows(
-        path, 16 if args.smoke else 256, args.length + 1, args.seed + 1, Split.HELDOUT, None, 0.0, workers
+        path,
+        16 if args.smoke else 256,
+        args.length + 1,
+        args.seed + 1,
+        CorpusSplit.HELDOUT,
+        None,
+        0.0,
+        workers,
     )
     padding = float((train == tok.BOS_ID).float().mean())
     print(

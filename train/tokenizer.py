@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from outrider.train.corpus.conversations import Message
+from outrider.train.corpus.conversations import QuestionAnswer
 
 BOS, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 BOS_ID, START_ID, END_ID = 0, 1, 2
@@ -21,7 +21,7 @@ CHAT_TEMPLATE = (
 )
 
 
-def segments(system: str | None, messages: Iterable[Message]) -> list[tuple[str, bool]]:
+def segments(system: str | None, messages: Iterable[QuestionAnswer]) -> list[tuple[str, bool]]:
     """Render a conversation as the chat template does.
 
     Returns:

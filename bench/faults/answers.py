@@ -15,11 +15,11 @@ from outrider.bench.faults.questions import CHAT, GENERATE, Question
 from outrider.bench.load.server import QUOTED_CHARS, key_headers
 
 TIMEOUT_S = 120.0
-Part = tuple[int, ...] | str
+AnswerPart = tuple[int, ...] | str
 """Tokens or text of one answer of a request."""
 
 
-class Outcome(Enum):
+class RequestEnding(Enum):
     """How a request ended."""
 
     RIGHT = "right"
@@ -29,17 +29,17 @@ class Outcome(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class RequestVerdict:
     """How a request ended, with the error of a failed or wrong one."""
 
-    outcome: Outcome
+    outcome: RequestEnding
     detail: str = ""
 
 
 class AskFailedError(Exception):
     """A request was refused, or its answer broke off. `parts` is what arrived before."""
 
-    def __init__(self, reason: str, parts: Mapping[int, Part] | None = None) -> None:
+    def __init__(self, reason: str, parts: Mapping[int, AnswerPart] | None = None) -> None:
         super().__init__(reason)
         self.parts = dict(parts or {})
 
@@ -61,7 +61,7 @@ class Asker:
             trust_env=False,
         )
 
-    async def whole(self, question: Question, speculation: Mapping[str, Any]) -> dict[int, Part]:
+    async def whole(self, question: Question, speculation: Mapping[str, Any]) -> dict[int, AnswerPart]:
         """Return the answers of a request that does not stream, by index.
 
         Raises:
@@ -80,7 +80,7 @@ class Asker:
 
     async def pieces(
         self, question: Question, speculation: Mapping[str, Any]
-    ) -> AsyncGenerator[dict[int, Part], None]:
+    ) -> AsyncGenerator[dict[int, AnswerPart], None]:
         """Send a streamed request. After each event of the stream, yield the answers received so far.
 
         Close the generator to cancel the request.
@@ -88,7 +88,7 @@ class Asker:
         Raises:
             AskFailedError: The request was refused, or its stream did not end properly.
         """
-        parts: dict[int, Part] = {}
+        parts: dict[int, AnswerPart] = {}
         body = question.sent(speculation, True)
         ended = False
         try:
@@ -136,11 +136,11 @@ class Asker:
 async def check(
     asker: Asker,
     question: Question,
-    expected: Mapping[int, Part],
+    expected: Mapping[int, AnswerPart],
     speculation: Mapping[str, Any],
     stream: bool,
     cancel_after: int | None,
-) -> Verdict:
+) -> RequestVerdict:
     """Send a request and compare its answers with the expected ones.
 
     If the request was cancelled or has failed, its answers must be beginnings of the expected ones.
@@ -153,7 +153,7 @@ async def check(
         stream: True to request a stream.
         cancel_after: Number of events after which the client cancels a stream. None lets it end.
     """
-    parts: Mapping[int, Part] = {}
+    parts: Mapping[int, AnswerPart] = {}
     try:
         if not stream:
             parts = await asker.whole(question, speculation)
@@ -163,23 +163,27 @@ async def check(
                 async for parts in pieces:
                     number += 1
                     if number == cancel_after:
-                        return _begun(expected, parts, Verdict(Outcome.CANCELLED))
+                        return _begun(expected, parts, RequestVerdict(RequestEnding.CANCELLED))
     except AskFailedError as error:
-        return _begun(expected, error.parts, Verdict(Outcome.FAILED, str(error)))
+        return _begun(expected, error.parts, RequestVerdict(RequestEnding.FAILED, str(error)))
     if dict(parts) != dict(expected):
-        return Verdict(Outcome.WRONG, f"{question.kind}: got {parts}, expected {expected}")
-    return Verdict(Outcome.RIGHT)
+        return RequestVerdict(RequestEnding.WRONG, f"{question.kind}: got {parts}, expected {expected}")
+    return RequestVerdict(RequestEnding.RIGHT)
 
 
-def _begun(expected: Mapping[int, Part], parts: Mapping[int, Part], verdict: Verdict) -> Verdict:
+def _begun(
+    expected: Mapping[int, AnswerPart], parts: Mapping[int, AnswerPart], verdict: RequestVerdict
+) -> RequestVerdict:
     """Return the verdict, or a wrong one if a part is not the beginning of what was expected."""
     for index, part in parts.items():
         if index not in expected or expected[index][: len(part)] != part:
-            return Verdict(Outcome.WRONG, f"got the beginning {part}, expected {expected.get(index)}")
+            return RequestVerdict(
+                RequestEnding.WRONG, f"got the beginning {part}, expected {expected.get(index)}"
+            )
     return verdict
 
 
-def _collect(question: Question, event: Mapping[str, Any], parts: dict[int, Part]) -> None:
+def _collect(question: Question, event: Mapping[str, Any], parts: dict[int, AnswerPart]) -> None:
     if question.path == GENERATE:
         parts[0] = tuple(event["output_ids"])  # each event repeats all tokens
         return

@@ -28,7 +28,7 @@ from outrider.bench.faults.answers import Asker, AskFailedError
 from outrider.bench.faults.questions import GENERATE, Question
 from outrider.bench.faults.two_targets import TwoTargets
 from outrider.bench.measure.clock import percentile
-from outrider.bench.report.record import Result, Row, finish
+from outrider.bench.report.record import Result, Row, show_and_save
 from outrider.services.stack.private_folder import private_folder
 from outrider.services.stack.start_bar import StartBar
 from outrider.shared.base.errors import UnavailableError
@@ -88,7 +88,7 @@ class _Stream:
 
 
 @dataclass(frozen=True, slots=True)
-class _Round:
+class _KillFigures:
     """Figures of one kill of a target. Times are in seconds.
 
     Attributes:
@@ -154,7 +154,7 @@ def run_move(options: MoveOptions) -> int:
         raise
 
 
-async def _measure(options: MoveOptions, two: TwoTargets) -> list[_Round]:
+async def _measure(options: MoveOptions, two: TwoTargets) -> list[_KillFigures]:
     asker = Asker(two.url)
     questions = _questions(options)
     limit = asyncio.Semaphore(AT_ONCE)
@@ -186,7 +186,7 @@ async def _kill_one(
     expected: Sequence[tuple[int, ...]],
     number: int,
     progress: Progress,
-) -> _Round:
+) -> _KillFigures:
     step = f"kill {number + 1} of {options.rounds}"
     progress.tell(PARTS * number, step=f"{step}, streams")
     moved_before = await asyncio.to_thread(two.metric, "moved_sequences")
@@ -212,7 +212,7 @@ async def _kill_one(
     progress.advance(step=f"{step}, prompts of the same lengths")
     prefills = await _prefills(options, asker, moved, int(statistics.mean(emitted)))
     progress.advance(step=f"{step}, the target starts again")
-    return _Round(moved, pauses[:moved], pauses[moved:], prefills, wrong)
+    return _KillFigures(moved, pauses[:moved], pauses[moved:], prefills, wrong)
 
 
 async def _begun(streams: Sequence[_Stream], tasks: Sequence[asyncio.Task[Any]]) -> None:
@@ -291,7 +291,7 @@ def _question(
     return Question("move", GENERATE, {"input_ids": ids, "sampling_params": sampling})
 
 
-def _report(options: MoveOptions, rounds: Sequence[_Round]) -> int:
+def _report(options: MoveOptions, rounds: Sequence[_KillFigures]) -> int:
     pauses = [one for each in rounds for one in each.pauses]
     if not pauses:
         raise UnavailableError("No stream ran on the killed target. Raise --streams.", field="--streams")
@@ -318,7 +318,7 @@ def _report(options: MoveOptions, rounds: Sequence[_Round]) -> int:
         "seed": options.seed,
     }
     more: Mapping[str, Any] = {"kills": [one.as_json() for one in rounds]}
-    finish(Result("move", settings, rows, more), options.output, shown=("goal", "met"))
+    show_and_save(Result("move", settings, rows, more), options.output, shown=("goal", "met"))
     return int(bool(wrong))
 
 

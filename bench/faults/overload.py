@@ -29,7 +29,7 @@ from outrider.bench.load.rest import RestLoad
 from outrider.bench.load.server import Server, find_server
 from outrider.bench.measure.clock import percentile
 from outrider.bench.measure.prompts import HELDOUT_PROMPTS, load_prompts
-from outrider.bench.report.record import Result, Row, finish
+from outrider.bench.report.record import Result, Row, show_and_save
 from outrider.bench.stacks.started_services import started_services
 from outrider.services.stack.launch import Stack
 from outrider.services.stack.options import StackOptions
@@ -76,7 +76,7 @@ class OverloadOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
+class LoadResult:
     """Result of one open-loop load, as measured by its clients.
 
     Attributes:
@@ -179,7 +179,7 @@ async def _measure(options: OverloadOptions, stack: Stack) -> int:
         seconds = options.requests / (ABOVE * capacity)
         with Progress("load", LOADS, counts=False) as progress:
 
-            async def offer(name: str, rate: float, step: str, done: int, number: int = 0) -> Offer:
+            async def offer(name: str, rate: float, step: str, done: int, number: int = 0) -> LoadResult:
                 on_answer = _share_of(seconds, done, progress, step)
                 return await _offer(options, stack, loads[name], rate, seconds, on_answer, number)
 
@@ -245,7 +245,7 @@ async def _offer(
     seconds: float,
     on_answer: Callable[[int], None],
     number: int,
-) -> Offer:
+) -> LoadResult:
     """Offer requests in an open loop, and wait for all answers."""
     memory: dict[str, float] = {}
 
@@ -266,7 +266,7 @@ async def _offer(
         )
     finally:
         sampler.cancel()
-    return Offer(rate, experiences, (seconds, time.perf_counter() - began), memory)
+    return LoadResult(rate, experiences, (seconds, time.perf_counter() - began), memory)
 
 
 def _requests(options: OverloadOptions, number: int) -> Any:
@@ -283,7 +283,7 @@ def _requests(options: OverloadOptions, number: int) -> Any:
     return request
 
 
-def _report(options: OverloadOptions, capacities: Sequence[float], offers: Mapping[str, Offer]) -> int:
+def _report(options: OverloadOptions, capacities: Sequence[float], offers: Mapping[str, LoadResult]) -> int:
     below, above, alone, beside = (offers[name] for name in ("0.8", "1.5", "alone", "beside"))
     refused = [one for offer in offers.values() for one in offer.refused]
     silent = sum(one.retry_after_s is None for one in refused)
@@ -324,7 +324,7 @@ def _report(options: OverloadOptions, capacities: Sequence[float], offers: Mappi
         "transport": options.stack.transport.value,
     }
     more = {"offers": {name: offer.as_json() for name, offer in offers.items()}}
-    finish(Result("overload", settings, rows, more), options.output, shown=("goal", "met"))
+    show_and_save(Result("overload", settings, rows, more), options.output, shown=("goal", "met"))
     return int(bool(silent or broken))
 
 

@@ -14,7 +14,7 @@ MIB = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Usage:
+class ProcessUsage:
     """Memory, open files and threads of one process.
 
     Attributes:
@@ -33,7 +33,7 @@ class Usage:
         return {name: value for name, value in asdict(self).items() if name != "process"}
 
 
-def usage_of(process: int) -> Usage | None:
+def usage_of(process: int) -> ProcessUsage | None:
     """Return what a process uses, or None if it has ended. Linux only."""
     folder = Path("/proc") / str(process)
     try:
@@ -42,7 +42,9 @@ def usage_of(process: int) -> Usage | None:
     except OSError:
         return None
     started, threads, pages = int(fields[19]), int(fields[17]), int(fields[21])
-    return Usage((process, started), round(pages * os.sysconf("SC_PAGE_SIZE") / MIB, 1), descriptors, threads)
+    return ProcessUsage(
+        (process, started), round(pages * os.sysconf("SC_PAGE_SIZE") / MIB, 1), descriptors, threads
+    )
 
 
 def cpu_seconds(process: int) -> float:
@@ -54,7 +56,7 @@ def cpu_seconds(process: int) -> float:
     return nanoseconds / 1e9
 
 
-def usages(supervisor: Supervisor) -> dict[str, Usage]:
+def usages(supervisor: Supervisor) -> dict[str, ProcessUsage]:
     """Return what each running service uses, by name."""
     found = {}
     for child in supervisor.children:
@@ -64,7 +66,9 @@ def usages(supervisor: Supervisor) -> dict[str, Usage]:
     return found
 
 
-def survivors(before: Mapping[str, Usage], after: Mapping[str, Usage]) -> dict[str, tuple[Usage, Usage]]:
+def survivors(
+    before: Mapping[str, ProcessUsage], after: Mapping[str, ProcessUsage]
+) -> dict[str, tuple[ProcessUsage, ProcessUsage]]:
     """Return the services that ran all the time between two samples, with both samples."""
     return {
         name: (first, after[name])

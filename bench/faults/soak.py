@@ -17,12 +17,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from outrider.bench.faults.answers import Asker, Outcome, Part, check
+from outrider.bench.faults.answers import AnswerPart, Asker, RequestEnding, check
 from outrider.bench.faults.leftovers import settle
 from outrider.bench.faults.processes import survivors, usages
 from outrider.bench.faults.questions import SPECULATIONS, Question, soak_questions
 from outrider.bench.load.server import find_server
-from outrider.bench.report.record import Result, Row, finish
+from outrider.bench.report.record import Result, Row, show_and_save
 from outrider.bench.stacks.started_services import started_services
 from outrider.services.stack.launch import Stack
 from outrider.services.stack.options import StackOptions
@@ -79,11 +79,11 @@ class SoakOptions:
 
 
 @dataclass(slots=True)
-class Tally:
+class FaultTally:
     """Counts and times that the clients of `outrider bench soak` record.
 
     Attributes:
-        outcomes: Outcome → number of requests with this outcome.
+        outcomes: Ending → number of requests with this outcome.
         kinds: Kind of question → number of requests of this kind.
         excused: Number of requests that failed while the target or the gateway was down.
         failures: Error → number of requests that failed with it although the target and the gateway were up.
@@ -128,8 +128,8 @@ class _Soak:
         self._questions = soak_questions(
             min(server.vocab_size or VOCAB, VOCAB), server.max_model_len or VOCAB, options.seed
         )
-        self._expected: list[dict[int, Part]] = []
-        self._tally = Tally()
+        self._expected: list[dict[int, AnswerPart]] = []
+        self._tally = FaultTally()
         self._open = asyncio.Event()
         self._idle = asyncio.Condition()
         self._busy = 0
@@ -285,7 +285,7 @@ class _Soak:
                 async with self._idle:
                     self._idle.notify_all()
 
-    async def _ask(self, draw: random.Random, question: Question, expected: dict[int, Part]) -> None:
+    async def _ask(self, draw: random.Random, question: Question, expected: dict[int, AnswerPart]) -> None:
         stream = draw.random() < STREAMED_SHARE
         cut = draw.randint(1, MOST_EVENTS) if draw.random() < CANCELLED_SHARE else None
         speculation = draw.choice(SPECULATIONS)
@@ -294,10 +294,10 @@ class _Soak:
         tally = self._tally
         tally.outcomes[verdict.outcome.value] += 1
         tally.kinds[question.kind] += 1
-        if verdict.outcome is Outcome.WRONG:
+        if verdict.outcome is RequestEnding.WRONG:
             tally.wrong.append(f"{speculation}, stream {stream}: {verdict.detail}"[:2000])
             print(f"WRONG {tally.wrong[-1]}", flush=True)
-        if verdict.outcome is Outcome.FAILED:
+        if verdict.outcome is RequestEnding.FAILED:
             if tally.is_excused(began, time.monotonic()):
                 tally.excused += 1
             else:
@@ -307,7 +307,7 @@ class _Soak:
 
     def _report(self, seconds: float) -> int:
         tally = self._tally
-        wrong, failed = tally.outcomes[Outcome.WRONG.value], tally.failures.total()
+        wrong, failed = tally.outcomes[RequestEnding.WRONG.value], tally.failures.total()
         left = sum(len(phase["left_over"]) for phase in self._phases)
         growths = [
             (pair["after"]["rss_mib"] / pair["before"]["rss_mib"], phase["phase"], name)
@@ -321,8 +321,12 @@ class _Soak:
         ]
         most_rss, most_open = max(growths, default=(1.0, "", "")), max(opened, default=(0, "", ""))
         rows = [
-            Row("answers as expected", tally.outcomes[Outcome.RIGHT.value], "requests"),
-            Row("cancelled streams, as expected so far", tally.outcomes[Outcome.CANCELLED.value], "requests"),
+            Row("answers as expected", tally.outcomes[RequestEnding.RIGHT.value], "requests"),
+            Row(
+                "cancelled streams, as expected so far",
+                tally.outcomes[RequestEnding.CANCELLED.value],
+                "requests",
+            ),
             Row("failed while target or gateway was down", tally.excused, "requests"),
             Row("failed for no such reason", failed, "requests", more={"goal": 0}),
             Row("wrong answers", wrong, "requests", more={"goal": 0}),
@@ -360,7 +364,7 @@ class _Soak:
             "rss_mib": self._memory,
             "phases": self._phases,
         }
-        finish(Result("soak", settings, rows, more), options.output)
+        show_and_save(Result("soak", settings, rows, more), options.output)
         return int(bool(wrong or failed or left))
 
 

@@ -29,7 +29,7 @@ import grpc
 from outrider.bench.faults.processes import cpu_seconds
 from outrider.bench.faults.questions import CHAT, COMPLETIONS, GENERATE
 from outrider.bench.measure.clock import percentile
-from outrider.bench.report.record import Result, Row, finish
+from outrider.bench.report.record import Result, Row, show_and_save
 from outrider.bench.stacks.started_services import started_services
 from outrider.gateway.v1 import gateway_pb2, gateway_pb2_grpc
 from outrider.services.stack.options import StackOptions
@@ -205,7 +205,9 @@ def _measure(options: StallOptions, url: str, grpc_address: str, gateway: int) -
         "repeats": options.repeats,
         "transport": options.stack.transport.value,
     }
-    finish(Result("stall", settings, rows), options.output, shown=("status", "gateway_cpu_s", "goal", "met"))
+    show_and_save(
+        Result("stall", settings, rows), options.output, shown=("status", "gateway_cpu_s", "goal", "met")
+    )
     return int(any(status >= 500 for found in statuses.values() for status in found))
 
 

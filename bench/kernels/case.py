@@ -1,4 +1,4 @@
-"""`Case`, one measurement of `outrider bench kernels`, and helpers to make cases."""
+"""`KernelCase`, one measurement of `outrider bench kernels`, and helpers to make cases."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from outrider.bench.measure.clock import Work as Call
+from outrider.bench.measure.clock import TimedWork as Call
 from outrider.bench.measure.floors import Work
 from outrider.bench.stacks.shapes import NamedShape
 
@@ -35,7 +35,7 @@ class KernelOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class KernelCase:
     """One measurement of a kernel or of a whole pass.
 
     Attributes:
@@ -62,6 +62,6 @@ def over(many: Sequence[Any] | range, call: Callable[[Any], object]) -> Call:
     return work
 
 
-def small_kernel(name: str, call: Callable[[], object]) -> Case:
+def small_kernel(name: str, call: Callable[[], object]) -> KernelCase:
     """Return the case of a kernel that moves few bytes, so that only the launch limits its time."""
-    return Case(name, over(range(REPEATS), lambda _index: call()), None, REPEATS)
+    return KernelCase(name, over(range(REPEATS), lambda _index: call()), None, REPEATS)

@@ -8,8 +8,8 @@ from functools import partial
 
 import torch
 
-from outrider.bench.kernels.case import Case, KernelOptions, over
-from outrider.bench.kernels.inputs import Sizes, copies_for, sampling
+from outrider.bench.kernels.case import KernelCase, KernelOptions, over
+from outrider.bench.kernels.inputs import KernelSizes, copies_for, sampling
 from outrider.bench.measure.floors import Work
 from outrider.kernels.filtered_choice import kept_tokens
 from outrider.kernels.philox import gumbel_noise
@@ -20,7 +20,7 @@ MIXED_VOCAB = 128_256
 """Vocabulary of Llama 3."""
 
 
-def mixed_cases(sizes: Sizes, options: KernelOptions) -> Iterator[Case]:
+def mixed_cases(sizes: KernelSizes, options: KernelOptions) -> Iterator[KernelCase]:
     """Yield cases that choose tokens for batches in which no row, one row in 32, or every row has filters.
 
     To see how much one request with filters slows the others down, compare the greedy batch without filters
@@ -38,7 +38,7 @@ def mixed_cases(sizes: Sizes, options: KernelOptions) -> Iterator[Case]:
             ("filtered", _filtered(sizes, rows, rows)),
             ("1 in 32 filtered", _filtered(sizes, rows, max(1, rows // 32))),
         ):
-            yield Case(
+            yield KernelCase(
                 f"choose_tokens {name}, {rows} rows of {vocab}",
                 over(many, partial(_choose_by, how, positions)),
                 Work(logits.nbytes, 0.0),
@@ -46,7 +46,7 @@ def mixed_cases(sizes: Sizes, options: KernelOptions) -> Iterator[Case]:
             )
 
 
-def _filtered(sizes: Sizes, rows: int, count: int) -> SamplingTensors:
+def _filtered(sizes: KernelSizes, rows: int, count: int) -> SamplingTensors:
     """Return sampling parameters of greedy rows, of which `count` evenly spaced ones have top-k and top-p."""
     on = torch.arange(rows, device=sizes.device) % (rows // count) == 0
     return replace(
@@ -58,7 +58,7 @@ def _filtered(sizes: Sizes, rows: int, count: int) -> SamplingTensors:
     )
 
 
-def choose_cases(sizes: Sizes, options: KernelOptions) -> Iterator[Case]:
+def choose_cases(sizes: KernelSizes, options: KernelOptions) -> Iterator[KernelCase]:
     """Yield the choice of tokens in batches whose rows are alike."""
     for rows in sizes.rows:
         logits = sizes.random(rows, sizes.vocab)
@@ -69,12 +69,12 @@ def choose_cases(sizes: Sizes, options: KernelOptions) -> Iterator[Case]:
         for name, heat in (("greedy", 0.0), ("sampled", 1.0)):
             how = sampling(sizes, rows, heat)
             call = over(many, partial(_choose_by, how, positions))
-            yield Case(f"choose_tokens {name}, {rows} rows", call, Work(nbytes, 0.0), copies)
+            yield KernelCase(f"choose_tokens {name}, {rows} rows", call, Work(nbytes, 0.0), copies)
         filtered = _filtered(sizes, rows, rows)
-        yield Case(
+        yield KernelCase(
             f"kept_tokens, {rows} rows", over(many, partial(_keep_by, filtered)), Work(nbytes, 0.0), copies
         )
-        yield Case(
+        yield KernelCase(
             f"choose_tokens filtered, {rows} rows",
             over(many, partial(_choose_by, filtered, positions)),
             Work(nbytes, 0.0),
@@ -85,7 +85,7 @@ def choose_cases(sizes: Sizes, options: KernelOptions) -> Iterator[Case]:
         torch.arange(4, device=sizes.device),
         torch.zeros(4, dtype=torch.int32, device=sizes.device),
     )
-    yield Case(
+    yield KernelCase(
         "gumbel_noise, 4 rows",
         lambda: gumbel_noise(seeds, positions, choices, sizes.vocab),
         Work(4.0 * 4 * sizes.vocab, 0.0),

@@ -18,11 +18,11 @@ from functools import partial
 
 import torch
 
-from outrider.bench.kernels.case import Case, KernelOptions, over, small_kernel
+from outrider.bench.kernels.case import KernelCase, KernelOptions, over, small_kernel
 from outrider.bench.kernels.choice_cases import choose_cases, mixed_cases
 from outrider.bench.kernels.inputs import (
     AttentionInputs,
-    Sizes,
+    KernelSizes,
     attention_inputs,
     copies_for,
     paged,
@@ -40,11 +40,11 @@ from outrider.bench.kernels.prefill_cases import prefill_cases
 from outrider.bench.kernels.ragged_cases import ragged_cases
 from outrider.bench.kernels.round_cases import draft_cases, round_cases, trade_cases
 from outrider.bench.kernels.rule_cases import rule_cases
-from outrider.bench.measure.clock import Work as Call
+from outrider.bench.measure.clock import TimedWork as Call
 from outrider.bench.measure.clock import measure
-from outrider.bench.measure.floors import Work, draft_step, forward_pass
+from outrider.bench.measure.floors import Work, draft_step, forward_work
 from outrider.bench.measure.roofline import Ceilings, measure_ceilings
-from outrider.bench.report.record import Result, Row, finish
+from outrider.bench.report.record import Result, Row, show_and_save
 from outrider.bench.stacks.draft_stack import drafting_round
 from outrider.kernels.ahead import compile_ahead
 from outrider.kernels.kv_compact import kv_compact
@@ -105,7 +105,7 @@ def run_kernels(options: KernelOptions) -> int:
         raise ConfigurationError(
             f"--only {options.only}: no kind of case matches. Kinds: {', '.join(KINDS)}.", field="--only"
         )
-    return finish(result, options.output, ("gbs", "tflops")) or int(bool(failed))
+    return show_and_save(result, options.output, ("gbs", "tflops")) or int(bool(failed))
 
 
 def _rehearse(options: KernelOptions) -> None:
@@ -132,7 +132,7 @@ def _launches(device: torch.device) -> Call:
     return over(range(LAUNCHES), lambda _index: x.add_(1.0))
 
 
-def _row(case: Case, options: KernelOptions, ceilings: Ceilings, launch: float) -> Row:
+def _row(case: KernelCase, options: KernelOptions, ceilings: Ceilings, launch: float) -> Row:
     times = measure(case.call, options.device, copies=case.copies)
     if case.work is None:
         return Row(case.name, times.median * 1e6, "us", launch * 1e6, "launch")
@@ -148,9 +148,9 @@ def _row(case: Case, options: KernelOptions, ceilings: Ceilings, launch: float) 
     return Row(case.name, times.median * 1e6, "us", max(least, launch) * 1e6, bound, more)
 
 
-def cases(options: KernelOptions) -> Iterator[tuple[str, Iterator[Case]]]:
+def cases(options: KernelOptions) -> Iterator[tuple[str, Iterator[KernelCase]]]:
     """Yield each kind of cases that `--only` selects, with its cases. Each case allocates its data lazily."""
-    sizes = Sizes.of(
+    sizes = KernelSizes.of(
         options.shape.model_config(), options.shape.head, options.device, options.dtype, small=options.small
     )
     for kind, make in KINDS.items():
@@ -158,7 +158,7 @@ def cases(options: KernelOptions) -> Iterator[tuple[str, Iterator[Case]]]:
             yield kind, make(sizes, options)
 
 
-def _linear(sizes: Sizes, options: KernelOptions) -> Iterator[Case]:
+def _linear(sizes: KernelSizes, options: KernelOptions) -> Iterator[KernelCase]:
     for name, (out, width) in sizes.matrices().items():
         nbytes = out * width * sizes.dtype.itemsize
         copies = copies_for(nbytes, options.small)
@@ -166,7 +166,7 @@ def _linear(sizes: Sizes, options: KernelOptions) -> Iterator[Case]:
         for rows in sizes.rows:
             x = sizes.random(rows, width)
             moved = nbytes + rows * (out + width) * sizes.dtype.itemsize
-            yield Case(
+            yield KernelCase(
                 f"linear {name} {out}×{width}, {rows} rows",
                 over(layers, partial(_apply, x)),
                 Work(moved, 2.0 * rows * out * width),
@@ -178,7 +178,7 @@ def _apply(x: torch.Tensor, layer: Callable[[torch.Tensor], torch.Tensor]) -> to
     return layer(x)
 
 
-def _attention(sizes: Sizes, options: KernelOptions) -> Iterator[Case]:
+def _attention(sizes: KernelSizes, options: KernelOptions) -> Iterator[KernelCase]:
     for what, batch, rows, context, is_tree in sizes.attention_cases():
         token = 2 * sizes.kv_heads * sizes.head_dim * sizes.dtype.itemsize
         copies = copies_for(batch * context * token, options.small)
@@ -190,14 +190,14 @@ def _attention(sizes: Sizes, options: KernelOptions) -> Iterator[Case]:
         )
 
         call = over(planes, partial(_attend, inputs))
-        yield Case(f"tree_attention {what}, batch {batch}, context {context}", call, work, copies)
+        yield KernelCase(f"tree_attention {what}, batch {batch}, context {context}", call, work, copies)
 
 
 def _attend(inputs: AttentionInputs, planes: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
     return tree_attention(*inputs.before(planes), **inputs.keywords)
 
 
-def _cache(sizes: Sizes, options: KernelOptions) -> Iterator[Case]:
+def _cache(sizes: KernelSizes, options: KernelOptions) -> Iterator[KernelCase]:
     rows, batch = sizes.rows[-1], sizes.batches[-1]
     k, v = (
         sizes.random(rows, sizes.kv_heads, sizes.head_dim),
@@ -212,14 +212,14 @@ def _cache(sizes: Sizes, options: KernelOptions) -> Iterator[Case]:
     path = torch.tensor([[0, 2, 5, 9]], dtype=torch.int32, device=sizes.device).expand(batch, -1).contiguous()
     accepted = torch.full((batch,), 3, dtype=torch.int32, device=sizes.device)
     moved = 2.0 * batch * 3 * len(planes) * sizes.kv_heads * sizes.head_dim * sizes.dtype.itemsize
-    yield Case(
+    yield KernelCase(
         f"kv_compact, {len(planes)} planes, batch {batch}",
         lambda: kv_compact(planes, table, cached, path, accepted),
         Work(moved, 0.0),
     )
 
 
-def _forward(sizes: Sizes, options: KernelOptions) -> Iterator[Case]:
+def _forward(sizes: KernelSizes, options: KernelOptions) -> Iterator[KernelCase]:
     """Yield cases of the target's whole passes with logits and token choice.
 
     Their times are the GPU times of decoding or verifying, without the draft and the host.
@@ -238,14 +238,14 @@ def _forward(sizes: Sizes, options: KernelOptions) -> Iterator[Case]:
 
         greedy = sampling(sizes, batch * rows, 0.0)
         step = _Step(decoder, attention, pool, tokens, positions, greedy)
-        yield Case(
+        yield KernelCase(
             f"forward {rows} rows, batch {batch}, context {context}",
             step,
-            forward_pass(config, batch * rows, batch, context, decoder.dtype.itemsize),
+            forward_work(config, batch * rows, batch, context, decoder.dtype.itemsize),
         )
 
 
-def _propose(sizes: Sizes, options: KernelOptions) -> Iterator[Case]:
+def _propose(sizes: KernelSizes, options: KernelOptions) -> Iterator[KernelCase]:
     """Yield rounds of drafting as the engine enqueues them: extend by the last token, then grow the tree."""
     decoder = random_decoder(options.shape.model_config(), options.device, options.dtype)
     chain, bush = (
@@ -261,7 +261,9 @@ def _propose(sizes: Sizes, options: KernelOptions) -> Iterator[Case]:
             ]
             with drafting_round(decoder, options.shape, tree, batch, sizes.context) as draft:
                 work = Work(sum(step.nbytes for step in steps), sum(step.flops for step in steps))
-                yield Case(f"propose {tree.depth}/{tree.topk}/{tree.max_nodes}, batch {batch}", draft, work)
+                yield KernelCase(
+                    f"propose {tree.depth}/{tree.topk}/{tree.max_nodes}, batch {batch}", draft, work
+                )
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,7 +282,7 @@ class _Step:
         return choose_tokens(self.decoder.logits(output.hidden), self.how, self.positions)
 
 
-KINDS: dict[str, Callable[[Sizes, KernelOptions], Iterator[Case]]] = {
+KINDS: dict[str, Callable[[KernelSizes, KernelOptions], Iterator[KernelCase]]] = {
     "linear": _linear,
     "product": product_cases,
     "norm": norm_cases,

@@ -20,7 +20,7 @@ MAX_COPIES = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
+class KernelSizes:
     """Sizes of the model, the draft and the batches for which the cases are made."""
 
     device: torch.device
@@ -51,7 +51,7 @@ class Sizes:
         dtype: torch.dtype,
         *,
         small: bool,
-    ) -> Sizes:
+    ) -> KernelSizes:
         """Return the sizes for a model shape; `small` selects sizes for a test on a CPU."""
         return cls(
             device=device,
@@ -132,14 +132,16 @@ def copies_for(nbytes: int, small: bool) -> int:
     return 2 if small else max(2, min(MAX_COPIES, -(-CACHE_BYTES // max(nbytes, 1))))
 
 
-def paged(sizes: Sizes, batch: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+def paged(sizes: KernelSizes, batch: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return random K and V planes with room for `tokens` tokens of each of `batch` sequences."""
     pages = batch * -(-tokens // sizes.page_size)
     shape = (pages, sizes.page_size, sizes.kv_heads, sizes.head_dim)
     return sizes.random(*shape), sizes.random(*shape)
 
 
-def attention_inputs(sizes: Sizes, batch: int, rows: int, context: int, *, is_tree: bool) -> AttentionInputs:
+def attention_inputs(
+    sizes: KernelSizes, batch: int, rows: int, context: int, *, is_tree: bool
+) -> AttentionInputs:
     """Return the arguments of attention over planes made by `paged`."""
     device = sizes.device
     pages = -(-(context + rows) // sizes.page_size)
@@ -166,7 +168,7 @@ def chain_masks(nodes: int, device: torch.device) -> torch.Tensor:
     return torch.where(bits >= 1 << 31, bits - (1 << 32), bits).to(torch.int32)
 
 
-def sampling(sizes: Sizes, rows: int, temperature: float) -> SamplingTensors:
+def sampling(sizes: KernelSizes, rows: int, temperature: float) -> SamplingTensors:
     """Return sampling parameters without filters."""
     device = sizes.device
     return SamplingTensors(
@@ -184,7 +186,7 @@ def sampling(sizes: Sizes, rows: int, temperature: float) -> SamplingTensors:
 Four = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-def trees(sizes: Sizes, batch: int, candidates: int) -> Four:
+def trees(sizes: KernelSizes, batch: int, candidates: int) -> Four:
     """Return inputs for building draft trees: scores, tokens and parents of the candidates, and the roots.
 
     The first level of each tree has `topk` candidates. Each later level contains the children of a beam of
@@ -221,7 +223,7 @@ class ChainInputs:
     thresholds: torch.Tensor
 
 
-def chain_inputs(sizes: Sizes, batch: int) -> ChainInputs:
+def chain_inputs(sizes: KernelSizes, batch: int) -> ChainInputs:
     """Return chains of `nodes` nodes whose tokens all agree with the target's choices."""
     device, nodes = sizes.device, sizes.nodes
     index = torch.arange(nodes, dtype=torch.int32, device=device)

@@ -10,8 +10,8 @@ from functools import partial
 
 import torch
 
-from outrider.bench.kernels.case import EPS, Case, KernelOptions, over, small_kernel
-from outrider.bench.kernels.inputs import Sizes, attention_inputs, copies_for, paged
+from outrider.bench.kernels.case import EPS, KernelCase, KernelOptions, over, small_kernel
+from outrider.bench.kernels.inputs import KernelSizes, attention_inputs, copies_for, paged
 from outrider.bench.measure.floors import Work
 from outrider.kernels.add_norm import add_sums, embed_rows, normalise, rms_norm
 from outrider.kernels.exchange_add import Boxes, exchange_add, inbox_shape
@@ -22,6 +22,7 @@ from outrider.kernels.rope_store import rope_angles, rope_store
 from outrider.kernels.row_norm import row_norm
 from outrider.kernels.silu_mul import silu_mul
 from outrider.kernels.skinny_gemm import Rotary, project, project_add, project_gated, project_rotated
+from outrider.shared.nn.fused.trial import Weight
 
 ROPE_BASE = 500_000.0
 EMBEDDED = 32_768
@@ -29,11 +30,8 @@ EMBEDDED = 32_768
 PATIENCE = 1000
 """Maximum number of polls for a message. The message has already arrived, because there is one rank."""
 
-Weight = tuple[torch.Tensor, torch.Tensor | None]
-"""A matrix, and the scales of its rows. The scales are None if the matrix is not in FP8."""
 
-
-def norm_cases(sizes: Sizes, options: KernelOptions) -> Iterator[Case]:
+def norm_cases(sizes: KernelSizes, options: KernelOptions) -> Iterator[KernelCase]:
     """Yield the norm kernels, each with the addition that is fused into it."""
     weight = sizes.random(sizes.hidden)
     table = sizes.random(min(sizes.vocab, EMBEDDED), sizes.hidden)
@@ -52,7 +50,7 @@ def norm_cases(sizes: Sizes, options: KernelOptions) -> Iterator[Case]:
     yield small_kernel("exchange_add with itself, 1 row", partial(exchange_add, parts, x, weight, EPS, boxes))
 
 
-def layer_cases(sizes: Sizes, options: KernelOptions) -> Iterator[Case]:
+def layer_cases(sizes: KernelSizes, options: KernelOptions) -> Iterator[KernelCase]:
     """Yield the kernels between a layer's products. Models without fused products use these kernels."""
     frequencies = ROPE_BASE ** -torch.linspace(0, 1, sizes.head_dim, device=sizes.device)
     for rows in sizes.rows:
@@ -70,7 +68,7 @@ def layer_cases(sizes: Sizes, options: KernelOptions) -> Iterator[Case]:
         yield small_kernel(f"silu_mul, {rows} rows", partial(silu_mul, gates))
 
 
-def product_cases(sizes: Sizes, options: KernelOptions) -> Iterator[Case]:
+def product_cases(sizes: KernelSizes, options: KernelOptions) -> Iterator[KernelCase]:
     """Yield the products as the engine calls them, with fused norm, RoPE, K/V store and SwiGLU."""
     for rows in sizes.rows:
         yield from _products(
@@ -78,7 +76,7 @@ def product_cases(sizes: Sizes, options: KernelOptions) -> Iterator[Case]:
         )
 
 
-def fp8_cases(sizes: Sizes, options: KernelOptions) -> Iterator[Case]:
+def fp8_cases(sizes: KernelSizes, options: KernelOptions) -> Iterator[KernelCase]:
     """Yield the quantization of rows, and the products with FP8 matrices."""
 
     def weight(out: int, width: int) -> Weight:
@@ -93,8 +91,8 @@ def fp8_cases(sizes: Sizes, options: KernelOptions) -> Iterator[Case]:
 
 
 def _products(
-    sizes: Sizes, rows: int, small: bool, weight: Callable[[int, int], Weight], label: str
-) -> Iterator[Case]:
+    sizes: KernelSizes, rows: int, small: bool, weight: Callable[[int, int], Weight], label: str
+) -> Iterator[KernelCase]:
     """Yield every matrix product of the target for this number of rows."""
     residual, norm = sizes.random(rows, sizes.hidden), sizes.random(sizes.hidden)
     stream = add_sums(residual, residual, norm, EPS)
@@ -116,7 +114,7 @@ def _products(
         many = [weight(out, width) for _ in range(copies_for(nbytes, small))]
         x = sizes.random(rows, width)
         moved = nbytes + rows * (out + width) * sizes.dtype.itemsize
-        yield Case(
+        yield KernelCase(
             f"{function} {name}{label} {out}×{width}, {rows} rows",
             over(many, partial(call, x)),
             Work(moved, 2.0 * rows * out * width),
@@ -124,7 +122,7 @@ def _products(
         )
 
 
-def invariant_cases(sizes: Sizes, options: KernelOptions) -> Iterator[Case]:
+def invariant_cases(sizes: KernelSizes, options: KernelOptions) -> Iterator[KernelCase]:
     """Yield the batch-invariant kernels of `--deterministic`."""
     out, width = sizes.matrices()["gate_up"]
     nbytes = out * width * sizes.dtype.itemsize
@@ -134,7 +132,7 @@ def invariant_cases(sizes: Sizes, options: KernelOptions) -> Iterator[Case]:
         x = sizes.random(rows, width)
         moved = nbytes + rows * (out + width) * sizes.dtype.itemsize
         work = Work(moved, 2.0 * rows * out * width)
-        yield Case(
+        yield KernelCase(
             f"invariant_gemm gate_up {out}×{width}, {rows} rows",
             over(many, partial(invariant_gemm, x)),
             work,
@@ -159,7 +157,7 @@ def invariant_cases(sizes: Sizes, options: KernelOptions) -> Iterator[Case]:
             4.0 * sizes.heads * sizes.head_dim * batch * rows * (sizes.context + (rows + 1) / 2),
         )
         attend = partial(_attend_paths, inputs.q, table, paths, sizes)
-        yield Case(
+        yield KernelCase(
             f"path_attention {rows} rows, batch {batch}, context {sizes.context}",
             over(planes, attend),
             work,
@@ -171,7 +169,7 @@ def _attend_paths(
     q: torch.Tensor,
     table: torch.Tensor,
     paths: RowPaths,
-    sizes: Sizes,
+    sizes: KernelSizes,
     planes: tuple[torch.Tensor, torch.Tensor],
 ) -> torch.Tensor:
     return path_attention(

@@ -7,8 +7,8 @@ from functools import partial
 
 import torch
 
-from outrider.bench.kernels.case import Case, KernelOptions, small_kernel
-from outrider.bench.kernels.inputs import Sizes, chain_inputs, sampling
+from outrider.bench.kernels.case import KernelCase, KernelOptions, small_kernel
+from outrider.bench.kernels.inputs import KernelSizes, chain_inputs, sampling
 from outrider.kernels import packed_round
 from outrider.kernels.feature_rows import scatter_rows
 from outrider.kernels.packed_round import (
@@ -25,13 +25,13 @@ from outrider.kernels.synthetic_acceptance import packed_acceptance
 UNLIMITED = 1 << 30
 
 
-def packed_cases(sizes: Sizes, options: KernelOptions) -> Iterator[Case]:
+def packed_cases(sizes: KernelSizes, options: KernelOptions) -> Iterator[KernelCase]:
     """Yield those kernels of a round over slots that are not part of a pass. Each tree has `nodes` nodes."""
     for batch in sizes.batches:
         yield from _round(sizes, batch)
 
 
-def _round(sizes: Sizes, batch: int) -> Iterator[Case]:
+def _round(sizes: KernelSizes, batch: int) -> Iterator[KernelCase]:
     device, columns, nodes = sizes.device, sizes.steps + 1, sizes.nodes
     case = f"{batch} trees of {nodes} nodes"
     pages = -(-(sizes.context + nodes + columns) // sizes.page_size) + 1

@@ -7,8 +7,8 @@ from functools import partial
 
 import torch
 
-from outrider.bench.kernels.case import Case, KernelOptions, over
-from outrider.bench.kernels.inputs import AttentionInputs, Sizes, attention_inputs, copies_for, paged
+from outrider.bench.kernels.case import KernelCase, KernelOptions, over
+from outrider.bench.kernels.inputs import AttentionInputs, KernelSizes, attention_inputs, copies_for, paged
 from outrider.bench.measure.floors import Work
 from outrider.kernels.merge_attention import merge_attention
 from outrider.kernels.tree_attention import tree_attention
@@ -22,7 +22,7 @@ CHUNKS = ((0, 2048), (0, 8192), (0, 32768), (7680, 8192), (24576, 32768), (5000,
 SMALL_CHUNKS = ((0, 40), (30, 50))
 
 
-def prefill_cases(sizes: Sizes, options: KernelOptions) -> Iterator[Case]:
+def prefill_cases(sizes: KernelSizes, options: KernelOptions) -> Iterator[KernelCase]:
     """Yield cases of one layer's attention for prompt chunks, and of merging two attention results.
 
     cuDNN's attention is measured for comparison, on a GPU only. Its plans are built before the measurement.
@@ -40,10 +40,10 @@ def prefill_cases(sizes: Sizes, options: KernelOptions) -> Iterator[Case]:
         inputs = attention_inputs(sizes, 1, rows, start, is_tree=False)
         work = Work(stop * token, 4.0 * sizes.heads * sizes.head_dim * rows * (start + (rows + 1) / 2))
         name = f"last {rows} of {stop} tokens"
-        yield Case(f"tree_attention prompt, {name}", over(planes, partial(_own, inputs)), work, copies)
+        yield KernelCase(f"tree_attention prompt, {name}", over(planes, partial(_own, inputs)), work, copies)
         if chunks is not None:
             call = over(planes, partial(_library, chunks, inputs, start, rows))
-            yield Case(f"cudnn_attention prompt, {name}", call, work, copies)
+            yield KernelCase(f"cudnn_attention prompt, {name}", call, work, copies)
     yield _merge(sizes, options.small)
 
 
@@ -79,11 +79,11 @@ def _no_others(first: int, last: int, out: torch.Tensor) -> None:
     """Do nothing: the only sequence is taken."""
 
 
-def _merge(sizes: Sizes, small: bool) -> Case:
+def _merge(sizes: KernelSizes, small: bool) -> KernelCase:
     rows, heads, dim = 8 if small else SIZES[0], sizes.heads, sizes.head_dim
     parts = [sizes.random(rows, heads, dim) for _ in range(2)]
     scores = [torch.randn(rows, heads, device=sizes.device) for _ in range(2)]
     out = torch.empty_like(parts[0])
     call = partial(merge_attention, parts[0], scores[0], parts[1], scores[1], out=out)
     nbytes = 3 * parts[0].nbytes + 3 * scores[0].nbytes
-    return Case(f"merge_attention, {rows} rows", call, Work(nbytes, 0.0))
+    return KernelCase(f"merge_attention, {rows} rows", call, Work(nbytes, 0.0))

@@ -14,12 +14,12 @@ from itertools import accumulate
 
 import torch
 
-from outrider.bench.kernels.case import Case, KernelOptions, over, small_kernel
-from outrider.bench.kernels.inputs import Sizes, chain_masks, copies_for
+from outrider.bench.kernels.case import KernelCase, KernelOptions, over, small_kernel
+from outrider.bench.kernels.inputs import KernelSizes, chain_masks, copies_for
 from outrider.bench.measure.floors import Work
 from outrider.kernels.tree_attention import WorkList, plan_attention, tree_attention
 
-Part = tuple[int, int, int]
+RaggedPart = tuple[int, int, int]
 """Sequences of a batch that are alike: their number, their rows, and the tokens before their rows."""
 
 
@@ -87,7 +87,7 @@ class RaggedInputs:
         )
 
 
-def ragged_cases(sizes: Sizes, options: KernelOptions) -> Iterator[Case]:
+def ragged_cases(sizes: KernelSizes, options: KernelOptions) -> Iterator[KernelCase]:
     """Yield attention over batches of equal and of unequal sequences, each without and with a work list."""
     for name, parts in batches(sizes, options.small):
         each = [(rows, context) for count, rows, context in parts for _ in range(count)]
@@ -101,12 +101,12 @@ def ragged_cases(sizes: Sizes, options: KernelOptions) -> Iterator[Case]:
         work = Work(nbytes, 4.0 * sizes.heads * sizes.head_dim * seen)
         for way in ("uniform", "by work list"):
             inputs = ragged_inputs(sizes, each, listed=way == "by work list")
-            yield Case(f"tree_attention {name}, {way}", over(planes, inputs.attend), work, copies)
+            yield KernelCase(f"tree_attention {name}, {way}", over(planes, inputs.attend), work, copies)
         yield small_kernel(f"plan_attention {name}", inputs.plan)
         del planes, inputs  # before the next batch allocates its own
 
 
-def batches(sizes: Sizes, small: bool) -> Iterator[tuple[str, tuple[Part, ...]]]:
+def batches(sizes: KernelSizes, small: bool) -> Iterator[tuple[str, tuple[RaggedPart, ...]]]:
     """Yield the name and the sequences of each batch. A test on a CPU gets only small batches."""
     short, medium, long = (20, 40, 100) if small else (500, 8000, 32_000)
     many, nodes = (2 if small else 32), sizes.nodes
@@ -121,7 +121,7 @@ def batches(sizes: Sizes, small: bool) -> Iterator[tuple[str, tuple[Part, ...]]]
     yield f"{many} plain beside a tree of {nodes} at {short}", ((many, 1, short), (1, nodes, short))
 
 
-def ragged_inputs(sizes: Sizes, each: list[tuple[int, int]], *, listed: bool) -> RaggedInputs:
+def ragged_inputs(sizes: KernelSizes, each: list[tuple[int, int]], *, listed: bool) -> RaggedInputs:
     """Return the inputs for sequences given as (rows, tokens before the rows). `listed` adds a work list."""
     device, live = sizes.device, len(each)
     widest = max(rows for rows, _ in each)

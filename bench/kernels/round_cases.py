@@ -7,8 +7,8 @@ from functools import partial
 
 import torch
 
-from outrider.bench.kernels.case import EPS, Case, KernelOptions, over, small_kernel
-from outrider.bench.kernels.inputs import Sizes, chain_inputs, copies_for, trees
+from outrider.bench.kernels.case import EPS, KernelCase, KernelOptions, over, small_kernel
+from outrider.bench.kernels.inputs import KernelSizes, chain_inputs, copies_for, trees
 from outrider.bench.measure.floors import Work
 from outrider.kernels.add_norm import add_sums
 from outrider.kernels.head_input import feature_input, head_input
@@ -30,7 +30,7 @@ PLACES = 4
 ROUND_NUMBER = 7
 
 
-def draft_cases(sizes: Sizes, options: KernelOptions) -> Iterator[Case]:
+def draft_cases(sizes: KernelSizes, options: KernelOptions) -> Iterator[KernelCase]:
     """Yield the kernels that grow a draft tree, and the kernels that verify it."""
     embedding, norms = (
         sizes.random(sizes.draft_vocab, sizes.hidden),
@@ -42,7 +42,7 @@ def draft_cases(sizes: Sizes, options: KernelOptions) -> Iterator[Case]:
         copies = copies_for(logits.nbytes, options.small)
         many = [logits.clone() for _ in range(copies)]
         read = Work(logits.nbytes, 0.0)
-        yield Case(
+        yield KernelCase(
             f"topk_expand, {rows} rows of {sizes.draft_vocab}",
             over(many, partial(_expand, scores, sizes.topk)),
             read,
@@ -54,7 +54,7 @@ def draft_cases(sizes: Sizes, options: KernelOptions) -> Iterator[Case]:
             sizes.random(batch, sizes.draft_vocab), None, 0, sizes.topk, candidates, words=words, last=False
         )
         level = partial(_level, beam, sizes.topk, candidates, words)
-        yield Case(f"expand_level, {rows} rows of {sizes.draft_vocab}", over(many, level), read, copies)
+        yield KernelCase(f"expand_level, {rows} rows of {sizes.draft_vocab}", over(many, level), read, copies)
         del many
         best = torch.rand(batch, sizes.topk**2, device=sizes.device)
         yield small_kernel(f"select_beam {sizes.topk}, batch {batch}", partial(select_beam, best, sizes.topk))
@@ -81,7 +81,7 @@ def draft_cases(sizes: Sizes, options: KernelOptions) -> Iterator[Case]:
         yield small_kernel(f"synthetic_acceptance {sizes.nodes} nodes, batch {batch}", accept)
 
 
-def _logits(sizes: Sizes, rows: int, small: bool) -> Case:
+def _logits(sizes: KernelSizes, rows: int, small: bool) -> KernelCase:
     """Return the case of the logits of one level of an EAGLE-3 draft, with the fused last norm."""
     out, width = sizes.matrices()["draft lm_head"]
     nbytes = out * width * sizes.dtype.itemsize
@@ -89,7 +89,7 @@ def _logits(sizes: Sizes, rows: int, small: bool) -> Case:
     x = sizes.random(rows, width)
     stream = add_sums(x, x, sizes.random(width), EPS)
     work = Work(nbytes + rows * (out + width) * sizes.dtype.itemsize, 2.0 * rows * out * width)
-    return Case(
+    return KernelCase(
         f"project_normed draft lm_head {out}×{width}, {rows} rows",
         over(many, partial(project_normed, stream)),
         work,
@@ -105,7 +105,7 @@ def _level(beam: Beam | None, topk: int, candidates: Candidates, words: int, log
     return expand_level(logits, beam, 1, topk, candidates, words=words, last=False)
 
 
-def round_cases(sizes: Sizes, options: KernelOptions) -> Iterator[Case]:
+def round_cases(sizes: KernelSizes, options: KernelOptions) -> Iterator[KernelCase]:
     """Yield a round's kernels that are not part of a draft or target pass, for an in-process draft."""
     device, columns = sizes.device, sizes.steps + 1
     pages = -(-(sizes.context + sizes.nodes + columns + sizes.steps * sizes.topk) // sizes.page_size) + 1
@@ -135,7 +135,7 @@ def round_cases(sizes: Sizes, options: KernelOptions) -> Iterator[Case]:
         yield small_kernel(f"round_plan {sizes.steps}/{sizes.topk}, {case}", plan)
 
 
-def trade_cases(sizes: Sizes, options: KernelOptions) -> Iterator[Case]:
+def trade_cases(sizes: KernelSizes, options: KernelOptions) -> Iterator[KernelCase]:
     """Yield the kernels that exchange a round's data between processes, or between the target's ranks."""
     device, columns, nodes = sizes.device, sizes.steps + 1, sizes.nodes
     number, expected = (torch.full((1,), ROUND_NUMBER, dtype=torch.int32, device=device) for _ in range(2))

@@ -7,8 +7,8 @@ from functools import partial
 
 import torch
 
-from outrider.bench.kernels.case import Case, KernelOptions, over, small_kernel
-from outrider.bench.kernels.inputs import Sizes, chain_inputs, copies_for
+from outrider.bench.kernels.case import KernelCase, KernelOptions, over, small_kernel
+from outrider.bench.kernels.inputs import KernelSizes, chain_inputs, copies_for
 from outrider.bench.measure.floors import Work
 from outrider.kernels.logit_rules import (
     RuleRows,
@@ -25,7 +25,7 @@ BIASES = 8
 """Number of biases per slot."""
 
 
-def rule_cases(sizes: Sizes, options: KernelOptions) -> Iterator[Case]:
+def rule_cases(sizes: KernelSizes, options: KernelOptions) -> Iterator[KernelCase]:
     """Yield the kernels of rules, masks and logprobs. Each slot has a tree of `nodes` nodes."""
     for batch in sizes.batches:
         yield from _rules(sizes, options, batch)
@@ -33,7 +33,7 @@ def rule_cases(sizes: Sizes, options: KernelOptions) -> Iterator[Case]:
         yield from _logprobs(sizes, options, batch)
 
 
-def _rules(sizes: Sizes, options: KernelOptions, batch: int) -> Iterator[Case]:
+def _rules(sizes: KernelSizes, options: KernelOptions, batch: int) -> Iterator[KernelCase]:
     device, nodes, columns = sizes.device, sizes.nodes, sizes.steps + 1
     rows, case = batch * nodes, f"{batch} trees of {nodes} nodes"
     state, tree = _state(sizes, batch), chain_inputs(sizes, batch)
@@ -49,7 +49,7 @@ def _rules(sizes: Sizes, options: KernelOptions, batch: int) -> Iterator[Case]:
     moved = logits.nbytes + state.words.nbytes + 4.0 * logits.numel()
     copies = copies_for(logits.nbytes, options.small)
     many = [logits.clone() for _ in range(copies)]
-    yield Case(
+    yield KernelCase(
         f"apply_rules, {case}", over(many, partial(_apply, locate(), positions)), Work(moved, 0.0), copies
     )
     # Every round accepts a path of full length.
@@ -61,7 +61,7 @@ def _rules(sizes: Sizes, options: KernelOptions, batch: int) -> Iterator[Case]:
     yield small_kernel(f"record_outputs, {case}", record)
 
 
-def _state(sizes: Sizes, slots: int) -> RuleState:
+def _state(sizes: KernelSizes, slots: int) -> RuleState:
     """Return slots that have every kind of rule: penalties, biases, a minimum length, and a bad word."""
     state = make_rule_state(slots, sizes.vocab, sizes.device)
     state.active.fill_(1)
@@ -84,7 +84,7 @@ def _apply(rules: RuleRows, positions: torch.Tensor, logits: torch.Tensor) -> to
     return apply_rules(logits, rules, positions)
 
 
-def _masks(sizes: Sizes, options: KernelOptions, batch: int) -> Case:
+def _masks(sizes: KernelSizes, options: KernelOptions, batch: int) -> KernelCase:
     logits = sizes.random(batch * sizes.nodes, sizes.vocab)
     words = -(-sizes.vocab // 32)
     allowed = torch.full((len(logits), words), -1, dtype=torch.int32, device=sizes.device)
@@ -93,14 +93,14 @@ def _masks(sizes: Sizes, options: KernelOptions, batch: int) -> Case:
     # The logits and the masks are read, and fp32 logits are written.
     moved = logits.nbytes + allowed.nbytes + 4.0 * logits.numel()
     name = f"mask_tokens, {batch} trees of {sizes.nodes} nodes"
-    return Case(name, over(many, partial(_mask, allowed)), Work(moved, 0.0), copies)
+    return KernelCase(name, over(many, partial(_mask, allowed)), Work(moved, 0.0), copies)
 
 
 def _mask(allowed: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
     return mask_tokens(logits, allowed)
 
 
-def _logprobs(sizes: Sizes, options: KernelOptions, batch: int) -> Iterator[Case]:
+def _logprobs(sizes: KernelSizes, options: KernelOptions, batch: int) -> Iterator[KernelCase]:
     logits = sizes.random(batch, sizes.vocab)
     rows = torch.arange(batch, device=sizes.device)
     tokens = torch.randint(0, sizes.vocab, (batch,), device=sizes.device)
@@ -110,7 +110,7 @@ def _logprobs(sizes: Sizes, options: KernelOptions, batch: int) -> Iterator[Case
         tops = torch.full((batch,), top, dtype=torch.int32, device=sizes.device)
         call = over(many, partial(_report, rows, tokens, tops))
         name = f"token_logprobs, {batch} tokens, {top} alternatives"
-        yield Case(name, call, Work(logits.nbytes, 0.0), copies)
+        yield KernelCase(name, call, Work(logits.nbytes, 0.0), copies)
 
 
 def _report(

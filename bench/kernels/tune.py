@@ -10,15 +10,15 @@ from __future__ import annotations
 import math
 
 from outrider.bench.kernels.case import KernelOptions
-from outrider.bench.report.record import Result, Row, finish
+from outrider.bench.report.record import Result, Row, show_and_save
 from outrider.kernels.skinny_gemm.kept import Tried
 from outrider.shared.base.errors import ConfigurationError
 from outrider.shared.nn.dummy import random_decoder
-from outrider.shared.nn.fused.trial import describe, try_products
+from outrider.shared.nn.fused.trial import describe_tile, try_products
 from outrider.shared.obs.progress import Progress
 
 
-def run_tune(options: KernelOptions) -> int:
+def tune_tiles(options: KernelOptions) -> int:
     """Try tiles for matrix products without a measured tile, save the fastest, and return the exit code.
 
     Raises:
@@ -37,7 +37,7 @@ def run_tune(options: KernelOptions) -> int:
     dtype = str(options.dtype).removeprefix("torch.")
     settings = {"shape": options.shape.name, "device": str(options.device), "dtype": dtype}
     result = Result("tiles", settings, [_row(entry) for entry in tried])
-    return finish(result, options.output, ("tile", "rule", "library"))
+    return show_and_save(result, options.output, ("tile", "rule", "library"))
 
 
 class _Steps:
@@ -75,5 +75,5 @@ def _row(tried: Tried) -> Row:
         case,
         tried.microseconds,
         "us",
-        more={"tile": describe(tried.tile), "rule": tried.rule, "library": tried.library},
+        more={"tile": describe_tile(tried.tile), "rule": tried.rule, "library": tried.library},
     )

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 
 @dataclass(frozen=True, slots=True)
-class Reply:
+class TimedReply:
     """A reply: seconds from sending the request until the whole reply has arrived, HTTP status, and body."""
 
     seconds: float
@@ -36,7 +36,7 @@ class LoneConnection:
         self._folder = parts.path
         self._headers = {"content-type": "application/json", **headers}
 
-    def post(self, path: str, body: bytes) -> Reply:
+    def post(self, path: str, body: bytes) -> TimedReply:
         """Send a request and return the reply.
 
         Raises:
@@ -47,7 +47,7 @@ class LoneConnection:
         self._connection.request("POST", self._folder + path, body, self._headers)
         response = self._connection.getresponse()
         data = response.read()
-        return Reply(time.perf_counter() - started, response.status, data)
+        return TimedReply(time.perf_counter() - started, response.status, data)
 
     def close(self) -> None:
         """Close the connection."""

@@ -35,7 +35,7 @@ from outrider.bench.load.rest import UNSENT, RestLoad, Route
 from outrider.bench.load.samplings import Sampling
 from outrider.bench.load.server import Server, find_server
 from outrider.bench.measure.prompts import HELDOUT_PROMPTS, load_prompts
-from outrider.bench.report.record import Result, Row, finish
+from outrider.bench.report.record import Result, Row, show_and_save
 from outrider.bench.report.surroundings import compiled_kernels
 from outrider.bench.stacks.started_services import started_services
 from outrider.services.stack.options import StackOptions
@@ -52,7 +52,7 @@ Requests = Callable[[int], LoadRequest]
 """Returns the request with a given index. The same index always gives the same request."""
 
 
-class Api(Enum):
+class ServeApi(Enum):
     """API over which the load is sent."""
 
     REST = "rest"
@@ -83,7 +83,7 @@ class ServeOptions:
     stack: StackOptions
     url: str | None
     grpc: str | None
-    api: Api
+    api: ServeApi
     api_key: str | None
     load: Load
     concurrency: int | None
@@ -125,7 +125,7 @@ def run_serve(options: ServeOptions) -> int:
             port = options.stack.port
             url, grpc = (
                 (f"http://127.0.0.1:{port}", None)
-                if options.api is Api.REST
+                if options.api is ServeApi.REST
                 else (None, f"127.0.0.1:{port + 1}")
             )
         server = None if url is None else find_server(url, options.api_key)
@@ -156,7 +156,7 @@ def run_serve(options: ServeOptions) -> int:
         "accept_length": round(summary.accept_length, 4),
     }
     rows = serve_rows(summary, alone, options.load, options.concurrency)
-    code = finish(Result("serve", settings, rows, more), options.output)
+    code = show_and_save(Result("serve", settings, rows, more), options.output)
     print(
         f"{summary.requests} requests, {summary.failed} failed, accept length {summary.accept_length:.2f}",
         *summary.errors[:3],

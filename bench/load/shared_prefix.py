@@ -26,7 +26,7 @@ import httpx
 from outrider.bench.load.lone import LoneConnection
 from outrider.bench.load.server import find_server, key_headers, refusal
 from outrider.bench.measure.prompts import HELDOUT_PROMPTS, Messages, load_prompts
-from outrider.bench.report.record import Result, Row, finish
+from outrider.bench.report.record import Result, Row, show_and_save
 from outrider.bench.stacks.started_services import started_services
 from outrider.services.stack.options import StackOptions
 from outrider.shared.base.errors import ConfigurationError, UnavailableError
@@ -185,7 +185,7 @@ def run_prefix(options: PrefixOptions) -> int:
         }
         for name, hits in (("off", off), ("auto", on))
     }
-    return finish(Result("prefix", settings, rows, more), options.output)
+    return show_and_save(Result("prefix", settings, rows, more), options.output)
 
 
 async def _measure(
@@ -205,10 +205,10 @@ async def _measure(
                 for measured in times:
                     measured.append(_ttft_ms(options, url, prompt))
                     progress.advance(step="long prompts")
-            return off, on, times, await accept_lengths(client, progress)
+            return off, on, times, await measure_accept_lengths(client, progress)
 
 
-async def accept_lengths(client: httpx.AsyncClient, progress: Progress) -> tuple[float, float] | None:
+async def measure_accept_lengths(client: httpx.AsyncClient, progress: Progress) -> tuple[float, float] | None:
     """Send several conversations twice, and return the accept lengths of the first and the second answers.
 
     A conversation consists of a prompt, the server's answer to it, and a second prompt. The prompts are part

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from outrider.bench.measure.latency import MeasuredShape, shrinking_lengths
-from outrider.bench.report.record import Result, Row, finish
-from outrider.bench.stacks.engine_stack import BenchEngine, EngineOptions, placement, running_engine
+from outrider.bench.report.record import Result, Row, show_and_save
+from outrider.bench.stacks.engine_stack import BenchEngine, EngineOptions, running_engine, target_placement
 from outrider.shared.base.errors import ConfigurationError, OutriderError
 from outrider.shared.base.generation import SpeculationMode
 from outrider.shared.obs.progress import Progress
@@ -66,7 +66,7 @@ def run_auto(options: AutoOptions) -> int:
     Raises:
         ConfigurationError: A setting is wrong.
     """
-    device, dtype = placement(options.engine)
+    device, dtype = target_placement(options.engine)
     rows: list[Row] = []
     failed: dict[str, str] = {}
     settings = {
@@ -94,10 +94,10 @@ def run_auto(options: AutoOptions) -> int:
                     print(f"{case} failed: {failed[case]}", file=sys.stderr)
                 result.save(options.output)
     shown = ("auto_tok_s", "best", "best_tok_s", "first_ratio", "goal")
-    return finish(result, options.output, shown) or int(bool(failed))
+    return show_and_save(result, options.output, shown) or int(bool(failed))
 
 
-def check_lengths(text: str) -> list[float]:
+def parse_accept_lengths(text: str) -> list[float]:
     """Parse a comma-separated list of accept lengths.
 
     Raises:

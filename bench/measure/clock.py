@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-Work = Callable[[], object]
+TimedWork = Callable[[], object]
 
 SAMPLES = 15
 SAMPLE_S = 0.004
@@ -29,7 +29,7 @@ class Times:
     samples: int
 
 
-def summarise(seconds: Sequence[float]) -> Times:
+def summarise_times(seconds: Sequence[float]) -> Times:
     """Return the summary of the measured seconds. There must be at least one measurement."""
     return Times(statistics.median(seconds), percentile(seconds, 10), percentile(seconds, 90), len(seconds))
 
@@ -44,7 +44,12 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 
 def measure(
-    work: Work, device: torch.device, *, copies: int = 1, samples: int = SAMPLES, sample_s: float = SAMPLE_S
+    work: TimedWork,
+    device: torch.device,
+    *,
+    copies: int = 1,
+    samples: int = SAMPLES,
+    sample_s: float = SAMPLE_S,
 ) -> Times:
     """Return how long `work` takes on the device.
 
@@ -63,7 +68,9 @@ def measure(
         return _scaled(_measure_graph(work, samples, sample_s), copies)
 
 
-def measure_eager(work: Work, device: torch.device, *, samples: int = SAMPLES, repeat: int = 100) -> Times:
+def measure_eager(
+    work: TimedWork, device: torch.device, *, samples: int = SAMPLES, repeat: int = 100
+) -> Times:
     """Return the time of one call of `work`, including its launch. A sample makes `repeat` calls in a row."""
     seconds = []
     for _ in range(samples):
@@ -73,7 +80,7 @@ def measure_eager(work: Work, device: torch.device, *, samples: int = SAMPLES, r
             work()
         synchronise(device)
         seconds.append((time.perf_counter() - started) / repeat)
-    return summarise(seconds)
+    return summarise_times(seconds)
 
 
 def synchronise(device: torch.device) -> None:
@@ -82,7 +89,7 @@ def synchronise(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _measure_cpu(work: Work, samples: int, sample_s: float) -> list[float]:
+def _measure_cpu(work: TimedWork, samples: int, sample_s: float) -> list[float]:
     work()
     started = time.perf_counter()
     work()
@@ -96,7 +103,7 @@ def _measure_cpu(work: Work, samples: int, sample_s: float) -> list[float]:
     return seconds
 
 
-def _measure_graph(work: Work, samples: int, sample_s: float) -> list[float]:
+def _measure_graph(work: TimedWork, samples: int, sample_s: float) -> list[float]:
     side: torch.cuda.Stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -123,4 +130,4 @@ def _measure_graph(work: Work, samples: int, sample_s: float) -> list[float]:
 
 
 def _scaled(seconds: Sequence[float], copies: int) -> Times:
-    return summarise([value / copies for value in seconds])
+    return summarise_times([value / copies for value in seconds])

@@ -58,7 +58,7 @@ def target_parameters(config: ModelConfig) -> int:
     return config.num_layers * layer + config.vocab_size * config.hidden_size
 
 
-def forward_pass(
+def forward_work(
     config: ModelConfig,
     rows: int,
     sequences: int,
@@ -154,5 +154,5 @@ def speculative_round(
         quantized: Sizes of the target's quantized numbers, if the target has any.
     """
     grown = [draft_step(head, batch * (1 if step == 0 else topk), itemsize) for step in range(steps)]
-    verify = forward_pass(config, batch * nodes, batch, context, itemsize, quantized).times(share)
+    verify = forward_work(config, batch * nodes, batch, context, itemsize, quantized).times(share)
     return [*grown, verify, projection(head, batch * nodes, itemsize)]

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from outrider.bench.measure.form_parts import Part, parts_of
-from outrider.bench.report.record import Result, Row, finish
-from outrider.services.clients.rest import Reply, RestClient
+from outrider.bench.report.record import Result, Row, show_and_save
+from outrider.services.clients.rest import RestClient, StreamedReply
 from outrider.services.stack.launch import running_stack
 from outrider.services.stack.options import StackOptions
 from outrider.shared.base.errors import ConfigurationError
@@ -62,7 +62,7 @@ class FormPrompt:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class FormAnswer:
     """The rounds of one answer.
 
     Attributes:
@@ -163,12 +163,12 @@ def run_forms(options: FormsOptions) -> int:
         "num_draft_tokens": shape.max_nodes,
     }
     more = {"answers": [as_json(answer) for answer in answers]}
-    return finish(
+    return show_and_save(
         Result("forms", settings, rows_of(answers), more), options.output, ("tokens", "rounds", "answers")
     )
 
 
-def _ask(client: RestClient, prompt: FormPrompt, formed: bool, options: FormsOptions) -> Answer:
+def _ask(client: RestClient, prompt: FormPrompt, formed: bool, options: FormsOptions) -> FormAnswer:
     shape = options.shape
     body: dict[str, Any] = {
         "max_tokens": options.tokens,
@@ -184,7 +184,7 @@ def _ask(client: RestClient, prompt: FormPrompt, formed: bool, options: FormsOpt
     if formed:
         schema = {"name": prompt.topic, "schema": prompt.schema, "strict": True}
         body["response_format"] = {"type": "json_schema", "json_schema": schema}
-    reply, rounds = Reply(), []
+    reply, rounds = StreamedReply(), []
     messages = [{"role": "user", "content": prompt.prompt}]
     for _, trace in client.stream_chat_events(messages, body, reply):
         if trace:
@@ -192,10 +192,10 @@ def _ask(client: RestClient, prompt: FormPrompt, formed: bool, options: FormsOpt
     if rounds and rounds[-1] and not reply.text.endswith(rounds[-1][-1]):
         # The trace names the token that ended the answer, which is not part of the text.
         rounds[-1][-1] = ""
-    return Answer(prompt, formed, reply.text, rounds, reply.finish_reason == "stop")
+    return FormAnswer(prompt, formed, reply.text, rounds, reply.finish_reason == "stop")
 
 
-def rows_of(answers: Sequence[Answer]) -> list[Row]:
+def rows_of(answers: Sequence[FormAnswer]) -> list[Row]:
     """Return the figures: the ratio of the accept lengths, the accept lengths, and the parts of the answers.
 
     The accept length of a part is the mean number of tokens of the rounds that ended in this part.
@@ -232,11 +232,11 @@ def rows_of(answers: Sequence[Answer]) -> list[Row]:
     return [Row(f"{FORMED} ÷ {FREE}", round(formed / free, 3), "×"), *rows, *of_parts]
 
 
-def _of(answers: Sequence[Answer], formed: bool) -> list[Answer]:
+def _of(answers: Sequence[FormAnswer], formed: bool) -> list[FormAnswer]:
     return [answer for answer in answers if answer.formed is formed]
 
 
-def _accept_length(case: str, answers: Sequence[Answer]) -> Row:
+def _accept_length(case: str, answers: Sequence[FormAnswer]) -> Row:
     tokens, rounds = (
         sum(one.tokens for one in answers),
         sum(len(one.rounds) for one in answers),
@@ -245,7 +245,7 @@ def _accept_length(case: str, answers: Sequence[Answer]) -> Row:
     return Row(case, round(tokens / max(1, rounds), 3), "tokens per round", more=more)
 
 
-def as_json(answer: Answer) -> dict[str, Any]:
+def as_json(answer: FormAnswer) -> dict[str, Any]:
     """Return one answer as JSON values."""
     return {
         "topic": answer.prompt.topic,

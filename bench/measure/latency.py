@@ -24,11 +24,11 @@ from typing import Any
 
 import torch
 
-from outrider.bench.measure.clock import percentile, summarise
-from outrider.bench.measure.floors import QuantizedSizes, Work, forward_pass, prefill, speculative_round
+from outrider.bench.measure.clock import percentile, summarise_times
+from outrider.bench.measure.floors import QuantizedSizes, Work, forward_work, prefill, speculative_round
 from outrider.bench.measure.idle import Profile, profiled
 from outrider.bench.measure.roofline import Ceilings, measure_ceilings
-from outrider.bench.report.record import Result, Row, finish
+from outrider.bench.report.record import Result, Row, show_and_save
 from outrider.bench.report.surroundings import (
     compiled_kernels,
     multi_process_service,
@@ -41,8 +41,8 @@ from outrider.bench.stacks.engine_stack import (
     RunningBatch,
     check_accept_length,
     check_draft_device,
-    placement,
     running_engine,
+    target_placement,
 )
 from outrider.services.stack.option_checks import check_mps_device
 from outrider.shared.base.errors import ConfigurationError, OutriderError
@@ -164,7 +164,7 @@ def run_latency(options: LatencyOptions) -> int:
 
 
 def _run(options: LatencyOptions) -> int:
-    device, dtype = placement(options.engine)
+    device, dtype = target_placement(options.engine)
     if options.engine.draft_device is not None:
         check_draft_device(options.engine.draft_device)
     torch.zeros(1, device=device)  # creating the CUDA context is part of the startup time
@@ -203,7 +203,7 @@ def _run(options: LatencyOptions) -> int:
                     print(f"{case} failed: {failed[case]}", file=sys.stderr)
                 more["graphs"] = engine.graphs
                 result.save(options.output)
-    return finish(
+    return show_and_save(
         result, options.output, ("tok_s", "accept_length", "gap_p99_ms", "gpu_idle_between")
     ) or int(bool(failed))
 
@@ -273,7 +273,7 @@ class Latency:
             taken, _answers = self._engine.run_batch(self._prompts(1, tokens), 1, None)
             seconds.append(taken)
             self.on_run((number + 1) / runs)
-        times = summarise(seconds[2:])
+        times = summarise_times(seconds[2:])
         rate = work.flops / times.median
         more = {
             "tflops": round(rate / 1e12, 5),
@@ -362,7 +362,7 @@ class Latency:
         config, context = self._engine.decoder.config, self._options.prompt + self._options.new_tokens // 2
         share = 1 / self._options.engine.tp
         if shape.tree is None:
-            return [forward_pass(config, batch, batch, context, self._itemsize, self._sizes).times(share)]
+            return [forward_work(config, batch, batch, context, self._itemsize, self._sizes).times(share)]
         tree, head = shape.tree, self._options.engine.shape.head
         shaped = (tree.depth, tree.topk, tree.max_nodes)
         return speculative_round(config, head, batch, *shaped, context, self._itemsize, share, self._sizes)

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer
 
-from outrider.bench.report.record import Result, Row, finish
+from outrider.bench.report.record import Result, Row, show_and_save
 from outrider.shared.attn.base import build_batch
 from outrider.shared.attn.create import AttentionKind, create_backend
 from outrider.shared.base.errors import ConfigurationError
@@ -87,24 +87,24 @@ def run_perplexity(options: PerplexityOptions) -> int:
         "dtype": str(options.dtype).removeprefix("torch."),
     }
     del settings["output"]
-    return finish(Result("perplexity", settings, rows), options.output, ("tokens", "increase_percent"))
+    return show_and_save(Result("perplexity", settings, rows), options.output, ("tokens", "increase_percent"))
 
 
 def _measure(
     options: PerplexityOptions, windows: Sequence[list[int]], on_window: Callable[[], None]
 ) -> list[Row]:
     counted = {"tokens": sum(len(window) - 1 for window in windows)}
-    plain = perplexity(_load(options, changed=False), windows, on_window)
+    plain = measure_perplexity(_load(options, changed=False), windows, on_window)
     rows = [Row(WIDE, plain, "perplexity", plain, WIDE, counted)]
     if options.changes:
-        other = perplexity(_load(options, changed=True), windows, on_window)
+        other = measure_perplexity(_load(options, changed=True), windows, on_window)
         more = {**counted, "increase_percent": round(100 * (other / plain - 1), 4)}
         rows.append(Row(options.changes, other, "perplexity", plain, WIDE, more))
     return rows
 
 
 @torch.inference_mode()
-def perplexity(
+def measure_perplexity(
     decoder: Decoder, windows: Iterable[list[int]], on_window: Callable[[], None] = lambda: None
 ) -> float:
     """Return the perplexity: the exponential of the mean negative log-likelihood.

@@ -17,8 +17,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from outrider.bench.measure.latency import MeasuredShape, parse_shapes, shrinking_lengths
-from outrider.bench.report.record import Result, Row, finish
-from outrider.bench.stacks.engine_stack import BenchEngine, EngineOptions, placement, running_engine
+from outrider.bench.report.record import Result, Row, show_and_save
+from outrider.bench.stacks.engine_stack import BenchEngine, EngineOptions, running_engine, target_placement
 from outrider.shared.obs.progress import Progress
 
 COST_GOAL = 1.01
@@ -91,7 +91,7 @@ def run_prefix_cost(options: PrefixCostOptions, output: Path) -> int:
         ConfigurationError: A setting is wrong, or two engines do not fit into the GPU's memory.
         OutriderError: A request failed.
     """
-    device, dtype = placement(options.engine)
+    device, dtype = target_placement(options.engine)
     rows: list[Row] = []
     settings = {
         "shape": options.engine.shape.name,
@@ -122,7 +122,7 @@ def run_prefix_cost(options: PrefixCostOptions, output: Path) -> int:
                     engine.set_accept_length(shape.accept_length)
                 rows.append(_cost_row(on, off, shape, batch, options))
                 result.save(output)
-    return finish(result, output, ("on_off", "goal"))
+    return show_and_save(result, output, ("on_off", "goal"))
 
 
 def _with_cache(engine: EngineOptions, enabled: bool) -> EngineOptions:

@@ -15,7 +15,7 @@ import torch
 
 from outrider.bench.measure.clock import Times, measure, measure_eager
 from outrider.bench.measure.rated import rated_bandwidth, rated_matrix_rate
-from outrider.bench.report.record import Result, Row, finish
+from outrider.bench.report.record import Result, Row, show_and_save
 from outrider.shared.obs.progress import Progress
 
 GB = 1e9
@@ -58,7 +58,7 @@ def run_roofline(options: RooflineOptions) -> int:
     """Measure the ceilings, print the table and save the result. Returns the exit code."""
     rows = roofline_rows(options)
     settings = {"device": str(options.device), "dtype": _name(options.dtype)}
-    return finish(Result("roofline", settings, rows), options.output, ("p10", "p90"))
+    return show_and_save(Result("roofline", settings, rows), options.output, ("p10", "p90"))
 
 
 def roofline_rows(options: RooflineOptions) -> list[Row]:

@@ -32,7 +32,7 @@ from outrider.bench.report.machine import describe_machine
 from outrider.bench.report.record import recorded_command, result_path
 from outrider.bench.report.source import recorded_source
 from outrider.bench.report.surroundings import recorded_environment
-from outrider.services.clients.rest import Reply, RestClient
+from outrider.services.clients.rest import RestClient, StreamedReply
 from outrider.services.stack.launch import free_port, running_stack
 from outrider.services.stack.options import StackOptions, Transport
 from outrider.services.stack.start_bar import StartBar
@@ -44,7 +44,7 @@ WARM_UP_PROMPTS = 2
 KV_TOKENS = 16_384
 
 
-class Kind(Enum):
+class RunKind(Enum):
     """Kind of a run: a speculation mode of the server with a draft, or the server without a draft."""
 
     ON = "on"
@@ -53,13 +53,13 @@ class Kind(Enum):
     NO_DRAFT = "no_draft"
 
 
-DRAFTED = (Kind.ON, Kind.AUTO)
+DRAFTED = (RunKind.ON, RunKind.AUTO)
 SERVERS = {"draft": "with a draft", "plain": "without a draft"}
 # Numerator and denominator of each ratio, paired per prompt.
-RATIOS = ((Kind.ON, Kind.OFF), (Kind.AUTO, Kind.OFF), (Kind.OFF, Kind.NO_DRAFT))
+RATIOS = ((RunKind.ON, RunKind.OFF), (RunKind.AUTO, RunKind.OFF), (RunKind.OFF, RunKind.NO_DRAFT))
 
 
-LABELS = {Kind.ON: "on", Kind.AUTO: "auto", Kind.OFF: "off", Kind.NO_DRAFT: "--draft none"}
+LABELS = {RunKind.ON: "on", RunKind.AUTO: "auto", RunKind.OFF: "off", RunKind.NO_DRAFT: "--draft none"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,12 +77,12 @@ class BenchOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class MeasuredRequest:
     """Speed and speculation figures of one request."""
 
     prompt: int
     temperature: float
-    kind: Kind
+    kind: RunKind
     tokens: int
     total_s: float
     first_token_s: float
@@ -97,7 +97,7 @@ class Run:
 
 
 Clients = dict[str, RestClient]
-Runs = dict[tuple[int, float, Kind], Run]
+Runs = dict[tuple[int, float, RunKind], MeasuredRequest]
 
 
 def run_bench(options: BenchOptions) -> int:
@@ -124,7 +124,7 @@ def run_bench(options: BenchOptions) -> int:
         raise
     with Waiting("comparing the answers"):
         machine = describe_machine()
-        summary = summarise(runs, len(prompts))
+        summary = summarise_runs(runs, len(prompts))
         differences = first_differences(runs, prompts, options.target)
     result = {
         "command": recorded_command(),
@@ -205,7 +205,7 @@ def _start_one(
 
 def _measure(options: BenchOptions, prompts: Sequence[Messages], clients: Clients) -> Runs:
     runs: Runs = {}
-    kinds = list(Kind)
+    kinds = list(RunKind)
     with Progress("measuring", len(prompts) * len(TEMPERATURES) * len(kinds)) as progress:
         for messages in prompts[:WARM_UP_PROMPTS]:
             for kind in kinds:
@@ -221,24 +221,24 @@ def _measure(options: BenchOptions, prompts: Sequence[Messages], clients: Client
 
 
 def _ask(
-    options: BenchOptions, clients: Clients, messages: Messages, index: int, temperature: float, kind: Kind
-) -> Run:
-    client = clients["plain" if kind is Kind.NO_DRAFT else "draft"]
+    options: BenchOptions, clients: Clients, messages: Messages, index: int, temperature: float, kind: RunKind
+) -> MeasuredRequest:
+    client = clients["plain" if kind is RunKind.NO_DRAFT else "draft"]
     body = {
         "max_tokens": options.tokens,
         "ignore_eos": True,
         "temperature": temperature,
         "seed": SEED + index,
         "return_token_ids": True,
-        "speculation": {"mode": "off" if kind is Kind.NO_DRAFT else kind.value},
+        "speculation": {"mode": "off" if kind is RunKind.NO_DRAFT else kind.value},
     }
-    reply = Reply()
+    reply = StreamedReply()
     for _piece in client.stream_chat(messages, body, reply):
         pass
     speculation = reply.speculation
     accept_length = float(speculation.get("accept_length") or 0.0)
     rounds = int(speculation.get("rounds") or 0)
-    return Run(
+    return MeasuredRequest(
         index,
         temperature,
         kind,
@@ -251,15 +251,15 @@ def _ask(
     )
 
 
-def summarise(runs: Runs, num_prompts: int) -> list[dict[str, Any]]:
+def summarise_runs(runs: Runs, num_prompts: int) -> list[dict[str, Any]]:
     """Return one row of results for each temperature: median ratios, median speeds and mean accept lengths.
 
     The field ``same_text`` of a row is the number of prompts with the same answer as with ``mode: off``.
     """
     rows = []
     for temperature in TEMPERATURES:
-        of = {kind: [runs[index, temperature, kind] for index in range(num_prompts)] for kind in Kind}
-        speed = {kind: [run.tokens_per_s for run in of[kind]] for kind in Kind}
+        of = {kind: [runs[index, temperature, kind] for index in range(num_prompts)] for kind in RunKind}
+        speed = {kind: [run.tokens_per_s for run in of[kind]] for kind in RunKind}
         accepted = {
             kind: round(statistics.mean(run.accept_length for run in of[kind]), 3) for kind in DRAFTED
         }
@@ -267,11 +267,11 @@ def summarise(runs: Runs, num_prompts: int) -> list[dict[str, Any]]:
             {
                 "temperature": temperature,
                 **{_ratio_name(a, b): _ratios(speed[a], speed[b], accepted.get(a, 1.0)) for a, b in RATIOS},
-                "tokens_per_s": {kind.value: round(statistics.median(speed[kind]), 1) for kind in Kind},
+                "tokens_per_s": {kind.value: round(statistics.median(speed[kind]), 1) for kind in RunKind},
                 "accept_length": {kind.value: accepted[kind] for kind in DRAFTED},
                 "same_text": {
                     kind.value: sum(
-                        a.token_ids == b.token_ids for a, b in zip(of[kind], of[Kind.OFF], strict=True)
+                        a.token_ids == b.token_ids for a, b in zip(of[kind], of[RunKind.OFF], strict=True)
                     )
                     for kind in DRAFTED
                 },
@@ -289,7 +289,7 @@ def first_differences(runs: Runs, prompts: Sequence[Messages], target: Path) -> 
     found = []
     judge: Judge | None = None
     for (index, temperature, kind), run in runs.items():
-        off = runs[index, temperature, Kind.OFF]
+        off = runs[index, temperature, RunKind.OFF]
         if kind not in DRAFTED or run.token_ids == off.token_ids:
             continue
         where: dict[str, Any] = {"prompt": index, "temperature": temperature, "kind": kind.value}
@@ -300,7 +300,7 @@ def first_differences(runs: Runs, prompts: Sequence[Messages], target: Path) -> 
     return found
 
 
-def _ratio_name(numerator: Kind, denominator: Kind) -> str:
+def _ratio_name(numerator: RunKind, denominator: RunKind) -> str:
     return f"{numerator.value}_over_{denominator.value}"
 
 
@@ -323,7 +323,7 @@ def _ratios(numerators: Sequence[float], denominators: Sequence[float], most: fl
     }
 
 
-def _as_json(run: Run) -> dict[str, Any]:
+def _as_json(run: MeasuredRequest) -> dict[str, Any]:
     return {
         "prompt": run.prompt,
         "temperature": run.temperature,
@@ -344,7 +344,7 @@ def _print_table(console: Console, rows: Sequence[dict[str, Any]], options: Benc
         table.add_column(f"T = {row['temperature']:g}", justify="right")
     for a, b in RATIOS:
         table.add_row(f"{LABELS[a]} ÷ {LABELS[b]}", *(_spread(row[_ratio_name(a, b)]) for row in rows))
-    for kind in Kind:
+    for kind in RunKind:
         table.add_row(
             f"tokens/s, {LABELS[kind]}", *(f"{row['tokens_per_s'][kind.value]:.0f}" for row in rows)
         )

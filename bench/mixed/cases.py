@@ -25,7 +25,7 @@ class Section(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class RequestKind:
     """The properties of one kind of request, apart from prompt and length.
 
     Attributes:
@@ -58,19 +58,19 @@ class Kind:
             made["schema"] = dict(self.schema)
         return made | ({"logprobs": self.logprobs} if self.logprobs else {})
 
-    def sampled(self, sampling: Sampling) -> Kind:
+    def sampled(self, sampling: Sampling) -> RequestKind:
         """Return this kind with another sampling."""
         return replace(self, sampling=sampling)
 
-    def formed(self) -> Kind:
+    def formed(self) -> RequestKind:
         """Return this kind with answers that must match `SCHEMA`."""
         return replace(self, schema=SCHEMA)
 
-    def ruled(self) -> Kind:
+    def ruled(self) -> RequestKind:
         """Return this kind with penalties, a logit bias and log-probabilities."""
         return replace(self, sampling=RULES, logprobs=5)
 
-    def traced(self) -> Kind:
+    def traced(self) -> RequestKind:
         """Return this kind with a trace of every round."""
         return replace(self, speculation={**self.speculation, "trace": True})
 
@@ -105,18 +105,18 @@ RULES: Sampling = {
 """The sampling of the part `rules`."""
 
 
-def _tree(depth: int, topk: int, max_nodes: int) -> Kind:
-    return Kind({"mode": "on", "depth": depth, "topk": topk, "max_nodes": max_nodes})
+def _tree(depth: int, topk: int, max_nodes: int) -> RequestKind:
+    return RequestKind({"mode": "on", "depth": depth, "topk": topk, "max_nodes": max_nodes})
 
 
-PLAIN = Kind()
-AUTO = Kind({"mode": "auto"})
+PLAIN = RequestKind()
+AUTO = RequestKind({"mode": "auto"})
 CHAIN = _tree(3, 1, 4)
 TREE = _tree(5, 8, 32)
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
+class MixedSizes:
     """Sizes of the cases of `outrider bench mixed`, in tokens unless noted otherwise.
 
     The parts of the benchmark are called `odd`, `auto`, `form`, `rules`, `gap`, `ttft` and `soak`.
@@ -172,17 +172,17 @@ class Pairing:
     """
 
     name: str
-    usual: Kind
-    odd: Kind
+    usual: RequestKind
+    odd: RequestKind
     goal: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Mix:
+class SpeculationMix:
     """Kinds of speculation among which the clients of the soak choose."""
 
     name: str
-    kinds: Sequence[Kind]
+    kinds: Sequence[RequestKind]
 
 
 NO_COST_GOAL = 0.97
@@ -221,16 +221,18 @@ FORM_GOALS: Mapping[int, float] = {1: 0.909, 16: 0.833}
 BESIDE_FORM = Pairing("plain beside one with a schema", PLAIN, PLAIN.formed(), 0.93)
 RULES_GOALS: Mapping[int, float] = {1: 0.952, 16: 0.926, 64: 0.893}
 """Goals of the speed of a batch with penalties and log-probabilities ÷ its speed without, by its size."""
-COMPARED: Mapping[str, Kind] = {"plain": PLAIN, "chain 3": CHAIN, "tree": TREE}
+COMPARED: Mapping[str, RequestKind] = {"plain": PLAIN, "chain 3": CHAIN, "tree": TREE}
 """The kinds of requests of `form`, with and without a schema, and of `rules`, with and without penalties."""
 
-STREAMS: Mapping[str, Kind] = {"plain": PLAIN, "tree": TREE}
+STREAMS: Mapping[str, RequestKind] = {"plain": PLAIN, "tree": TREE}
 """The cases of `gap`: the kinds of the running streams and of the long prompt."""
 
-MIXES: Sequence[Mix] = (
-    Mix("plain", (PLAIN,)),
-    Mix("off and auto", (PLAIN, AUTO, AUTO, AUTO)),
-    Mix("every shape", (PLAIN, AUTO, AUTO, AUTO, CHAIN, TREE, _tree(2, 3, 8), _tree(4, 2, 10).traced())),
+MIXES: Sequence[SpeculationMix] = (
+    SpeculationMix("plain", (PLAIN,)),
+    SpeculationMix("off and auto", (PLAIN, AUTO, AUTO, AUTO)),
+    SpeculationMix(
+        "every shape", (PLAIN, AUTO, AUTO, AUTO, CHAIN, TREE, _tree(2, 3, 8), _tree(4, 2, 10).traced())
+    ),
 )
 """The cases of `soak`. A server without the `speculation` object, or without a draft, gets only the first
 case."""

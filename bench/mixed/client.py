@@ -18,7 +18,7 @@ import httpx
 
 from outrider.bench.load.lone import LoneConnection
 from outrider.bench.load.server import QUOTED_CHARS, Server, key_headers, refusal
-from outrider.bench.mixed.cases import Kind
+from outrider.bench.mixed.cases import RequestKind
 from outrider.shared.base.errors import UnavailableError
 
 TIMEOUT_S = 600.0
@@ -31,7 +31,7 @@ JSON_TYPE = {"content-type": "application/json"}
 T = TypeVar("T")
 
 
-class Api(Enum):
+class RequestFormat(Enum):
     """Format of the requests."""
 
     OUTRIDER = "outrider"
@@ -39,7 +39,7 @@ class Api(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class WholeAnswer:
     """An answer that did not stream: seconds from sending the request, and number of tokens."""
 
     seconds: float
@@ -51,7 +51,9 @@ class Format(Protocol):
 
     path: str
 
-    def body(self, prompt: list[int], new: int, kind: Kind, ignore_eos: bool, stream: bool) -> dict[str, Any]:
+    def body(
+        self, prompt: list[int], new: int, kind: RequestKind, ignore_eos: bool, stream: bool
+    ) -> dict[str, Any]:
         """Return the request."""
         ...
 
@@ -69,7 +71,9 @@ class NativeFormat:
 
     path = "/generate"
 
-    def body(self, prompt: list[int], new: int, kind: Kind, ignore_eos: bool, stream: bool) -> dict[str, Any]:
+    def body(
+        self, prompt: list[int], new: int, kind: RequestKind, ignore_eos: bool, stream: bool
+    ) -> dict[str, Any]:
         sampling: dict[str, Any] = {**kind.sampling, "max_new_tokens": new, "ignore_eos": ignore_eos}
         if kind.schema is not None:
             sampling["json_schema"] = kind.schema
@@ -97,7 +101,9 @@ class OpenAIFormat:
     def __init__(self, model: str) -> None:
         self._model = model
 
-    def body(self, prompt: list[int], new: int, kind: Kind, ignore_eos: bool, stream: bool) -> dict[str, Any]:
+    def body(
+        self, prompt: list[int], new: int, kind: RequestKind, ignore_eos: bool, stream: bool
+    ) -> dict[str, Any]:
         body = {"model": self._model, "prompt": prompt, "max_tokens": new, **kind.sampling}
         body |= {"ignore_eos": ignore_eos, "stream": stream}
         if kind.schema is not None:
@@ -114,7 +120,7 @@ class OpenAIFormat:
         return (answer.get("usage") or {}).get("completion_tokens")
 
 
-class Stream:
+class AnswerStream:
     """An answer that arrives in pieces."""
 
     def __init__(self, response: httpx.Response, form: Format) -> None:
@@ -165,7 +171,7 @@ class LoneClient:
         self._connection = LoneConnection(url, headers, TIMEOUT_S)
         self._form = form
 
-    def send(self, body: bytes) -> Answer:
+    def send(self, body: bytes) -> WholeAnswer:
         """Send a request and return the answer.
 
         Raises:
@@ -178,7 +184,7 @@ class LoneClient:
             raise _broken(error) from None
         if reply.status != httpx.codes.OK:
             raise _refusal(reply.status, reply.body.decode(errors="replace"), body)
-        return Answer(reply.seconds, self._form.tokens(json.loads(reply.body)) or 0)
+        return WholeAnswer(reply.seconds, self._form.tokens(json.loads(reply.body)) or 0)
 
     def close(self) -> None:
         """Close the connection."""
@@ -200,9 +206,15 @@ class MixedClient:
     """
 
     def __init__(
-        self, server: Server, api: Api, vocab: int, omitted: Collection[str], api_key: str | None, seed: int
+        self,
+        server: Server,
+        api: RequestFormat,
+        vocab: int,
+        omitted: Collection[str],
+        api_key: str | None,
+        seed: int,
     ) -> None:
-        self._form: Format = NativeFormat() if api is Api.OUTRIDER else OpenAIFormat(server.model)
+        self._form: Format = NativeFormat() if api is RequestFormat.OUTRIDER else OpenAIFormat(server.model)
         self._draw = random.Random(seed)
         self._vocab = vocab
         self._omitted = omitted
@@ -216,7 +228,7 @@ class MixedClient:
         )
 
     def body(
-        self, length: int, new: int, kind: Kind, *, ignore_eos: bool = True, stream: bool = False
+        self, length: int, new: int, kind: RequestKind, *, ignore_eos: bool = True, stream: bool = False
     ) -> bytes:
         """Return an encoded request with a new random prompt.
 
@@ -231,7 +243,7 @@ class MixedClient:
         body = self._form.body(prompt, new, kind, ignore_eos, stream)
         return json.dumps(self._form.without(body, self._omitted)).encode()
 
-    async def send(self, body: bytes) -> Answer:
+    async def send(self, body: bytes) -> WholeAnswer:
         """Send a request and return the answer.
 
         Raises:
@@ -246,7 +258,7 @@ class MixedClient:
         seconds = time.perf_counter() - started
         if response.status_code != httpx.codes.OK:
             raise _refusal(response.status_code, response.text, body)
-        return Answer(seconds, self._form.tokens(response.json()) or 0)
+        return WholeAnswer(seconds, self._form.tokens(response.json()) or 0)
 
     @contextmanager
     def alone(self) -> Iterator[LoneClient]:
@@ -258,7 +270,7 @@ class MixedClient:
             client.close()
 
     @asynccontextmanager
-    async def stream(self, body: bytes) -> AsyncIterator[Stream]:
+    async def stream(self, body: bytes) -> AsyncIterator[AnswerStream]:
         """Send a request and yield the stream of its answer. Leaving the block early cancels the request.
 
         Raises:
@@ -272,7 +284,7 @@ class MixedClient:
                 if response.status_code != httpx.codes.OK:
                     text = (await response.aread()).decode(errors="replace")
                     raise _refusal(response.status_code, text, body)
-                yield Stream(response, self._form)
+                yield AnswerStream(response, self._form)
         except httpx.TransportError as error:
             raise _broken(error) from None
 

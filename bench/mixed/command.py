@@ -14,13 +14,13 @@ from rich.console import Console
 
 from outrider.bench.load.server import Server, find_server
 from outrider.bench.mixed.cases import FORM_GOALS, RULES_GOALS, Section
-from outrider.bench.mixed.client import Api, MixedClient
-from outrider.bench.mixed.figures import Figure, figure_table
+from outrider.bench.mixed.client import MixedClient, RequestFormat
+from outrider.bench.mixed.figures import MixedFigure, figure_table
 from outrider.bench.mixed.plan import (
     AUTO_BATCHES,
     BATCH,
     VOCAB,
-    Case,
+    MixedCase,
     Only,
     Wishes,
     plan_cases,
@@ -57,7 +57,7 @@ class MixedOptions:
 
     stack: StackOptions
     url: str | None
-    api: Api
+    api: RequestFormat
     api_key: str | None
     only: Only
     omitted: Collection[str]
@@ -116,7 +116,7 @@ def _run(options: MixedOptions, url: str) -> int:
             for value in (getattr(sizes, name),)
         },
     }
-    figures: list[Figure] = []
+    figures: list[MixedFigure] = []
     failed: dict[str, str] = {}
 
     def save() -> None:
@@ -145,7 +145,7 @@ def _run(options: MixedOptions, url: str) -> int:
     return int(bool(failed))
 
 
-def _print(figures: list[Figure], skipped: dict[str, str], server: Server, output: Path) -> None:
+def _print(figures: list[MixedFigure], skipped: dict[str, str], server: Server, output: Path) -> None:
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=WIDTH)
@@ -155,8 +155,8 @@ def _print(figures: list[Figure], skipped: dict[str, str], server: Server, outpu
     console.print(f"wrote {output}", soft_wrap=True)
 
 
-def _check_api(server: Server, api: Api) -> Server:
-    if api is Api.OUTRIDER and not server.is_outrider:
+def _check_api(server: Server, api: RequestFormat) -> Server:
+    if api is RequestFormat.OUTRIDER and not server.is_outrider:
         raise ConfigurationError(
             f"--api outrider: the model's owner is {server.owner or 'not stated'}, so the server is not "
             "Outrider. Use --api openai.",
@@ -199,7 +199,7 @@ def _await_draft(url: str, api_key: str | None) -> None:
         time.sleep(POLL_S)
 
 
-async def _check_kinds(client: MixedClient, cases: Sequence[Case]) -> None:
+async def _check_kinds(client: MixedClient, cases: Sequence[MixedCase]) -> None:
     """Send one short request of each kind, so that a refusal ends the run before anything is measured.
 
     Raises:

@@ -13,7 +13,7 @@ from outrider.bench.report.record import Row
 
 
 @dataclass(frozen=True, slots=True)
-class Figure:
+class MixedFigure:
     """One measured figure of a case of `outrider bench mixed`.
 
     Attributes:
@@ -61,7 +61,7 @@ class Figure:
         return Row(f"{self.section.value}: {self.name}", round(self.value, 4), self.unit, more=more)
 
 
-def figure_table(title: str, figures: Sequence[Figure]) -> Table:
+def figure_table(title: str, figures: Sequence[MixedFigure]) -> Table:
     """Return the table that the command prints."""
     table = Table(title=title)
     for name in ("part", "case", "figure", "ratio", "goal", "met"):

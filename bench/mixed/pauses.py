@@ -9,9 +9,9 @@ import time
 from collections.abc import Sequence
 from contextlib import aclosing
 
-from outrider.bench.mixed.cases import PLAIN, Kind, Section, Sizes
+from outrider.bench.mixed.cases import PLAIN, MixedSizes, RequestKind, Section
 from outrider.bench.mixed.client import MixedClient, together
-from outrider.bench.mixed.figures import Figure
+from outrider.bench.mixed.figures import MixedFigure
 from outrider.shared.base.errors import UnavailableError
 
 NUM_STREAMS = 4
@@ -26,7 +26,9 @@ The warm-up is needed because a server may record a CUDA graph of a pass only af
 """
 
 
-async def measure_gap(client: MixedClient, name: str, kind: Kind, sizes: Sizes) -> list[Figure]:
+async def measure_gap(
+    client: MixedClient, name: str, kind: RequestKind, sizes: MixedSizes
+) -> list[MixedFigure]:
     """Measure the longest pause of running streams during a long prompt, and the TTFT of that prompt.
 
     Raises:
@@ -46,7 +48,7 @@ async def measure_gap(client: MixedClient, name: str, kind: Kind, sizes: Sizes) 
     pause, usually, ttft = (statistics.median(values) for values in (longest, usual, beside))
     more = {"long_prompt": sizes.longest, "streams": NUM_STREAMS}
     return [
-        Figure(
+        MixedFigure(
             Section.GAP,
             f"longest pause of {name} streams",
             pause * 1e3,
@@ -54,7 +56,7 @@ async def measure_gap(client: MixedClient, name: str, kind: Kind, sizes: Sizes) 
             pause / usually,
             more={**more, "usual_ms": round(usually * 1e3, 3), "runs_ms": _milliseconds(longest)},
         ),
-        Figure(
+        MixedFigure(
             Section.GAP,
             f"TTFT of the long prompt beside {name} streams",
             ttft * 1e3,
@@ -65,17 +67,19 @@ async def measure_gap(client: MixedClient, name: str, kind: Kind, sizes: Sizes) 
     ]
 
 
-async def measure_ttft(client: MixedClient, length: int) -> list[Figure]:
+async def measure_ttft(client: MixedClient, length: int) -> list[MixedFigure]:
     """Measure the time from sending a prompt to the whole answer of one token. Blocks the event loop."""
     bodies = [client.body(length, 1, PLAIN) for _ in range(TTFT_WARM_UP + TTFT_COUNTED)]
     with client.alone() as alone:
         seconds = [alone.send(body).seconds for body in bodies][TTFT_WARM_UP:]
     more = {"prompt": length, "best_ms": round(min(seconds) * 1e3, 3), "runs_ms": _milliseconds(seconds)}
-    return [Figure(Section.TTFT, f"prompt of {length}", statistics.median(seconds) * 1e3, "ms", more=more)]
+    return [
+        MixedFigure(Section.TTFT, f"prompt of {length}", statistics.median(seconds) * 1e3, "ms", more=more)
+    ]
 
 
 async def _streams_beside_prompt(
-    client: MixedClient, kind: Kind, sizes: Sizes
+    client: MixedClient, kind: RequestKind, sizes: MixedSizes
 ) -> tuple[Sequence[Sequence[float]], float, float]:
     """Send a long prompt while streams run. When a stream ends, another one starts.
 

@@ -22,12 +22,12 @@ from outrider.bench.mixed.cases import (
     SOAK_PROMPTS,
     SOAK_SAMPLINGS,
     STREAMS,
-    Kind,
+    MixedSizes,
+    RequestKind,
     Section,
-    Sizes,
 )
-from outrider.bench.mixed.client import Api, MixedClient
-from outrider.bench.mixed.figures import Figure
+from outrider.bench.mixed.client import MixedClient, RequestFormat
+from outrider.bench.mixed.figures import MixedFigure
 from outrider.bench.mixed.pauses import measure_gap, measure_ttft
 from outrider.bench.mixed.ratios import measure_auto, measure_cost, measure_odd
 from outrider.bench.mixed.soak import measure_soak
@@ -64,7 +64,7 @@ class Wishes:
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class MixedCase:
     """One case of `outrider bench mixed`.
 
     Attributes:
@@ -75,8 +75,8 @@ class Case:
 
     section: Section
     name: str
-    kinds: Sequence[Kind]
-    measure: Callable[[MixedClient], Awaitable[list[Figure]]]
+    kinds: Sequence[RequestKind]
+    measure: Callable[[MixedClient], Awaitable[list[MixedFigure]]]
 
 
 def parse_only(text: str) -> Only:
@@ -101,7 +101,7 @@ def parse_only(text: str) -> Only:
     return wanted
 
 
-def sizes_for(wishes: Wishes, server: Server, only: Only) -> Sizes:
+def sizes_for(wishes: Wishes, server: Server, only: Only) -> MixedSizes:
     """Return the sizes of the cases. Default sizes are reduced to the server's limits; given sizes are not.
 
     Raises:
@@ -127,7 +127,7 @@ def sizes_for(wishes: Wishes, server: Server, only: Only) -> Sizes:
         _check("--auto-batch", max(wishes.auto_batches or (0,)), running, "running requests", fix)
 
     # 2. Defaults are reduced to what fits.
-    return Sizes(
+    return MixedSizes(
         batch=wishes.batch or max(1, min(BATCH, running - 1)),
         pairs=wishes.pairs,
         prompt=prompt,
@@ -148,8 +148,8 @@ def sizes_for(wishes: Wishes, server: Server, only: Only) -> Sizes:
 
 
 def plan_cases(
-    only: Only, sizes: Sizes, server: Server, api: Api, omitted: Collection[str]
-) -> tuple[list[Case], dict[str, str]]:
+    only: Only, sizes: MixedSizes, server: Server, api: RequestFormat, omitted: Collection[str]
+) -> tuple[list[MixedCase], dict[str, str]]:
     """Return the cases to run, and the reason for each case that is left out.
 
     Raises:
@@ -176,14 +176,14 @@ def plan_cases(
     return cases, skipped
 
 
-def _all_cases(sizes: Sizes, samplings: Sequence[Sampling]) -> Iterable[Case]:
+def _all_cases(sizes: MixedSizes, samplings: Sequence[Sampling]) -> Iterable[MixedCase]:
     for pairing in PAIRINGS:
         kinds = (pairing.usual, pairing.odd)
-        yield Case(Section.ODD, pairing.name, kinds, partial(measure_odd, pairing=pairing, sizes=sizes))
+        yield MixedCase(Section.ODD, pairing.name, kinds, partial(measure_odd, pairing=pairing, sizes=sizes))
     for batch in sizes.auto_batches:
         for new in sizes.auto_new:
             measure = partial(measure_auto, batch=batch, new=new, sizes=sizes)
-            yield Case(Section.AUTO, f"batch {batch}, {new} tokens", (AUTO, PLAIN), measure)
+            yield MixedCase(Section.AUTO, f"batch {batch}, {new} tokens", (AUTO, PLAIN), measure)
     for name, kind in COMPARED.items():
         for batch in sizes.form_batches:
             goal = FORM_GOALS[batch]
@@ -192,29 +192,34 @@ def _all_cases(sizes: Sizes, samplings: Sequence[Sampling]) -> Iterable[Case]:
             goal = RULES_GOALS[batch]
             yield _cost_case(Section.RULES, name, (kind, kind.ruled()), batch, goal, sizes)
     beside = partial(measure_odd, pairing=BESIDE_FORM, sizes=sizes, section=Section.FORM)
-    yield Case(Section.FORM, BESIDE_FORM.name, (BESIDE_FORM.usual, BESIDE_FORM.odd), beside)
+    yield MixedCase(Section.FORM, BESIDE_FORM.name, (BESIDE_FORM.usual, BESIDE_FORM.odd), beside)
     for name, kind in STREAMS.items():
-        yield Case(Section.GAP, name, (kind,), partial(measure_gap, name=name, kind=kind, sizes=sizes))
+        yield MixedCase(Section.GAP, name, (kind,), partial(measure_gap, name=name, kind=kind, sizes=sizes))
     for length in sizes.ttft:
-        yield Case(Section.TTFT, f"prompt of {length}", (PLAIN,), partial(measure_ttft, length=length))
+        yield MixedCase(Section.TTFT, f"prompt of {length}", (PLAIN,), partial(measure_ttft, length=length))
     for mix in MIXES:
         measure = partial(measure_soak, mix=mix, samplings=samplings, sizes=sizes)
-        yield Case(Section.SOAK, mix.name, mix.kinds, measure)
+        yield MixedCase(Section.SOAK, mix.name, mix.kinds, measure)
 
 
 def _cost_case(
-    section: Section, name: str, kinds: tuple[Kind, Kind], batch: int, goal: float, sizes: Sizes
-) -> Case:
+    section: Section,
+    name: str,
+    kinds: tuple[RequestKind, RequestKind],
+    batch: int,
+    goal: float,
+    sizes: MixedSizes,
+) -> MixedCase:
     name = f"{name} at batch {batch}"
     measure = partial(
         measure_cost, section=section, name=name, kinds=kinds, batch=batch, goal=goal, sizes=sizes
     )
-    return Case(section, name, kinds, measure)
+    return MixedCase(section, name, kinds, measure)
 
 
-def _hindrance(kind: Kind, server: Server, api: Api, omitted: Collection[str]) -> str | None:
+def _hindrance(kind: RequestKind, server: Server, api: RequestFormat, omitted: Collection[str]) -> str | None:
     """Return why a server cannot get requests of a kind, or None if it can."""
-    if (api is Api.OPENAI or "speculation" in omitted) and not kind.is_plain:
+    if (api is RequestFormat.OPENAI or "speculation" in omitted) and not kind.is_plain:
         return "the case needs Outrider's speculation field"
     if left_out := set(kind.sampling) & set(omitted):
         return f"--omit {min(left_out)}"

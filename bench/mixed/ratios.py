@@ -17,32 +17,32 @@ import time
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 
-from outrider.bench.mixed.cases import AUTO, AUTO_GOAL, PLAIN, Kind, Pairing, Section, Sizes
+from outrider.bench.mixed.cases import AUTO, AUTO_GOAL, PLAIN, MixedSizes, Pairing, RequestKind, Section
 from outrider.bench.mixed.client import MixedClient, together
-from outrider.bench.mixed.figures import Figure
+from outrider.bench.mixed.figures import MixedFigure
 from outrider.shared.base.errors import UnavailableError
 
 WARM_UP_TOKENS = 64
 """Longest answer of the requests that warm up a case."""
 
-Speed = Callable[[Kind, int], Awaitable[float]]
+Speed = Callable[[RequestKind, int], Awaitable[float]]
 """Returns tokens/s for a kind of request and a length of answers."""
 
 
 async def measure_odd(
-    client: MixedClient, pairing: Pairing, sizes: Sizes, section: Section = Section.ODD
-) -> list[Figure]:
+    client: MixedClient, pairing: Pairing, sizes: MixedSizes, section: Section = Section.ODD
+) -> list[MixedFigure]:
     """Measure the speed of a batch of equal requests while one odd request runs beside the batch.
 
     The ratio is this speed divided by the speed of the same batch beside one more request of the usual kind.
     """
 
-    async def speed(beside: Kind, new: int) -> float:
+    async def speed(beside: RequestKind, new: int) -> float:
         return await _speed_beside(client, pairing.usual, beside, new, sizes)
 
     alike, unlike, ratios = await _in_pairs(speed, pairing.usual, pairing.odd, sizes.new, sizes.pairs)
     return [
-        Figure(
+        MixedFigure(
             section,
             pairing.name,
             unlike,
@@ -64,18 +64,18 @@ async def measure_cost(
     client: MixedClient,
     section: Section,
     name: str,
-    kinds: tuple[Kind, Kind],
+    kinds: tuple[RequestKind, RequestKind],
     batch: int,
     goal: float | None,
-    sizes: Sizes,
-) -> list[Figure]:
+    sizes: MixedSizes,
+) -> list[MixedFigure]:
     """Measure the speed of a batch of the second kind, and its ratio to the speed of the first kind."""
     base, other = kinds
     free, costly, ratios = await _in_pairs(
         _speed_of(client, batch, sizes), base, other, sizes.new, sizes.pairs
     )
     return [
-        Figure(
+        MixedFigure(
             section,
             name,
             costly,
@@ -94,12 +94,12 @@ async def measure_cost(
     ]
 
 
-async def measure_auto(client: MixedClient, batch: int, new: int, sizes: Sizes) -> list[Figure]:
+async def measure_auto(client: MixedClient, batch: int, new: int, sizes: MixedSizes) -> list[MixedFigure]:
     """Measure the speed of a batch of `auto` requests, and its ratio to the speed of `off`."""
     speed = _speed_of(client, batch, sizes)
     off, auto, ratios = await _in_pairs(speed, PLAIN, AUTO, new, sizes.pairs)
     return [
-        Figure(
+        MixedFigure(
             Section.AUTO,
             f"auto ÷ off, batch {batch}, {new} tokens",
             auto,
@@ -116,10 +116,10 @@ async def measure_auto(client: MixedClient, batch: int, new: int, sizes: Sizes) 
     ]
 
 
-def _speed_of(client: MixedClient, batch: int, sizes: Sizes) -> Speed:
+def _speed_of(client: MixedClient, batch: int, sizes: MixedSizes) -> Speed:
     """Return the function that measures the speed of a batch of equal requests."""
 
-    async def speed(kind: Kind, tokens: int) -> float:
+    async def speed(kind: RequestKind, tokens: int) -> float:
         bodies = [client.body(sizes.prompt, tokens, kind) for _ in range(batch)]
         return await _speed(client, bodies, tokens)
 
@@ -127,7 +127,7 @@ def _speed_of(client: MixedClient, batch: int, sizes: Sizes) -> Speed:
 
 
 async def _in_pairs(
-    speed: Speed, base: Kind, other: Kind, new: int, pairs: int
+    speed: Speed, base: RequestKind, other: RequestKind, new: int, pairs: int
 ) -> tuple[float, float, list[float]]:
     """Return the median speeds with `base` and `other`, and the ratio other ÷ base of each pair."""
     for kind in (base, other):
@@ -152,7 +152,9 @@ async def _speed(client: MixedClient, bodies: list[bytes], new: int) -> float:
     return sum(answer.tokens or new for answer in answers) / seconds
 
 
-async def _speed_beside(client: MixedClient, usual: Kind, beside: Kind, new: int, sizes: Sizes) -> float:
+async def _speed_beside(
+    client: MixedClient, usual: RequestKind, beside: RequestKind, new: int, sizes: MixedSizes
+) -> float:
     """Return the tokens/s of a batch of usual requests while a request of another kind always runs."""
     begun, finished = asyncio.Event(), asyncio.Event()
 

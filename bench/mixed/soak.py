@@ -14,9 +14,9 @@ from dataclasses import dataclass, field, replace
 
 from outrider.bench.load.samplings import Sampling
 from outrider.bench.measure.clock import percentile
-from outrider.bench.mixed.cases import Kind, Mix, Section, Sizes
+from outrider.bench.mixed.cases import MixedSizes, RequestKind, Section, SpeculationMix
 from outrider.bench.mixed.client import MixedClient, together
-from outrider.bench.mixed.figures import Figure
+from outrider.bench.mixed.figures import MixedFigure
 
 STREAMED_SHARE, CANCELLED_SHARE, IGNORE_EOS_SHARE = 0.5, 0.3, 0.5
 """Share of requests that stream, share of streams that are cancelled, and share that ignores end tokens."""
@@ -32,7 +32,7 @@ NO_GAUGE = ("_bucket", "_sum", "_count", "_total", "_created")
 
 
 @dataclass(slots=True)
-class Tally:
+class MixedTally:
     """Counts that the clients of a soak (a long run of mixed requests) collect.
 
     Attributes:
@@ -51,10 +51,10 @@ class Tally:
 
 
 async def measure_soak(
-    client: MixedClient, mix: Mix, samplings: Sequence[Sampling], sizes: Sizes
-) -> list[Figure]:
+    client: MixedClient, mix: SpeculationMix, samplings: Sequence[Sampling], sizes: MixedSizes
+) -> list[MixedFigure]:
     """Let the clients send requests for `sizes.seconds`, and report speed, latency, errors and leftovers."""
-    tally = Tally()
+    tally = MixedTally()
     started, processor = time.perf_counter(), time.process_time()
     await together(
         _client(client, number, mix.kinds, samplings, sizes, started + sizes.seconds, tally)
@@ -73,13 +73,13 @@ async def measure_soak(
         "client_cpu_share": round(busy / seconds, 3),
         "client_peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
     }
-    figures = [Figure(Section.SOAK, f"{mix.name}: tokens", tally.tokens / seconds, "tok/s", more=more)]
+    figures = [MixedFigure(Section.SOAK, f"{mix.name}: tokens", tally.tokens / seconds, "tok/s", more=more)]
     for name, percent in (("p50", 50), ("p99", 99), ("worst", 100)):
         if tally.latencies:
             latency = percentile(tally.latencies, percent)
-            figures.append(Figure(Section.SOAK, f"{mix.name}: latency, {name}", latency, "s"))
+            figures.append(MixedFigure(Section.SOAK, f"{mix.name}: latency, {name}", latency, "s"))
     figures.append(
-        Figure(
+        MixedFigure(
             Section.SOAK,
             f"{mix.name}: failed",
             failed,
@@ -91,7 +91,7 @@ async def measure_soak(
     )
     if left is not None:
         figures.append(
-            Figure(
+            MixedFigure(
                 Section.SOAK,
                 f"{mix.name}: left over",
                 sum(left.values()),
@@ -127,11 +127,11 @@ async def left_over(client: MixedClient) -> dict[str, float] | None:
 async def _client(
     client: MixedClient,
     number: int,
-    kinds: Sequence[Kind],
+    kinds: Sequence[RequestKind],
     samplings: Sequence[Sampling],
-    sizes: Sizes,
+    sizes: MixedSizes,
     ends: float,
-    tally: Tally,
+    tally: MixedTally,
 ) -> None:
     """Send one request after another. Only client 0 sends the longest prompts too."""
     draw = random.Random(f"{sizes.seed} {number}")
@@ -167,7 +167,7 @@ async def _client(
             tally.latencies.append(time.perf_counter() - began)
 
 
-async def _stream(client: MixedClient, body: bytes, cut: bool, tally: Tally) -> bool:
+async def _stream(client: MixedClient, body: bytes, cut: bool, tally: MixedTally) -> bool:
     """Stream an answer, or only its first pieces with `cut`. Returns whether the request was cancelled."""
     async with client.stream(body) as stream, aclosing(stream.arrivals()) as arrivals:
         cancelled = False

@@ -136,7 +136,7 @@ def bar_chart(theme: Theme, heading: Heading, x: Axis, bars: Sequence[Bar]) -> s
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class BarGroup:
     """Bars that stand together: their label, and a value for each series. `sure` is False for estimates."""
 
     label: str
@@ -149,7 +149,7 @@ def group_chart(
     heading: Heading,
     x: Axis,
     names: Sequence[str],
-    groups: Sequence[Group],
+    groups: Sequence[BarGroup],
     reference: float | None = None,
 ) -> str:
     """Return a chart of grouped horizontal bars as SVG text. Bars of estimated values are drawn as outlines.

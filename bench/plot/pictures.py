@@ -23,7 +23,7 @@ DEEPEST = {"chain 3": 4, "chain 5": 6, "tree 5/8/32": 6}
 """Kind of round → largest accept length: the tokens of a fully accepted path, plus the bonus token."""
 
 
-def round_tree(results: Path, theme: Theme) -> str:
+def round_tree_picture(results: Path, theme: Theme) -> str:
     """Return the draft tree of a recorded round."""
     recorded = _read(results, ROUND)
     one = recorded["round"]
@@ -119,7 +119,7 @@ def accepted_by_position(results: Path, theme: Theme) -> str:
 
 
 PICTURES: Mapping[str, Callable[[Path, Theme], str]] = {
-    "round-tree": round_tree,
+    "round-tree": round_tree_picture,
     "speed-by-batch": speed_by_batch,
     "speed-by-acceptance": speed_by_acceptance,
     "mixed-load": mixed_load,

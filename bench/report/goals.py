@@ -11,7 +11,7 @@ from outrider.bench.report.recorded import PeerFigures, RecordedResult, Results
 
 
 @dataclass(frozen=True, slots=True)
-class Figure:
+class GoalFigure:
     """The measured figure that is compared with a goal.
 
     Attributes:
@@ -52,25 +52,27 @@ class Goal:
     what: str
     limit: float | None
     text: str
-    find: Callable[[Results], Figure | None]
+    find: Callable[[Results], GoalFigure | None]
     at_least: bool = False
     peer: str = ""
 
-    def met(self, figure: Figure) -> bool:
+    def met(self, figure: GoalFigure) -> bool:
         """Return whether the figure meets the limit; True if there is no limit."""
         if self.limit is None:
             return True
         return figure.value >= self.limit if self.at_least else figure.value <= self.limit
 
 
-def _round(kind: str, batch: int, config: str = "", **settings: Any) -> Callable[[Results], Figure | None]:
+def _round(
+    kind: str, batch: int, config: str = "", **settings: Any
+) -> Callable[[Results], GoalFigure | None]:
     """Return a function that finds a round's milliseconds and, for `config`, the figure of vLLM.
 
     If Outrider was measured in the same session as vLLM, Outrider's result of that session is used. If
     `settings` contain `tp`, the session is ignored, because vLLM always ran on one GPU.
     """
 
-    def find(results: Results) -> Figure | None:
+    def find(results: Results) -> GoalFigure | None:
         peer = results.vllm(config, batch)
         session = peer[0] if peer is not None and "tp" not in settings else None
         found = results.latency(f"round {kind}, batch {batch}", beside=session, **settings)
@@ -89,10 +91,10 @@ def _sglang(milliseconds: float) -> str:
     return f"SGLang {milliseconds:g} ms (no result file)"
 
 
-def _kernel(case: str) -> Callable[[Results], Figure | None]:
+def _kernel(case: str) -> Callable[[Results], GoalFigure | None]:
     """Return a function that finds the time of a kernel case, in milliseconds."""
 
-    def find(results: Results) -> Figure | None:
+    def find(results: Results) -> GoalFigure | None:
         found = results.kernels(case)
         if found is None:
             return None
@@ -108,10 +110,10 @@ def _kernel(case: str) -> Callable[[Results], Figure | None]:
     return find
 
 
-def _against_vllm(kind: str, batch: int, config: str, metric: str) -> Callable[[Results], Figure | None]:
+def _against_vllm(kind: str, batch: int, config: str, metric: str) -> Callable[[Results], GoalFigure | None]:
     """Return a function that finds the ratio of Outrider's figure to vLLM's figure for the same round."""
 
-    def find(results: Results) -> Figure | None:
+    def find(results: Results) -> GoalFigure | None:
         peer = results.vllm(config, batch)
         found = results.latency(f"round {kind}, batch {batch}", beside=peer and peer[0])
         if found is None or peer is None:
@@ -128,13 +130,13 @@ def _against_vllm(kind: str, batch: int, config: str, metric: str) -> Callable[[
     return find
 
 
-def _transports(transport: str, **settings: Any) -> Callable[[Results], Figure | None]:
+def _transports(transport: str, **settings: Any) -> Callable[[Results], GoalFigure | None]:
     """Return a function that divides a round's time over `transport` by that of the nearest in-process run.
 
     `RecordedResult.distance` defines which run is nearest.
     """
 
-    def find(results: Results) -> Figure | None:
+    def find(results: Results) -> GoalFigure | None:
         case = "round tree 5/8/32, batch 1"
         found = results.latency(case, transport=transport, **settings)
         inproc = found and results.latency(case, near=found[0])
@@ -142,17 +144,17 @@ def _transports(transport: str, **settings: Any) -> Callable[[Results], Figure |
             return None
         ratio = found[1]["value"] / inproc[1]["value"]
         text = f"{ratio:.3f} × ({_number(found[1]['value'])} ms)"
-        return Figure(
+        return GoalFigure(
             ratio, text, found[0].path, f"{_number(inproc[1]['value'])} ms in-process", f"{ratio:.3f}"
         )
 
     return find
 
 
-def _over_wide(case: str, **changes: Any) -> Callable[[Results], Figure | None]:
+def _over_wide(case: str, **changes: Any) -> Callable[[Results], GoalFigure | None]:
     """Return a function that divides a round with `changes` by the same round of the nearest default run."""
 
-    def find(results: Results) -> Figure | None:
+    def find(results: Results) -> GoalFigure | None:
         found = results.latency(case, changes=changes)
         wide = found and results.latency(case, near=found[0])
         if found is None or wide is None:
@@ -160,15 +162,15 @@ def _over_wide(case: str, **changes: Any) -> Callable[[Results], Figure | None]:
         ratio = found[1]["value"] / wide[1]["value"]
         figure = _figure(found)
         text = f"{ratio:.3f} × ({figure.text} vs. {_number(wide[1]['value'])} ms)"
-        return Figure(ratio, text, figure.source, figure.floor, figure.ratio)
+        return GoalFigure(ratio, text, figure.source, figure.floor, figure.ratio)
 
     return find
 
 
-def _perplexity(case: str) -> Callable[[Results], Figure | None]:
+def _perplexity(case: str) -> Callable[[Results], GoalFigure | None]:
     """Return a function that finds the increase of perplexity, in percent."""
 
-    def find(results: Results) -> Figure | None:
+    def find(results: Results) -> GoalFigure | None:
         found = results.perplexity(case)
         if found is None:
             return None
@@ -177,33 +179,33 @@ def _perplexity(case: str) -> Callable[[Results], Figure | None]:
         before = "" if wide is None else f"{_number(wide['value'])} unquantized"
         where = f"{found[0].settings('device')}, {found[0].settings('dtype')}"
         text = f"{increase:+.2f} % ({_number(found[1]['value'])}; {where})"
-        return Figure(increase, text, found[0].path, before, f"{1 + increase / 100:.3f}")
+        return GoalFigure(increase, text, found[0].path, before, f"{1 + increase / 100:.3f}")
 
     return find
 
 
-def _share(case: str, name: str, whole: str = "", what: str = "") -> Callable[[Results], Figure | None]:
+def _share(case: str, name: str, whole: str = "", what: str = "") -> Callable[[Results], GoalFigure | None]:
     """Return a function that finds a share recorded in a latency row, and converts it to percent.
 
     If the share is part of a larger share, `whole` is the name of the larger share, and `what` describes the
     part.
     """
 
-    def find(results: Results) -> Figure | None:
+    def find(results: Results) -> GoalFigure | None:
         found = results.latency(case, needs=name)
         if found is None:
             return None
         share = 100 * float(found[1][name])
         figure = _figure(found)
         more = f" {what}, {100 * float(found[1][whole]):.1f} % in total" if whole in found[1] else ""
-        return Figure(
+        return GoalFigure(
             share, f"{share:.1f} %{more} ({figure.text})", figure.source, figure.floor, figure.ratio
         )
 
     return find
 
 
-def _demo_pair(results: Results) -> Figure | None:
+def _demo_pair(results: Results) -> GoalFigure | None:
     """Find the demo pair's speedup at batch 1: tokens per second of `auto` relative to `off`."""
     found = results.summary("speculation-cuda.json")
     if found is None:
@@ -213,7 +215,7 @@ def _demo_pair(results: Results) -> Figure | None:
     also = [f"{other['auto_over_off']['median']:.2f} × at T = {other['temperature']:g}" for other in others]
     also.append(f"{summary['on_over_off']['median']:.2f} × with `on`, the same tree in every round")
     text = f"{ratio:.2f} × ({'; '.join(also)})"
-    return Figure(
+    return GoalFigure(
         ratio,
         text,
         found[0].path,
@@ -222,7 +224,7 @@ def _demo_pair(results: Results) -> Figure | None:
     )
 
 
-def _figure(found: tuple[RecordedResult, Mapping[str, Any]]) -> Figure:
+def _figure(found: tuple[RecordedResult, Mapping[str, Any]]) -> GoalFigure:
     recorded, row = found
     floor = (
         ""
@@ -230,7 +232,9 @@ def _figure(found: tuple[RecordedResult, Mapping[str, Any]]) -> Figure:
         else f"{_number(row['floor'])} {row['unit']} ({row.get('floor_of', '')})"
     )
     ratio = "" if row.get("ratio") is None else f"{row['ratio']:.2f}"
-    return Figure(float(row["value"]), f"{_number(row['value'])} {row['unit']}", recorded.path, floor, ratio)
+    return GoalFigure(
+        float(row["value"]), f"{_number(row['value'])} {row['unit']}", recorded.path, floor, ratio
+    )
 
 
 def _number(value: float) -> str:

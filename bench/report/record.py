@@ -150,7 +150,7 @@ class Result:
         return table
 
 
-def finish(result: Result, output: Path | None, shown: Sequence[str] = ()) -> int:
+def show_and_save(result: Result, output: Path | None, shown: Sequence[str] = ()) -> int:
     """Print the table, write the file and print its path. Returns the exit code."""
     console = Console(highlight=False)
     if not console.is_terminal:

@@ -32,7 +32,7 @@ from outrider.services.stack.supervisor import Surroundings
 from outrider.services.target.app import StandIn, Target
 from outrider.services.target.model.synthetic_acceptance import SyntheticAcceptance, rates_of_mean
 from outrider.services.target.parallel.group import start_group
-from outrider.services.target.request import GenerationRequest
+from outrider.services.target.request import EngineRequest
 from outrider.services.target.settings import TargetSettings
 from outrider.shared.base.errors import ConfigurationError, UnavailableError
 from outrider.shared.base.generation import SamplingParams, SpeculationMode
@@ -179,7 +179,7 @@ class BenchEngine:
         wake, engine.wake = engine.wake, lambda: None  # let the first step see the whole batch
         try:
             for index, (prompt, length) in enumerate(zip(prompts, lengths, strict=True)):
-                request = GenerationRequest(
+                request = EngineRequest(
                     request_id=str(index),
                     prompt_ids=prompt,
                     max_new_tokens=length,
@@ -249,7 +249,7 @@ def running_engine(options: EngineOptions) -> Iterator[BenchEngine]:
     log: deque[str] = deque(maxlen=30)
     with ExitStack() as cleanup:
         settings = _settings(options, NO_DRAFT)
-        device, dtype = placement(options)
+        device, dtype = target_placement(options)
         with Progress("making random weights"):
             decoder = _decoder(cleanup, options, settings, device, dtype)
         synthetic = SyntheticAcceptance(rates_of_mean(1.0), decoder.config.vocab_size, device)
@@ -302,7 +302,7 @@ def check_draft_device(device: str) -> None:
         )
 
 
-def placement(options: EngineOptions) -> tuple[torch.device, torch.dtype]:
+def target_placement(options: EngineOptions) -> tuple[torch.device, torch.dtype]:
     """Return the target's device and dtype.
 
     Raises:

@@ -7,7 +7,7 @@ import torch
 from outrider.kernels._dispatch import use_triton
 from outrider.kernels._launch import expect, expect_contiguous
 from outrider.kernels.add_norm import reference
-from outrider.kernels.stream import Stream
+from outrider.kernels.stream import ResidualStream
 
 __all__ = ["add_sums", "embed_rows", "normalise", "rms_norm"]
 
@@ -20,11 +20,11 @@ def add_sums(
     *,
     bias: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
-) -> Stream:
+) -> ResidualStream:
     """Return the residual stream after ``residual + sum of parts + bias``, prepared for the next RMS norm.
 
     If `normed_on_write` is True for these rows, this op also divides each row by its root mean square.
-    Otherwise, the kernel that reads the stream divides, using the sums of squares in `Stream.sums`.
+    Otherwise, the kernel that reads the stream divides, using the sums of squares in `ResidualStream.sums`.
 
     Args:
         parts: ``[rows, width]``, or partial sums ``[splits, rows, width] fp32``, which are added in order.
@@ -61,7 +61,9 @@ def add_sums(
     return reference.add_sums(parts, residual, norm_weight, eps, bias, out)
 
 
-def embed_rows(tokens: torch.Tensor, table: torch.Tensor, norm_weight: torch.Tensor, eps: float) -> Stream:
+def embed_rows(
+    tokens: torch.Tensor, table: torch.Tensor, norm_weight: torch.Tensor, eps: float
+) -> ResidualStream:
     """Return a new residual stream, whose rows are the embeddings ``table[tokens]``.
 
     Args:
@@ -95,7 +97,7 @@ def embed_rows(tokens: torch.Tensor, table: torch.Tensor, norm_weight: torch.Ten
     return reference.embed_rows(tokens, table, norm_weight, eps)
 
 
-def normalise(stream: Stream) -> torch.Tensor:
+def normalise(stream: ResidualStream) -> torch.Tensor:
     """Return the normed rows ``[rows, width]`` of a residual stream.
 
     If the rows have not been divided by their root mean square yet, this op divides them.
@@ -103,7 +105,7 @@ def normalise(stream: Stream) -> torch.Tensor:
     Example:
         >>> import torch
         >>> from outrider.kernels.add_norm import normalise
-        >>> from outrider.kernels.stream import Stream
+        >>> from outrider.kernels.stream import ResidualStream
         >>> row = torch.tensor([[4.0, 4.0]])
         >>> sums = torch.tensor([[16.0], [16.0]])  # sums of squares, in two parts
         >>> normalise(Stream(residual=row, scaled=row * torch.tensor([1.0, 2.0]), sums=sums, eps=0.0))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from outrider.kernels.stream import Stream, normed_on_write
+from outrider.kernels.stream import ResidualStream, normed_on_write
 
 
 def add_sums(
@@ -15,18 +15,20 @@ def add_sums(
     eps: float,
     bias: torch.Tensor | None,
     out: torch.Tensor | None,
-) -> Stream:
+) -> ResidualStream:
     total = residual.float() + (parts.sum(0) if parts.dim() == 3 else parts.float())
     if bias is not None:
         total = total + bias.float()
     return _stream(total.to(residual.dtype) if out is None else out.copy_(total), norm_weight, eps)
 
 
-def embed_rows(tokens: torch.Tensor, table: torch.Tensor, norm_weight: torch.Tensor, eps: float) -> Stream:
+def embed_rows(
+    tokens: torch.Tensor, table: torch.Tensor, norm_weight: torch.Tensor, eps: float
+) -> ResidualStream:
     return _stream(functional.embedding(tokens, table), norm_weight, eps)
 
 
-def normalise(stream: Stream) -> torch.Tensor:
+def normalise(stream: ResidualStream) -> torch.Tensor:
     inverse = stream.inverse_rms()
     return stream.scaled if inverse is None else (stream.scaled.float() * inverse).to(stream.scaled.dtype)
 
@@ -36,8 +38,10 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tenso
     return normed if out is None else out.copy_(normed)
 
 
-def _stream(residual: torch.Tensor, norm_weight: torch.Tensor, eps: float) -> Stream:
+def _stream(residual: torch.Tensor, norm_weight: torch.Tensor, eps: float) -> ResidualStream:
     wide = residual.float()
     if normed_on_write(residual.shape[0], residual.dtype):
-        return Stream(residual, rms_norm(residual, norm_weight, eps, None), None, eps)
-    return Stream(residual, (wide * norm_weight.float()).to(residual.dtype), wide.square().sum(-1)[None], eps)
+        return ResidualStream(residual, rms_norm(residual, norm_weight, eps, None), None, eps)
+    return ResidualStream(
+        residual, (wide * norm_weight.float()).to(residual.dtype), wide.square().sum(-1)[None], eps
+    )

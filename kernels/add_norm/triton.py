@@ -12,7 +12,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from outrider.kernels import _launch
-from outrider.kernels.stream import FEW_ROWS, MANY_ROWS, Stream, normed_on_write
+from outrider.kernels.stream import FEW_ROWS, MANY_ROWS, ResidualStream, normed_on_write
 
 _BLOCK = 512
 _TILE_ROWS = 128
@@ -79,13 +79,15 @@ def _divide(
 def add_sums(
     parts: torch.Tensor, residual: torch.Tensor, norm_weight: torch.Tensor, eps: float, bias: torch.Tensor | None,
     out: torch.Tensor | None
-) -> Stream:  # fmt: skip
+) -> ResidualStream:  # fmt: skip
     total = _launch.empty(tuple(residual.shape), residual.dtype, residual.device) if out is None else out
     splits = parts.shape[0] if parts.dim() == 3 else 1
     return _stream(residual, None, parts, splits, bias, norm_weight, eps, total)
 
 
-def embed_rows(tokens: torch.Tensor, table: torch.Tensor, norm_weight: torch.Tensor, eps: float) -> Stream:
+def embed_rows(
+    tokens: torch.Tensor, table: torch.Tensor, norm_weight: torch.Tensor, eps: float
+) -> ResidualStream:
     out = _launch.empty((tokens.shape[0], table.shape[1]), table.dtype, table.device)
     return _stream(table, tokens.contiguous(), None, 0, None, norm_weight, eps, out)
 
@@ -93,7 +95,7 @@ def embed_rows(tokens: torch.Tensor, table: torch.Tensor, norm_weight: torch.Ten
 def _stream(
     source: torch.Tensor, tokens: torch.Tensor | None, parts: torch.Tensor | None, splits: int, bias: torch.Tensor | None,
     norm_weight: torch.Tensor, eps: float, out: torch.Tensor
-) -> Stream:  # fmt: skip
+) -> ResidualStream:  # fmt: skip
     rows, width = out.shape
     whole = normed_on_write(rows, out.dtype)
     # Allocate whole tiles, so that products that read these rows in tiles stay inside the allocation.
@@ -105,7 +107,7 @@ def _stream(
         else _launch.empty((_launch.ceil_div(width, _block(width, whole)), rows), torch.float32, out.device)
     )
     _launch_rows(source, tokens, parts, splits, bias, norm_weight, eps, out, scaled, sums)
-    return Stream(out, scaled, sums, eps)
+    return ResidualStream(out, scaled, sums, eps)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor | None) -> torch.Tensor:
@@ -137,7 +139,7 @@ def _launch_rows(
         )  # fmt: skip
 
 
-def normalise(stream: Stream) -> torch.Tensor:
+def normalise(stream: ResidualStream) -> torch.Tensor:
     assert stream.sums is not None
     rows, width = stream.scaled.shape
     out = _launch.empty((rows, width), stream.scaled.dtype, stream.scaled.device)

@@ -26,11 +26,11 @@ from outrider.kernels.ahead.types import Compiled
 if TYPE_CHECKING:
     from outrider.kernels.ahead.pool import CompilerPool
 
-__all__ = ["Compiled", "Work", "compile_ahead", "compiled_or_soon", "rehearsing", "state_of"]
+__all__ = ["CompileWork", "Compiled", "compile_ahead", "compiled_or_soon", "rehearsing", "state_of"]
 
-Work = Callable[[], object]
+CompileWork = Callable[[], object]
 """A piece of work: a function that launches kernels."""
-Tell = Callable[[int, int], None]
+TellCompiled = Callable[[int, int], None]
 
 PIECES_TO_SEE = 2
 """Number of pieces of work that are always rehearsed. If none of them misses a kernel, the rehearsal ends."""
@@ -54,8 +54,8 @@ def rehearsing() -> bool:
 
 def compile_ahead(
     device: torch.device,
-    works: Sequence[Work],
-    tell: Tell | None = None,
+    works: Sequence[CompileWork],
+    tell: TellCompiled | None = None,
     *,
     limit_s: float | None = math.inf,
 ) -> int:
@@ -104,7 +104,7 @@ def compile_ahead(
     return pool.compiled - compiled
 
 
-def state_of(device: torch.device, work: Work) -> Compiled:
+def state_of(device: torch.device, work: CompileWork) -> Compiled:
     """Return whether all Triton kernels that a function launches are compiled. Compile no kernel.
 
     On a GPU, the function is rehearsed (called without kernel launches) to find its kernels. On any other
@@ -127,7 +127,7 @@ def state_of(device: torch.device, work: Work) -> Compiled:
         return Compiled.NO
 
 
-def compiled_or_soon(device: torch.device, work: Work) -> bool:
+def compiled_or_soon(device: torch.device, work: CompileWork) -> bool:
     """Return whether all Triton kernels that a function launches are compiled. Start to compile missing ones.
 
     On a GPU, the function is rehearsed (called without kernel launches) to find its kernels. On any other

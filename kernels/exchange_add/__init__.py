@@ -16,7 +16,7 @@ from outrider.kernels._dispatch import use_triton
 from outrider.kernels._launch import ceil_div, expect, expect_contiguous
 from outrider.kernels.exchange_add import reference
 from outrider.kernels.exchange_add.types import ABSENT, BLOCK, Boxes, inbox_shape
-from outrider.kernels.stream import FEW_ROWS, Stream
+from outrider.kernels.stream import FEW_ROWS, ResidualStream
 
 __all__ = ["ABSENT", "BLOCK", "Boxes", "can_exchange", "exchange_add", "inbox_shape"]
 
@@ -43,7 +43,7 @@ def exchange_add(
     *,
     bias: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
-) -> Stream:
+) -> ResidualStream:
     """Return the residual stream after ``residual + sum over ranks of parts + bias``, ready for the RMS norm.
 
     If a rank does not send its part in time, all rows become NaN and `Boxes.lost` becomes 1. Later calls do

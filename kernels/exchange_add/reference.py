@@ -9,14 +9,14 @@ import torch
 
 from outrider.kernels.add_norm import reference as add_norm
 from outrider.kernels.exchange_add.types import ABSENT, BLOCK, Boxes
-from outrider.kernels.stream import Stream
+from outrider.kernels.stream import ResidualStream
 
 
 def exchange_add(
     parts: torch.Tensor, residual: torch.Tensor, norm_weight: torch.Tensor, eps: float, boxes: Boxes,
     bias: torch.Tensor | None,
     out: torch.Tensor | None
-) -> Stream:  # fmt: skip
+) -> ResidualStream:  # fmt: skip
     rows, width = residual.shape
     own = parts.sum(0) if parts.dim() == 3 else parts
     send(own, boxes)

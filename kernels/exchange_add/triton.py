@@ -18,7 +18,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from outrider.kernels import _launch
 from outrider.kernels.exchange_add.types import ABSENT, BLOCK, Boxes
-from outrider.kernels.stream import Stream
+from outrider.kernels.stream import ResidualStream
 
 _ABSENT = tl.constexpr(ABSENT)
 _ABSENT_HALF = tl.constexpr(-0x8000)
@@ -99,13 +99,13 @@ def _exchange_rows(
 def exchange_add(
     parts: torch.Tensor, residual: torch.Tensor, norm_weight: torch.Tensor, eps: float, boxes: Boxes, bias: torch.Tensor | None,
     out: torch.Tensor | None
-) -> Stream:  # fmt: skip
+) -> ResidualStream:  # fmt: skip
     rows, width = residual.shape
     blocks = _launch.ceil_div(width, BLOCK)
     total = _launch.empty((rows, width), residual.dtype, residual.device) if out is None else out
     scaled = _launch.empty((rows, width), residual.dtype, residual.device)
     sums = _launch.empty((blocks, rows), torch.float32, residual.device)
-    stream = Stream(total, scaled, sums, eps)
+    stream = ResidualStream(total, scaled, sums, eps)
     if rows == 0:
         return stream
     residual = residual if residual.stride(1) == 1 else residual.contiguous()

@@ -169,7 +169,7 @@ def _choose_split(
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class PartChoices:
     """Best kept token of every part of the vocabulary, for every row.
 
     Attributes:
@@ -244,7 +244,7 @@ def kept_tokens(logits: torch.Tensor, sampling: SamplingTensors) -> Kept:
     return Kept(found.keys, found.ties)
 
 
-def best_kept(logits: torch.Tensor, sampling: SamplingTensors, positions: torch.Tensor) -> Parts:
+def best_kept(logits: torch.Tensor, sampling: SamplingTensors, positions: torch.Tensor) -> PartChoices:
     """Return the best token that the filters keep, for every part of the vocabulary and every row.
 
     Scores include noise. The caller merges the parts.
@@ -266,4 +266,4 @@ def best_kept(logits: torch.Tensor, sampling: SamplingTensors, positions: torch.
             found.tied, scores, ids, poisoned, found.vocab, found.splits, SHORT=found.short, SPLITS=_launch.next_power_of_2(found.splits),
             BLOCK=max(16, min(_BLOCK, _launch.next_power_of_2(found.vocab))), num_warps=8, **_launch.dependent(logits),
         )  # fmt: skip
-    return Parts(scores, ids, poisoned)
+    return PartChoices(scores, ids, poisoned)

@@ -8,7 +8,7 @@ from outrider.kernels._dispatch import use_triton
 from outrider.kernels._launch import expect, expect_contiguous
 from outrider.kernels.rope_store import reference
 from outrider.kernels.rope_store.types import Lookup
-from outrider.kernels.stream import Stream
+from outrider.kernels.stream import ResidualStream
 
 __all__ = ["Lookup", "rope_angles", "rope_store"]
 
@@ -59,7 +59,7 @@ def rope_store(
     v_plane: torch.Tensor,
     slots: torch.Tensor,
     *,
-    stream: Stream | None = None,
+    stream: ResidualStream | None = None,
     bias: torch.Tensor | None = None,
     head_norm: torch.Tensor | None = None,
     head_eps: float = 0.0,

@@ -7,7 +7,7 @@ from torch.nn import functional
 
 from outrider.kernels.kv_store.reference import kv_store
 from outrider.kernels.rope_store.types import Lookup
-from outrider.kernels.stream import Stream
+from outrider.kernels.stream import ResidualStream
 
 
 def rope_angles(
@@ -26,7 +26,7 @@ def rope_store(
     k_plane: torch.Tensor,
     v_plane: torch.Tensor,
     slots: torch.Tensor,
-    stream: Stream | None,
+    stream: ResidualStream | None,
     bias: torch.Tensor | None,
     head_norm: torch.Tensor | None,
     head_eps: float,

@@ -12,7 +12,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from outrider.kernels import _launch
 from outrider.kernels.rope_store.types import Lookup
-from outrider.kernels.stream import FEW_ROWS, Stream
+from outrider.kernels.stream import FEW_ROWS, ResidualStream
 
 
 @triton.jit
@@ -125,7 +125,7 @@ def rope_store(
     k_plane: torch.Tensor,
     v_plane: torch.Tensor,
     slots: torch.Tensor,
-    stream: Stream | None,
+    stream: ResidualStream | None,
     bias: torch.Tensor | None,
     head_norm: torch.Tensor | None,
     head_eps: float,

@@ -7,9 +7,9 @@ import torch
 from outrider.kernels._dispatch import use_triton
 from outrider.kernels._launch import expect
 from outrider.kernels.round_plan import reference
-from outrider.kernels.round_plan.types import RoundPlan
+from outrider.kernels.round_plan.types import RowPlan
 
-__all__ = ["RoundPlan", "round_plan"]
+__all__ = ["RowPlan", "round_plan"]
 
 
 def round_plan(
@@ -25,8 +25,8 @@ def round_plan(
     page_size: int,
     lead: int,
     behind: int = 0,
-) -> RoundPlan:
-    """Lay out the rows of a drafting round, given the results of the last round (see `RoundPlan`).
+) -> RowPlan:
+    """Lay out the rows of a drafting round, given the results of the last round (see `RowPlan`).
 
     The host provides no values that change between rounds, so one CUDA graph serves all lengths.
 
@@ -45,7 +45,7 @@ def round_plan(
         page_size: Tokens per page.
         lead: 0 if a row pairs a token with the feature of the preceding token, 1 if a row represents a single
             token. If `behind` is 0, a sequence has ``committed_lens - 1 + lead`` stable rows (see
-            `RoundPlan`).
+            `RowPlan`).
         behind: Number of stable rows that are missing at the end of each sequence. It is above 0 only for the
             later layers in a chain of MTP layers, which read tokens further ahead. Positions decrease by
             `behind`. Rows whose position would be below 0 have no KV slots.

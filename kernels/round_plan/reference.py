@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from outrider.kernels.round_plan.types import RoundPlan
+from outrider.kernels.round_plan.types import RowPlan
 
 
 def round_plan(
@@ -19,7 +19,7 @@ def round_plan(
     page_size: int,
     lead: int,
     behind: int,
-) -> RoundPlan:
+) -> RowPlan:
     bs, columns = tokens.shape
     device = tokens.device
     busy = counts > 0
@@ -35,7 +35,7 @@ def round_plan(
     at_level = (last[:, None] - 1 + torch.arange(1, depth, device=device)).clamp(min=0)  # [bs, depth - 1]
     positions = [index.clamp(min=0).view(-1), at_level.T.repeat_interleave(topk, 1).reshape(-1)]
     lens = [(last - count[:, 0]).clamp(min=0), *(stable + level * topk * busy for level in range(depth))]
-    return RoundPlan(
+    return RowPlan(
         tokens=torch.where(given, tokens.gather(1, source.clamp(min=0)), 0).view(-1),
         features=(source.clamp(min=0) + torch.arange(bs, device=device)[:, None] * columns)
         .view(-1)

@@ -8,7 +8,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from outrider.kernels import _launch
-from outrider.kernels.round_plan.types import RoundPlan
+from outrider.kernels.round_plan.types import RowPlan
 
 
 @triton.jit
@@ -69,7 +69,7 @@ def round_plan(
     page_size: int,
     lead: int,
     behind: int,
-) -> RoundPlan:
+) -> RowPlan:
     bs, columns = tokens.shape
     device = tokens.device
     scratch = (depth - 1) * topk
@@ -77,7 +77,7 @@ def round_plan(
     def integers(*shape: int) -> torch.Tensor:
         return _launch.empty(shape, torch.int32, device)
 
-    plan = RoundPlan(
+    plan = RowPlan(
         tokens=integers(bs * rows),
         features=integers(bs * rows),
         extend_slots=_launch.empty((bs * rows,), torch.int64, device),

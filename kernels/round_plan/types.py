@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 
-class RoundPlan(NamedTuple):
+class RowPlan(NamedTuple):
     """Layout of the rows of a drafting round in the draft's KV cache.
 
     The *stable* rows of a sequence are the draft's cached rows of committed tokens. A round adds R rows

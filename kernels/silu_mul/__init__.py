@@ -7,14 +7,14 @@ import torch
 from outrider.kernels._dispatch import use_triton
 from outrider.kernels._launch import expect, expect_contiguous
 from outrider.kernels.silu_mul import reference
-from outrider.kernels.stream import Stream
+from outrider.kernels.stream import ResidualStream
 
 __all__ = ["silu_mul"]
 
 
 def silu_mul(
     parts: torch.Tensor,
-    stream: Stream | None = None,
+    stream: ResidualStream | None = None,
     *,
     bias: torch.Tensor | None = None,
     gelu: bool = False,

@@ -5,11 +5,15 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from outrider.kernels.stream import Stream
+from outrider.kernels.stream import ResidualStream
 
 
 def silu_mul(
-    parts: torch.Tensor, stream: Stream | None, bias: torch.Tensor | None, gelu: bool, dtype: torch.dtype
+    parts: torch.Tensor,
+    stream: ResidualStream | None,
+    bias: torch.Tensor | None,
+    gelu: bool,
+    dtype: torch.dtype,
 ) -> torch.Tensor:
     total = parts.sum(0) if parts.dim() == 3 else parts.float()
     inverse = None if stream is None else stream.inverse_rms()

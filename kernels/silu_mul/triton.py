@@ -11,7 +11,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from outrider.kernels import _launch
-from outrider.kernels.stream import Stream
+from outrider.kernels.stream import ResidualStream
 
 _BLOCK = 1024
 
@@ -58,7 +58,11 @@ def _silu_mul(
 
 
 def silu_mul(
-    parts: torch.Tensor, stream: Stream | None, bias: torch.Tensor | None, gelu: bool, dtype: torch.dtype
+    parts: torch.Tensor,
+    stream: ResidualStream | None,
+    bias: torch.Tensor | None,
+    gelu: bool,
+    dtype: torch.dtype,
 ) -> torch.Tensor:
     rows, size = parts.shape[-2], parts.shape[-1] // 2
     out = _launch.empty((rows, size), dtype, parts.device)

@@ -17,7 +17,7 @@ from outrider.kernels.silu_mul import silu_mul
 from outrider.kernels.skinny_gemm import library, reference
 from outrider.kernels.skinny_gemm.table import choose_tile
 from outrider.kernels.skinny_gemm.types import LIBRARY, Epilogue, Method, Overlap, Rotary, Tile
-from outrider.kernels.stream import FEW_ROWS, MANY_ROWS, Stream
+from outrider.kernels.stream import FEW_ROWS, MANY_ROWS, ResidualStream
 
 __all__ = [
     "Epilogue", "Lookup", "Method", "Overlap", "Rotary", "Tile", "choose_tile", "project", "project_add",
@@ -68,7 +68,7 @@ def project(
     return compiled.project(x, weight, scales, tile)
 
 
-def project_normed(stream: Stream, weight: torch.Tensor, *, tile: Tile | None = None) -> torch.Tensor:
+def project_normed(stream: ResidualStream, weight: torch.Tensor, *, tile: Tile | None = None) -> torch.Tensor:
     """Return ``norm(stream) @ weight.T``, or partial sums of this product, which the next kernel must add.
 
     This is `project` plus the RMS norm's last step, a division by the root mean square.
@@ -115,7 +115,7 @@ def project_add(
     bias: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     tile: Tile | None = None,
-) -> Stream:
+) -> ResidualStream:
     """Return the residual stream after ``residual + x @ weight.T + bias``, prepared for the next RMS norm.
 
     In fp16, `add_sums` computes the sum and prepares the norm, in a separate launch.
@@ -168,7 +168,7 @@ def project_add(
 
 
 def project_gated(
-    stream: Stream,
+    stream: ResidualStream,
     weight: torch.Tensor,
     *,
     scales: torch.Tensor | None = None,
@@ -222,7 +222,7 @@ def project_gated(
 
 
 def project_rotated(
-    stream: Stream,
+    stream: ResidualStream,
     weight: torch.Tensor,
     rotary: Rotary,
     *,

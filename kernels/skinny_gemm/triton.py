@@ -37,7 +37,7 @@ from outrider.kernels.skinny_gemm.epilogue.triton import (
 )
 from outrider.kernels.skinny_gemm.rows.triton import stay_rows, sum_rows
 from outrider.kernels.skinny_gemm.types import Epilogue, Method, Overlap, Rotary, Tile
-from outrider.kernels.stream import Stream
+from outrider.kernels.stream import ResidualStream
 
 
 @triton.jit
@@ -113,7 +113,7 @@ def _dot_tiles(
 
 
 def project(
-    x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor | None, tile: Tile, stream: Stream | None = None
+    x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor | None, tile: Tile, stream: ResidualStream | None = None
 ) -> torch.Tensor:  # fmt: skip
     """Compute `outrider.kernels.skinny_gemm.project`.
 
@@ -133,7 +133,7 @@ def project(
 def project_add(
     x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor | None, bias: torch.Tensor | None, residual: torch.Tensor,
     norm_weight: torch.Tensor, eps: float, out: torch.Tensor | None, tile: Tile,
-) -> Stream:  # fmt: skip
+) -> ResidualStream:  # fmt: skip
     """Compute `outrider.kernels.skinny_gemm.project_add`. A tile with splits requires `can_gather`."""
     rows, width = residual.shape
     total = _launch.empty((rows, width), x.dtype, x.device) if out is None else out
@@ -150,11 +150,11 @@ def project_add(
         sums=sums,
     )
     _run(Epilogue.ADD, x, weight, tile, tail)
-    return Stream(total, scaled, sums, eps)
+    return ResidualStream(total, scaled, sums, eps)
 
 
 def project_gated(
-    stream: Stream,
+    stream: ResidualStream,
     weight: torch.Tensor,
     scales: torch.Tensor | None,
     bias: torch.Tensor | None,
@@ -178,7 +178,7 @@ def project_gated(
 
 
 def project_rotated(
-    stream: Stream, weight: torch.Tensor, scales: torch.Tensor | None, bias: torch.Tensor | None, rotary: Rotary, lookup: Lookup | None,
+    stream: ResidualStream, weight: torch.Tensor, scales: torch.Tensor | None, bias: torch.Tensor | None, rotary: Rotary, lookup: Lookup | None,
     tile: Tile,
 ) -> torch.Tensor:  # fmt: skip
     """Compute `outrider.kernels.skinny_gemm.project_rotated`. The tile has one split."""

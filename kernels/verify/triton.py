@@ -22,7 +22,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from outrider.kernels import _launch
 from outrider.kernels.ahead import rehearsing
-from outrider.kernels.filtered_choice.triton import Parts, best_kept
+from outrider.kernels.filtered_choice.triton import PartChoices, best_kept
 from outrider.kernels.philox.triton import gumbel
 from outrider.kernels.verify.filters import filter_logits
 from outrider.kernels.verify.types import SamplingTensors, VerifiedTree
@@ -244,7 +244,7 @@ def _argmax(logits: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
 
 def _best(
     logits: torch.Tensor, sampling: SamplingTensors, positions: torch.Tensor, chosen: torch.Tensor
-) -> Parts:
+) -> PartChoices:
     """Return the best token of every part of the vocabulary, for every row. Scores include noise.
 
     If the vocabulary is a single part, the chosen tokens are written to `chosen` instead.
@@ -259,7 +259,7 @@ def _best(
             sampling.choices.contiguous(), scores, ids, poisoned, chosen, vocab, size[1], NOISE=not sampling.all_greedy,
             WHOLE=vocab <= _BLOCK, BLOCK=min(_BLOCK, _launch.next_power_of_2(vocab)), num_warps=8, **_launch.dependent(logits),
         )  # fmt: skip
-    return Parts(scores, ids, poisoned)
+    return PartChoices(scores, ids, poisoned)
 
 
 @triton.jit

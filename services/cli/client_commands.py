@@ -57,7 +57,7 @@ def generate(
     api_key: ApiKey = None,
 ) -> None:
     """Send one prompt to a running gateway and print the answer."""
-    from outrider.services.clients.rest import Reply, RestClient
+    from outrider.services.clients.rest import RestClient, StreamedReply
     from outrider.services.terminal.chat import print_summary
 
     if prompt == "-" and sys.stdin.isatty():
@@ -69,7 +69,7 @@ def generate(
             '`outrider generate "List 3 countries."`, or pipe a text into the command.',
             field="prompt",
         )
-    reply = Reply()
+    reply = StreamedReply()
     with RestClient(url, api_key) as client:
         options = _request_options(max_tokens, temperature, seed, speculation)
         if as_json:

@@ -87,7 +87,7 @@ def serve_gateway(context: typer.Context) -> None:
     """The REST and gRPC front end; needs no torch."""
     from outrider.services.gateway.settings import GatewaySettings
 
-    _run_service("gateway", GatewaySettings, entrypoints.serve_gateway, context.args)
+    _run_service("gateway", GatewaySettings, entrypoints.run_gateway, context.args)
 
 
 @serve.command("target", context_settings=PASS_ON)
@@ -95,7 +95,7 @@ def serve_target(context: typer.Context) -> None:
     """The model: KV cache, batching, verification."""
     from outrider.services.target.settings import TargetSettings
 
-    _run_service("target", TargetSettings, entrypoints.serve_target, context.args)
+    _run_service("target", TargetSettings, entrypoints.run_target, context.args)
 
 
 @serve.command("draft", context_settings=PASS_ON)
@@ -104,7 +104,7 @@ def serve_draft(context: typer.Context) -> None:
     wait_until_needed(entrypoints.import_draft)
     from outrider.services.draft.settings import DraftSettings
 
-    _run_service("draft", DraftSettings, entrypoints.serve_draft, context.args)
+    _run_service("draft", DraftSettings, entrypoints.run_draft, context.args)
 
 
 def _run_service(name: str, settings_type: Any, run: Any, arguments: list[str]) -> None:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from outrider.services.target.settings import TargetSettings
 
 
-def serve_gateway(settings: GatewaySettings) -> int:
+def run_gateway(settings: GatewaySettings) -> int:
     """Run the gateway until it is stopped."""
     watch_sockets()
     from outrider.services.gateway import app
@@ -27,7 +27,7 @@ def serve_gateway(settings: GatewaySettings) -> int:
     return app.run(settings)
 
 
-def serve_target(settings: TargetSettings) -> int:
+def run_target(settings: TargetSettings) -> int:
     """Run the target service until it is stopped.
 
     With ``--draft inproc:[DIR]``, the draft runs in the target's process, and this function loads the draft
@@ -73,7 +73,7 @@ def import_draft() -> None:
     from outrider.services.draft import app  # noqa: F401
 
 
-def serve_draft(settings: DraftSettings) -> int:
+def run_draft(settings: DraftSettings) -> int:
     """Run the draft until it is stopped."""
     watch_sockets()
     from outrider.services.draft import app

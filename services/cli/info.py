@@ -33,7 +33,7 @@ def info(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Show versions, GPUs, caches and settings of this machine. Values of keys and tokens are hidden."""
-    found = describe(os.environ)
+    found = describe_installation(os.environ)
     if as_json:
         typer.echo(json.dumps(found))
         return
@@ -49,7 +49,7 @@ def info(
             typer.echo(f"  {line}")
 
 
-def describe(environment: Mapping[str, str]) -> dict[str, Any]:
+def describe_installation(environment: Mapping[str, str]) -> dict[str, Any]:
     """Return the description of this machine. Do not import torch or CUDA, because importing takes seconds.
 
     Args:

@@ -20,7 +20,7 @@ from outrider.services.cli.up_help import ConfigFile, Profile
 from outrider.services.gateway.settings import GatewaySettings
 from outrider.services.hub.pair import demo_name, pair_folders
 from outrider.services.stack import launch
-from outrider.services.stack.launch import Progress
+from outrider.services.stack.launch import OnStage
 from outrider.services.stack.options import StackOptions, Transport
 from outrider.services.stack.start_bar import StartBar
 from outrider.services.stack.supervisor import Echo
@@ -381,7 +381,7 @@ def _echo_to(console: Console, log_json: bool) -> Echo:
     return echo
 
 
-def _progress_to(console: Console, log_json: bool) -> Progress:
+def _progress_to(console: Console, log_json: bool) -> OnStage:
     if log_json:
         return lambda line: _echo_to(console, log_json)("up", line)
     return lambda line: console.print(f"[green]{line}[/]", soft_wrap=True)

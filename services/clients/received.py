@@ -1,4 +1,4 @@
-"""Counts the tokens and rounds of an answer while they arrive, for answers that are cut off before their end."""
+"""Counts tokens and rounds of an answer as they arrive, for answers that are cut off before their end."""
 
 from __future__ import annotations
 

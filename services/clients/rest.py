@@ -35,7 +35,7 @@ def gateway_url(given: str) -> str:
 
 
 @dataclass(slots=True)
-class Reply:
+class StreamedReply:
     """Result of one streamed request.
 
     Attributes:
@@ -81,7 +81,7 @@ class Reply:
 
 
 class RestClient:
-    """REST client of one gateway. The `stream_*` methods yield pieces of text and fill the given `Reply`.
+    """REST client of one gateway. The `stream_*` methods yield pieces of text and fill a `StreamedReply`.
 
     Args:
         url: URL of the gateway, in any format that `gateway_url` accepts.
@@ -173,7 +173,7 @@ class RestClient:
         return count, context
 
     def stream_chat(
-        self, messages: list[dict[str, str]], options: Mapping[str, Any], reply: Reply
+        self, messages: list[dict[str, str]], options: Mapping[str, Any], reply: StreamedReply
     ) -> Iterator[str]:
         """Stream one chat completion."""
         for piece, _ in self.stream_chat_events(messages, options, reply):
@@ -181,7 +181,7 @@ class RestClient:
                 yield piece
 
     def stream_chat_events(
-        self, messages: list[dict[str, str]], options: Mapping[str, Any], reply: Reply
+        self, messages: list[dict[str, str]], options: Mapping[str, Any], reply: StreamedReply
     ) -> Generator[tuple[str, dict[str, Any] | None], None, None]:
         """Stream one chat completion as (text, traced round or None). Closing the generator cancels it."""
         yield from self._stream(
@@ -193,7 +193,7 @@ class RestClient:
         )
 
     def stream_completion(
-        self, prompt: str | list[int], options: Mapping[str, Any], reply: Reply
+        self, prompt: str | list[int], options: Mapping[str, Any], reply: StreamedReply
     ) -> Iterator[str]:
         """Stream one text completion. The prompt is text or token ids."""
         events = self._stream(
@@ -204,7 +204,7 @@ class RestClient:
                 yield piece
 
     def _stream(
-        self, path: str, body: dict[str, Any], reply: Reply, text_of: Any
+        self, path: str, body: dict[str, Any], reply: StreamedReply, text_of: Any
     ) -> Generator[tuple[str, dict[str, Any] | None], None, None]:
         body = {"model": self.model, "stream": True, "stream_options": {"include_usage": True}, **body}
         started = time.perf_counter()
@@ -243,7 +243,7 @@ class RestClient:
         )
 
 
-def _take(event: dict[str, Any], reply: Reply, text_of: Any) -> str | None:
+def _take(event: dict[str, Any], reply: StreamedReply, text_of: Any) -> str | None:
     """Merge one event into the reply, and return its text or None."""
     if usage := event.get("usage"):
         reply.prompt_tokens, reply.completion_tokens = usage["prompt_tokens"], usage["completion_tokens"]

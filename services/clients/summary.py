@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from outrider.services.clients.received import PREFILL_TOKENS
-from outrider.services.clients.rest import Reply
+from outrider.services.clients.rest import StreamedReply
 
 
-def drafting_rounds(reply: Reply) -> int | None:
+def drafting_rounds(reply: StreamedReply) -> int | None:
     """Return the number of rounds with drafts; None if it is unknown, because no drafted token was accepted.
 
     The accept length is 1 + accepted tokens / rounds with drafts.
@@ -18,7 +18,7 @@ def drafting_rounds(reply: Reply) -> int | None:
     return round(accepted / (length - 1)) if accepted and length > 1 else None
 
 
-def speculation_summary(reply: Reply) -> str:
+def speculation_summary(reply: StreamedReply) -> str:
     """Return one line about the rounds of an answer.
 
     The accept length includes tokens after the end of the answer, which a stop token or the length limit cut
@@ -26,7 +26,7 @@ def speculation_summary(reply: Reply) -> str:
 
     Example:
         >>> speculation = {"rounds": 4, "draft_tokens": 40, "accepted_tokens": 13, "accept_length": 7.5}
-        >>> speculation_summary(Reply(completion_tokens=18, speculation=speculation))
+        >>> speculation_summary(StreamedReply(completion_tokens=18, speculation=speculation))
         '18 tokens in 4 rounds, 2 of them with drafts; accept length 7.50'
     """
     tokens, speculation = _count(reply.completion_tokens, "token"), reply.speculation

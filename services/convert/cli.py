@@ -31,13 +31,13 @@ def convert_head(
 
     Writes safetensors with canonical tensor names, a flat config.json, and d2t as offsets.
     """
-    from outrider.services.convert.head import HeadLayout, convert_head
+    from outrider.services.convert.head import HeadLayout, rewrite_head
     from outrider.shared.obs.logging import configure_logging
 
     configure_logging("convert", "warning")
     if to not in LAYOUTS:
         raise ConfigurationError(f"--to: {to!r} is not one of {', '.join(LAYOUTS)}.", field="--to")
-    done = convert_head(source, destination, HeadLayout(to))
+    done = rewrite_head(source, destination, HeadLayout(to))
     for note in done.notes:
         typer.echo(note)
     typer.echo(f"{destination}: {done.tensors} tensors of an {done.algorithm} head, layout {to}")
@@ -57,9 +57,9 @@ def convert_tokenizer(
 
     Needs transformers: pip install 'outrider[train]'.
     """
-    from outrider.services.convert.tokenizer import convert_tokenizer
+    from outrider.services.convert.tokenizer import rewrite_tokenizer
 
-    done = convert_tokenizer(folder, output)
+    done = rewrite_tokenizer(folder, output)
     typer.echo(
         f"{done.file}: {done.tokens} tokens, converted from {done.kind}; {done.compared} sample texts encode "
         "as before"

@@ -79,7 +79,7 @@ class _Source:
     raw: Mapping[str, Any]
 
 
-def convert_head(source: Path, destination: Path, layout: HeadLayout) -> Converted:
+def rewrite_head(source: Path, destination: Path, layout: HeadLayout) -> Converted:
     """Rewrite the draft head in a folder.
 
     Args:

@@ -42,7 +42,7 @@ class ConvertedTokenizer:
     compared: int
 
 
-def convert_tokenizer(folder: Path, output: Path | None = None) -> ConvertedTokenizer:
+def rewrite_tokenizer(folder: Path, output: Path | None = None) -> ConvertedTokenizer:
     """Convert a folder's tokenizer, and compare the result with the original on sample texts.
 
     Args:

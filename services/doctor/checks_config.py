@@ -157,7 +157,7 @@ def check_aux_layers(pair: Pair) -> Iterator[Finding]:
         )
 
 
-def check_token_map(pair: Pair) -> Iterator[Finding]:
+def check_token_map_ids(pair: Pair) -> Iterator[Finding]:
     """Read the token map, and compare the ids in the map with the vocabulary from which the map selects."""
     if pair.token_map is None:
         return
@@ -237,7 +237,7 @@ __all__ = [
     "check_hidden_size",
     "check_rope",
     "check_target",
-    "check_token_map",
+    "check_token_map_ids",
     "check_tokenizers",
     "check_unused",
     "check_vocabulary",

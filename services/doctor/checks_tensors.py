@@ -10,7 +10,7 @@ from outrider.services.doctor.finding import Finding
 from outrider.services.doctor.generic_tensors import check_generic
 from outrider.services.doctor.judge_tensors import DOWNLOAD, NamedStatistics, judge
 from outrider.services.doctor.pair import ANYTHING, Pair, expected_of
-from outrider.services.doctor.statistics import describe
+from outrider.services.doctor.statistics import tensor_statistics
 from outrider.services.doctor.vocabulary_map import D2tMeaning, d2t_meaning
 from outrider.services.draft.strategies.mtp_copies import compare_copies
 from outrider.shared.nn.checkpoint.checkpoint_reader import CheckpointReader
@@ -195,7 +195,7 @@ def _statistics(
     found = []
     with Progress(f"reading tensors of {whose}", len(floating)) as progress:
         for name in floating:
-            found.append(NamedStatistics(name, describe(_file(reader, name), whole=whole)))
+            found.append(NamedStatistics(name, tensor_statistics(_file(reader, name), whole=whole)))
             progress.advance()
     return found
 

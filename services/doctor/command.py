@@ -81,7 +81,7 @@ def run_doctor(options: DoctorOptions) -> int:
         options.draft,
         options.algorithm,
         device,
-        torch_dtype(options.dtype, device),
+        dtype_of_flag(options.dtype, device),
         options.token_map,
     )
     report = examine(pair)
@@ -90,11 +90,13 @@ def run_doctor(options: DoctorOptions) -> int:
     if options.as_json:
         print(json.dumps(report.as_json(), indent=1))
     else:
-        print_report(report, Console(highlight=False, width=None if sys.stdout.isatty() else PIPE_WIDTH))
+        print_doctor_report(
+            report, Console(highlight=False, width=None if sys.stdout.isatty() else PIPE_WIDTH)
+        )
     return report.exit_code
 
 
-def print_report(report: DoctorReport, console: Console) -> None:
+def print_doctor_report(report: DoctorReport, console: Console) -> None:
     """Print the findings as a table, each with its fix on the next line. Then print the verdict."""
     table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
     for finding in report.findings:
@@ -149,7 +151,7 @@ def torch_device(name: str) -> torch.device:
     return device
 
 
-def torch_dtype(name: str, device: torch.device) -> torch.dtype:
+def dtype_of_flag(name: str, device: torch.device) -> torch.dtype:
     """Return the data type of the flag `--dtype`.
 
     Raises:

@@ -12,7 +12,7 @@ from outrider.services.doctor.checks_config import (
     check_hidden_size,
     check_rope,
     check_target,
-    check_token_map,
+    check_token_map_ids,
     check_tokenizers,
     check_unused,
     check_vocabulary,
@@ -24,7 +24,7 @@ from outrider.services.doctor.checks_tensors import (
     check_target_tensors,
 )
 from outrider.services.doctor.finding import DoctorReport, Finding
-from outrider.services.doctor.memory import check_memory, memory_numbers, plan_memory
+from outrider.services.doctor.memory import check_memory, estimate_memory, memory_numbers
 from outrider.services.doctor.pair import Pair
 from outrider.shared.base.errors import OutriderError
 
@@ -46,7 +46,7 @@ DRAFT_CHECKS: Mapping[str, Check] = {
 }
 UNDRAFTED_CHECKS: Mapping[str, Check] = {"draft": check_unused}
 LAST_CHECKS: Mapping[str, Check] = {
-    "token map": check_token_map,
+    "token map": check_token_map_ids,
     "tokenizer": check_tokenizers,
     "memory": check_memory,
 }
@@ -76,6 +76,6 @@ def _new(known: list[Finding], found: list[Finding]) -> list[Finding]:
 
 def _numbers(pair: Pair) -> dict[str, Mapping[str, Any]]:
     try:
-        return {"memory": memory_numbers(plan_memory(pair))}
+        return {"memory": memory_numbers(estimate_memory(pair))}
     except OutriderError:
         return {}  # the memory check has reported the error

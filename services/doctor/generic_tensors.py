@@ -9,8 +9,13 @@ from typing import Any
 import torch
 
 from outrider.services.doctor.finding import Finding
-from outrider.services.doctor.judge_tensors import DOWNLOAD, named
-from outrider.shared.nn.checkpoint.checkpoint_reader import WRONG_TYPE, CheckpointReader, Shape, dtype_name
+from outrider.services.doctor.judge_tensors import DOWNLOAD, count_and_names
+from outrider.shared.nn.checkpoint.checkpoint_reader import (
+    WRONG_TYPE,
+    CheckpointReader,
+    TensorShape,
+    dtype_name,
+)
 from outrider.shared.nn.checkpoint.json_config import ConfigReader, faults_of
 from outrider.shared.nn.config.model_config import CONFIG_FILE, read_json
 
@@ -32,7 +37,7 @@ def check_generic(reader: CheckpointReader, folder: Path) -> Iterator[Finding]:
         first = misshaped[0]
         yield Finding.refused(
             first,
-            f"{named(misshaped)} with the wrong shape: {list(stored[first])} instead of "
+            f"{count_and_names(misshaped)} with the wrong shape: {list(stored[first])} instead of "
             f"{list(expected[first])}",
             DOWNLOAD,
         )
@@ -40,19 +45,21 @@ def check_generic(reader: CheckpointReader, folder: Path) -> Iterator[Finding]:
     if wrong:
         first = next(iter(wrong))
         yield Finding.refused(
-            first, f"{named(list(wrong))} {WRONG_TYPE}: {dtype_name(wrong[first])}", "Use a bf16 checkpoint."
+            first,
+            f"{count_and_names(list(wrong))} {WRONG_TYPE}: {dtype_name(wrong[first])}",
+            "Use a bf16 checkpoint.",
         )
     missing = [name for name in expected if name not in stored]
     others = [name for name in stored if name not in expected]
     if missing and others:
         yield Finding.warning(
             missing[0],
-            f"{named(missing)} missing, but {named(others)} unexpected",
+            f"{count_and_names(missing)} missing, but {count_and_names(others)} unexpected",
             "If the names are from an older release, transformers renames the tensors. Otherwise loading "
             "refuses them by name.",
         )
     elif missing:
-        yield Finding.refused(missing[0], f"{named(missing)} missing", DOWNLOAD)
+        yield Finding.refused(missing[0], f"{count_and_names(missing)} missing", DOWNLOAD)
 
 
 def model_of(folder: Path) -> Any:
@@ -67,7 +74,7 @@ def model_of(folder: Path) -> Any:
         return model_class._from_config(settings)
 
 
-def saved_shapes(model: Any, folder: Path) -> Mapping[str, Shape]:
+def saved_shapes(model: Any, folder: Path) -> Mapping[str, TensorShape]:
     """Return name → shape of the tensors that transformers would save for a model.
 
     Args:

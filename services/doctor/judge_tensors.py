@@ -53,7 +53,7 @@ def judge(
     """
     broken = [one.name for one in examined if not one.statistics.finite]
     if broken:
-        yield Finding.refused(broken[0], f"{named(broken)} with NaN or infinite values", DOWNLOAD)
+        yield Finding.refused(broken[0], f"{count_and_names(broken)} with NaN or infinite values", DOWNLOAD)
     weights = [
         one for one in examined if one.statistics.finite and not one.is_norm and one.statistics.columns
     ]
@@ -64,7 +64,9 @@ def judge(
     flat += [one.name for one in scales if one.statistics.constant and one.statistics.mean == 0.0]
     if flat:
         yield Finding.warning(
-            flat[0], f"{named(flat)} never filled: the standard deviation is below {NEAR_ZERO:g}", DOWNLOAD
+            flat[0],
+            f"{count_and_names(flat)} never filled: the standard deviation is below {NEAR_ZERO:g}",
+            DOWNLOAD,
         )
     yield from _norms(
         [one for one in examined if one.statistics.finite and one.is_norm], whose, norms_about_one
@@ -75,7 +77,7 @@ def judge(
         yield Finding.ok("weights", f"{seen} of {whose}: no NaN or infinite values")
 
 
-def named(names: Sequence[str]) -> str:
+def count_and_names(names: Sequence[str]) -> str:
     """Return the number of tensors and the first few names, for messages."""
     more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
     return f"{len(names)} tensor{'s' if len(names) > 1 else ''} ({', '.join(names[:MAX_NAMED])}{more})"
@@ -94,7 +96,7 @@ def _norms(norms: Sequence[NamedStatistics], whose: str, about_one: bool) -> Ite
     if same:
         yield Finding.warning(
             same[0],
-            f"{named(same)}: all weights of the norm are equal, unlike those of the other norms",
+            f"{count_and_names(same)}: all weights of the norm are equal, unlike those of the other norms",
             TRAINED,
         )
     around_zero = [
@@ -103,7 +105,8 @@ def _norms(norms: Sequence[NamedStatistics], whose: str, about_one: bool) -> Ite
     if around_zero:
         yield Finding.warning(
             around_zero[0],
-            f"{named(around_zero)}: norm weights scatter around zero, so the norm was never trained",
+            f"{count_and_names(around_zero)}: "
+            "norm weights scatter around zero, so the norm was never trained",
             TRAINED,
         )
 

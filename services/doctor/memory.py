@@ -31,7 +31,7 @@ from outrider.shared.kv.pool import token_bytes
 from outrider.shared.nn.checkpoint.checkpoint_reader import CheckpointReader
 from outrider.shared.nn.checkpoint.weight_sizes import loaded_bytes
 from outrider.shared.nn.config.model_config import ModelConfig
-from outrider.shared.nn.layers.token_products import fits
+from outrider.shared.nn.layers.token_products import table_fits
 from outrider.shared.spec.algorithm import Algorithm
 
 GIB = 1 << 30
@@ -79,7 +79,7 @@ class MemoryEstimate:
     total: int
 
 
-def plan_memory(
+def estimate_memory(
     pair: Pair, settings: TargetSettings | None = None, memory_of_device: tuple[int, int] | None = None
 ) -> MemoryEstimate:
     """Estimate the memory of a target and a draft from their tensor headers and configurations.
@@ -163,12 +163,12 @@ def table_bytes(config: HeadConfig, dtype: torch.dtype, free: int, total: int) -
         config.vocab_size * (config.num_heads + 2 * config.num_kv_heads) * config.head_dim * dtype.itemsize
     )
     fused = config.latent is None and dtype is not torch.float16
-    return nbytes if fused and fits(nbytes, free, total) else 0
+    return nbytes if fused and table_fits(nbytes, free, total) else 0
 
 
 def check_memory(pair: Pair) -> Iterator[Finding]:
     """Compare the memory that the pair needs with the memory of the device."""
-    plan = plan_memory(pair)
+    plan = estimate_memory(pair)
     yield Finding.ok(
         "memory",
         f"{_size(plan.target_weights)} target, {_size(plan.draft_weights)} draft as "

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from outrider.services.draft.algorithm import Choice, check_head, check_token_map, choose
+from outrider.services.draft.algorithm import Choice, check_head, check_token_map_use, choose_algorithm
 from outrider.services.draft.growth.recurrent_head import RecurrentHead
 from outrider.services.draft.heads.files.head_config import HeadConfig, flatten
 from outrider.services.draft.heads.files.mistral_format import config_file, read_head_config
@@ -85,7 +85,7 @@ class Pair:
     @cached_property
     def choice(self) -> Choice:
         """The drafting method and its folder."""
-        return choose(self.algorithm, self.draft, self.target)
+        return choose_algorithm(self.algorithm, self.draft, self.target)
 
     @cached_property
     def draft_raw(self) -> Mapping[str, Any]:
@@ -113,7 +113,7 @@ class Pair:
     @cached_property
     def token_ids(self) -> torch.Tensor | None:
         """Token ids in the token map, or None for all tokens."""
-        check_token_map(self.choice, self.token_map)
+        check_token_map_use(self.choice, self.token_map)
         return read_token_map(self.token_map) if self.token_map is not None else None
 
     @cached_property
@@ -125,7 +125,7 @@ class Pair:
             return DraftVocabulary.from_token_map(self.token_ids, self.mtp.config.vocab_size)
         if self.choice.algorithm is Algorithm.EAGLE:
             return self.head.vocabulary
-        check_token_map(self.choice, self.token_map)
+        check_token_map_use(self.choice, self.token_map)
         return DraftVocabulary.identity(self.target_config.vocab_size)
 
     @cached_property

@@ -22,10 +22,10 @@ from outrider.services.draft.warmup import warm_up
 from outrider.services.target.engine.engine import TargetEngine
 from outrider.services.target.model.model_runner import ModelRunner
 from outrider.services.target.request import (
+    EngineRequest,
     Event,
     FailedEvent,
     FinishedEvent,
-    GenerationRequest,
     SpeculationLimits,
 )
 from outrider.services.target.scheduling.limits import EngineLimits, SchedulerLimits
@@ -90,7 +90,7 @@ def run_probe(
         CheckpointError, ConfigurationError: The target or the draft cannot be loaded.
         OutriderError: A request failed.
     """
-    decoder = load_target(pair)
+    decoder = load_pair_target(pair)
     room = max(len(prompt) for prompt in prompts) + num_tokens + shape.max_nodes + 2 * PAGE_SIZE
     engine, spec = load_draft(pair, decoder, room, shape)
     variants = list(_variants(spec, decoder))
@@ -108,7 +108,7 @@ def run_probe(
     return measured
 
 
-def load_target(pair: Pair) -> Decoder:
+def load_pair_target(pair: Pair) -> Decoder:
     """Load the target of a pair, and show the progress.
 
     Raises:
@@ -249,7 +249,7 @@ def _measure(
         target = TargetEngine(runner, scheduler, drafter, EngineLimits(decoder.config.vocab_size, room, eos))
         for index, prompt in enumerate(prompts):
             speculation = limits.resolve(SpeculationMode.ON)
-            request = GenerationRequest(
+            request = EngineRequest(
                 str(index), tuple(prompt), num_tokens, SamplingParams(temperature=0.0), speculation
             )
             target.submit(request, outcome)

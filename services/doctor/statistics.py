@@ -112,7 +112,7 @@ def sample(tensor: torch.Tensor, size: int = SAMPLE) -> torch.Tensor:
     )
 
 
-def describe(tensor: torch.Tensor, *, whole: bool) -> TensorStatistics:
+def tensor_statistics(tensor: torch.Tensor, *, whole: bool) -> TensorStatistics:
     """Return the statistics of a stored tensor.
 
     Args:

@@ -14,7 +14,15 @@ from outrider.shared.base.errors import CheckpointError, ConfigurationError
 from outrider.shared.nn.checkpoint.checkpoint_reader import CheckpointReader
 from outrider.shared.spec.algorithm import FIELD, Algorithm, check_given
 
-__all__ = ["Algorithm", "Choice", "check_given", "check_head", "check_token_map", "choose", "identify"]
+__all__ = [
+    "Algorithm",
+    "Choice",
+    "check_given",
+    "check_head",
+    "check_token_map_use",
+    "choose_algorithm",
+    "identify",
+]
 
 HEAD_MARKS = (
     ".fc.weight",
@@ -29,7 +37,7 @@ MTP_MARKS = (".input_proj.weight", ".eh_proj.weight")
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The drafting algorithm that `choose` returns, and the checkpoint folder that this algorithm reads.
+    """The drafting algorithm that `choose_algorithm` returns, and the checkpoint folder that it reads.
 
     Attributes:
         algorithm: The drafting algorithm: EAGLE (any kind of head), MTP, STANDALONE or NGRAM.
@@ -47,7 +55,7 @@ class Choice:
         return self.folder
 
 
-def choose(configured: Algorithm, draft: Path | None, target_weights: Path | None) -> Choice:
+def choose_algorithm(configured: Algorithm, draft: Path | None, target_weights: Path | None) -> Choice:
     """Choose the drafting algorithm, and check that the given checkpoint folders suit this algorithm.
 
     Args:
@@ -109,7 +117,7 @@ def check_head(choice: Choice, algorithm: str) -> None:
         )
 
 
-def check_token_map(choice: Choice, token_map: Path | None) -> None:
+def check_token_map_use(choice: Choice, token_map: Path | None) -> None:
     """Check that the chosen drafting algorithm can use the FR-Spec token map, if a token map is given.
 
     Raises:

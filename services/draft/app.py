@@ -9,13 +9,13 @@ from collections.abc import Callable
 
 import torch
 
-from outrider.kernels.ahead import Work
+from outrider.kernels.ahead import CompileWork
 from outrider.services.draft.build import build_engine
 from outrider.services.draft.engine import DraftEngine
 from outrider.services.draft.serving.ipc import IpcServer
 from outrider.services.draft.serving.loop import DraftLoop
 from outrider.services.draft.serving.protocol import DraftProtocol
-from outrider.services.draft.serving.servicer import SERVICE_NAME, DraftServicer, register
+from outrider.services.draft.serving.servicer import SERVICE_NAME, DraftServicer, register_draft
 from outrider.services.draft.settings import DraftSettings, plan_threads
 from outrider.services.draft.warmup import warm_up
 from outrider.shared.base.errors import UnavailableError
@@ -105,7 +105,7 @@ class DraftService:
         self._ipc = IpcServer(ipc.streams, protocol) if ipc else None
         self._server: SyncServer = sync_server(
             grpc_address(settings.listen, "listen"),
-            [(register, DraftServicer(protocol))],
+            [(register_draft, DraftServicer(protocol))],
             [SERVICE_NAME],
             max_workers=MAX_WORKERS,
         )
@@ -117,7 +117,7 @@ class DraftService:
 
     def start(self) -> None:
         """Warm up, then accept streams. The rest of the warm-up runs while no session is open."""
-        further: list[Work] = []
+        further: list[CompileWork] = []
         if not self.engine.strategy.missing():
             tiles = not self._settings.disable_tile_trial
             further = warm_up(self.engine, self._settings.torch_device(), tiles=tiles)

@@ -12,7 +12,13 @@ from pathlib import Path
 
 import torch
 
-from outrider.services.draft.algorithm import Algorithm, Choice, check_head, check_token_map, choose
+from outrider.services.draft.algorithm import (
+    Algorithm,
+    Choice,
+    check_head,
+    check_token_map_use,
+    choose_algorithm,
+)
 from outrider.services.draft.engine import DraftEngine
 from outrider.services.draft.heads.files.token_map import read_token_map
 from outrider.services.draft.heads.registry import load_head
@@ -67,8 +73,8 @@ def build_engine(
             names the key or tensor.
         ConfigurationError: The settings contradict each other, or the KV pool is too small.
     """
-    choice = choose(settings.speculative_algorithm, settings.draft, settings.target_weights)
-    check_token_map(choice, settings.speculative_token_map)
+    choice = choose_algorithm(settings.speculative_algorithm, settings.draft, settings.target_weights)
+    check_token_map_use(choice, settings.speculative_token_map)
     theirs = settings.target_weights
     same_tokenizer = (
         choice.folder is not None and theirs is not None and check_same_tokenizer(choice.folder, theirs)

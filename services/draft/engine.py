@@ -5,7 +5,7 @@ drafter calls it on one thread. If KV memory is short, the engine evicts idle se
 whose deadline has passed.
 
 For a target in the same process, `seat` prepares the sessions that draft in the next round. Drafting and
-verification then alternate on the GPU. The host reads the results one round late (see `growth.slot_rounds`).
+verification then alternate on the GPU. The host reads the results one round late (see `growth.slot_groups`).
 
     messages       → sessions   Drop stale messages, which their fences identify. Resync on a contradiction.
     ready sessions → extend     Compute K/V from the target's features of committed tokens.
@@ -22,9 +22,16 @@ from dataclasses import dataclass
 import torch
 
 from outrider.services.draft.growth.draft_graph import pending_rows
-from outrider.services.draft.growth.slot_rounds import SessionGroup, SlotRounds
+from outrider.services.draft.growth.slot_groups import SessionGroup, SlotGroups
 from outrider.services.draft.metrics import DraftMetrics
-from outrider.services.draft.sessions.session import Answer, Ask, PeerId, Reason, Session, Verdict
+from outrider.services.draft.sessions.session import (
+    Ask,
+    MessageResult,
+    MessageVerdict,
+    PeerId,
+    RefusalReason,
+    Session,
+)
 from outrider.services.draft.sessions.session_spans import SessionSpans
 from outrider.services.draft.sessions.session_table import SessionLimits, SessionTable
 from outrider.services.draft.strategies.base import DraftStrategy
@@ -93,9 +100,9 @@ class DraftEngine:
         self.spans = SessionSpans()
         self.sessions = SessionTable(limits, strategy.release, strategy.begin)
         self._clock = clock
-        self._slot_rounds = None if strategy.rounds is None else SlotRounds(strategy.rounds.memory, clock)
+        self._slot_rounds = None if strategy.rounds is None else SlotGroups(strategy.rounds.memory, clock)
 
-    def open(self, peer: PeerId, opening: SequenceOpen) -> Answer:
+    def open(self, peer: PeerId, opening: SequenceOpen) -> MessageResult:
         """Start following a sequence of the target, or restart it at a higher epoch.
 
         The verdict is REJECTED with the reason NOT_READY while the draft lacks tensors that it borrows from
@@ -104,22 +111,25 @@ class DraftEngine:
         self.sessions.touch(peer, self._clock())
         if self.strategy.missing():
             return self._counted(
-                "open", Answer(Verdict.REJECTED, Reason.NOT_READY, retry_after_ms=OUT_OF_PAGES_RETRY_MS)
+                "open",
+                MessageResult(
+                    MessageVerdict.REJECTED, RefusalReason.NOT_READY, retry_after_ms=OUT_OF_PAGES_RETRY_MS
+                ),
             )
         answer = self._counted("open", self.sessions.open(peer, opening, self._clock()))
-        if answer.verdict is Verdict.ACCEPTED:
+        if answer.verdict is MessageVerdict.ACCEPTED:
             self.spans.opened(peer, opening.fence.session_id, opening.traceparent)
         return answer
 
     def add_features(
         self, peer: PeerId, session_id: int, epoch: int, base: int, rows: torch.Tensor
-    ) -> Answer:
+    ) -> MessageResult:
         """Store feature rows of a prompt or a resync, for positions ``[base, base + rows)``."""
         now = self._clock()
         self.sessions.touch(peer, now)
         return self._counted("features", self.sessions.add_features(peer, session_id, epoch, base, rows, now))
 
-    def commit(self, peer: PeerId, commit: Commit, ask: Ask | None) -> Answer:
+    def commit(self, peer: PeerId, commit: Commit, ask: Ask | None) -> MessageResult:
         """Append the tokens that a round chose. Store the request for the next tree, unless it is None."""
         now = self._clock()
         self.sessions.touch(peer, now)
@@ -132,7 +142,7 @@ class DraftEngine:
             self.sessions.cancel(peer, round_number)
         )
 
-    def close(self, peer: PeerId, session_id: int) -> Answer:
+    def close(self, peer: PeerId, session_id: int) -> MessageResult:
         """Stop following a sequence and free its memory."""
         self.sessions.touch(peer, self._clock())
         self.spans.closing(peer, session_id, self.sessions.get(peer, session_id))
@@ -340,11 +350,11 @@ class DraftEngine:
             groups.setdefault((shape.depth, shape.topk), []).append(session)
         yield from groups.values()
 
-    def _counted(self, message: str, answer: Answer) -> Answer:
+    def _counted(self, message: str, answer: MessageResult) -> MessageResult:
         """Return the answer, after counting it in the metrics if its verdict is not ACCEPTED."""
-        if answer.verdict is Verdict.ACCEPTED:
+        if answer.verdict is MessageVerdict.ACCEPTED:
             return answer
-        if answer.verdict is Verdict.RESYNC:
+        if answer.verdict is MessageVerdict.RESYNC:
             self.metrics.resyncs.labels(reason=answer.reason.value).inc()
         else:
             self.metrics.dropped.labels(message=message, reason=answer.reason.value).inc()

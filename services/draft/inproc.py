@@ -14,7 +14,13 @@ import torch
 
 from outrider.services.draft.build import build_engine
 from outrider.services.draft.engine import DraftEngine, ProposedTrees
-from outrider.services.draft.sessions.session import WARMING, Answer, Ask, PeerId, Reason, Verdict
+from outrider.services.draft.sessions.session import (
+    Ask,
+    MessageResult,
+    MessageVerdict,
+    PeerId,
+    RefusalReason,
+)
 from outrider.services.draft.settings import DraftSettings
 from outrider.services.draft.target_info import TargetInfo
 from outrider.services.draft.warmup import warm_up
@@ -24,6 +30,7 @@ from outrider.shared.nn.fused.trial import BUDGET_S
 from outrider.shared.obs.logging import get_logger
 from outrider.shared.spec.device_drafter import DeviceDrafter, SeatedGroup
 from outrider.shared.spec.drafter import (
+    WARMING,
     Commit,
     Commits,
     Drafter,
@@ -202,16 +209,19 @@ class InprocDrafter(Drafter, DeviceDrafter):
                 self._lost.add(session_id)
                 self._reasons[session_id] = FAILED
 
-    def _note(self, session_id: int, answer: Answer) -> None:
+    def _note(self, session_id: int, answer: MessageResult) -> None:
         """Record why a sequence has no tree, and whether the target must open it again."""
-        if answer.verdict is Verdict.ACCEPTED:
+        if answer.verdict is MessageVerdict.ACCEPTED:
             self._reasons[session_id] = WARMING
-        elif answer.verdict is Verdict.REJECTED:
+        elif answer.verdict is MessageVerdict.REJECTED:
             self._reasons[session_id] = answer.reason.value
-        elif answer.verdict is Verdict.RESYNC:
+        elif answer.verdict is MessageVerdict.RESYNC:
             # Do not reopen a session in every round if it was refused permanently when it was opened.
-            refused = self._reasons.get(session_id) in (Reason.FULL.value, Reason.TOO_LONG.value)
-            if not (refused and answer.reason is Reason.UNKNOWN_SESSION):
+            refused = self._reasons.get(session_id) in (
+                RefusalReason.FULL.value,
+                RefusalReason.TOO_LONG.value,
+            )
+            if not (refused and answer.reason is RefusalReason.UNKNOWN_SESSION):
                 self._reasons[session_id] = answer.reason.value
                 self._lost.add(session_id)
 

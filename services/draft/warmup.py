@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from outrider.kernels.ahead import Work, compile_ahead, rehearsing
+from outrider.kernels.ahead import CompileWork, compile_ahead, rehearsing
 from outrider.services.draft.engine import DraftEngine
 from outrider.services.draft.sessions.session import Ask, PeerId
 from outrider.shared.base.errors import CheckpointError
@@ -41,7 +41,7 @@ def warm_up(
     record: bool = True,
     tiles: bool = True,
     tiles_s: float = DRAFT_BUDGET_S,
-) -> list[Work]:
+) -> list[CompileWork]:
     """Warm up a draft engine: process a made-up prompt, and grow trees without and with sampling noise.
 
     The draft can serve as soon as this function returns. On a GPU, the returned work does the same for
@@ -82,14 +82,14 @@ def warm_up(
     return [partial(_keep_graphs, engine, work) for work in further]
 
 
-def _keep_graphs(engine: DraftEngine, work: Work) -> None:
+def _keep_graphs(engine: DraftEngine, work: CompileWork) -> None:
     """Run a piece of work. The CUDA graphs that it records are permanent."""
     rounds = engine.strategy.rounds
     with rounds.graphs.cache.keeping() if rounds is not None else nullcontext():
         work()
 
 
-def _first_works(engine: DraftEngine, device: torch.device) -> Iterator[Work]:
+def _first_works(engine: DraftEngine, device: torch.device) -> Iterator[CompileWork]:
     for temperature in (1.0, 0.0) if device.type == "cuda" else (1.0,):
         yield partial(_follow, engine, 1, temperature)
     rounds = engine.strategy.rounds
@@ -97,7 +97,7 @@ def _first_works(engine: DraftEngine, device: torch.device) -> Iterator[Work]:
         yield rounds.extension.record
 
 
-def _further_works(engine: DraftEngine, device: torch.device, record: bool) -> Iterator[Work]:
+def _further_works(engine: DraftEngine, device: torch.device, record: bool) -> Iterator[CompileWork]:
     batches = compiled_batches(engine) if device.type == "cuda" else (1,)
     rounds = engine.strategy.rounds
     if record and rounds is not None and rounds.host is not None:

@@ -48,7 +48,7 @@ from outrider.services.gateway.servicer import (
     AuthInterceptor,
     InferenceServicer,
     error_recorder,
-    register,
+    register_gateway,
 )
 from outrider.services.gateway.settings import GatewaySettings
 from outrider.shared.base.errors import ConfigurationError, OutriderError
@@ -141,7 +141,7 @@ class GatewayServer:
             host = f"[{settings.host}]" if ":" in settings.host else settings.host
             self._grpc = aio_server(
                 f"{host}:{settings.grpc_port}",
-                [(register, InferenceServicer(self.core))],
+                [(register_gateway, InferenceServicer(self.core))],
                 [SERVICE_NAME],
                 max_message_bytes=GRPC_REPLY_SLACK * settings.max_body_bytes,
                 max_received_bytes=settings.max_body_bytes,

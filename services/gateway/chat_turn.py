@@ -9,7 +9,7 @@ from typing import Any
 
 from outrider.services.gateway.core import GatewayCore, Job
 from outrider.services.gateway.parameters import Parameters
-from outrider.services.gateway.parsers.answer import Answer, AnswerReader
+from outrider.services.gateway.parsers.answer import AnswerReader, ParsedAnswer
 from outrider.services.gateway.parsers.forced import CallFormat, calls_constraint
 from outrider.services.gateway.parsers.pieces import Piece, ToolOptions
 from outrider.services.gateway.render import check_not_aborted
@@ -27,7 +27,7 @@ class TurnEnd:
     """The end of the only answer of a turn."""
 
     finished: Finished
-    answer: Answer
+    answer: ParsedAnswer
 
 
 @dataclass(slots=True)

@@ -16,7 +16,7 @@ from outrider.services.gateway.generation import Generator
 from outrider.services.gateway.keys.caller import Caller, current_caller
 from outrider.services.gateway.keys.key_ring import KeyRing
 from outrider.services.gateway.lifecycle import Lifecycle
-from outrider.services.gateway.logprobs import token_bytes
+from outrider.services.gateway.logprobs import token_bytes_of
 from outrider.services.gateway.metrics import GatewayMetrics
 from outrider.services.gateway.parameters import Parameters, RequestBuilder, Surface
 from outrider.services.gateway.parsers.registry import ParserNames
@@ -41,7 +41,7 @@ DRAIN_RETRY_S = 5.0
 _log = get_logger("outrider.gateway")
 
 Result = TypeVar("Result")
-Prompts = Callable[[], Awaitable[Sequence[tuple[int, ...]]]]
+ReadPrompts = Callable[[], Awaitable[Sequence[tuple[int, ...]]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class Job:
         per_prompt: Parameters of each prompt. Empty if all prompts use `parameters`.
     """
 
-    prompts: Prompts
+    prompts: ReadPrompts
     sequences: int
     parameters: Parameters
     surface: Surface
@@ -112,7 +112,7 @@ class GatewayCore:
         """Set the attributes that depend on the model. `model_id` is None for the default model."""
         self.settings = settings
         self.codec = replace(self._codecs[settings.tokenizer]) if settings.tokenizer else None
-        self.token_bytes = token_bytes(self.codec.tokenizer if self.codec else None)
+        self.token_bytes = token_bytes_of(self.codec.tokenizer if self.codec else None)
         self.client = ModelTargets(self.targets, model_id)
         if self.codec:
             self.codec.limit.context = lambda: self.client.info.max_model_len
@@ -223,7 +223,7 @@ class GatewayCore:
             try:
                 info = self.client.info
                 deadline = asyncio.get_running_loop().time() + self._timeout_s(job)
-                prompts = await named(job.prompts(), job.surface.prompt)
+                prompts = await naming_field(job.prompts(), job.surface.prompt)
                 if caller is not None:
                     caller.charge_prompt(sum(len(prompt) for prompt in prompts))
                 requests = [
@@ -355,7 +355,7 @@ def rids_of(rid: str | None, sequences: int) -> tuple[str, ...]:
     return (rid,) if sequences == 1 else tuple(f"{rid}-{index}" for index in range(sequences))
 
 
-async def named(prompts: Awaitable[Result], field: str) -> Result:
+async def naming_field(prompts: Awaitable[Result], field: str) -> Result:
     """Await the prompts of a request. An error that names no field gets the name of the prompt's field.
 
     Raises:

@@ -18,7 +18,7 @@ BytesOf = Callable[[int], bytes]
 """Returns the bytes of a token's text."""
 
 
-def token_bytes(tokenizer: Tokenizer | None) -> BytesOf:
+def token_bytes_of(tokenizer: Tokenizer | None) -> BytesOf:
     """Return a function that maps a single token to its bytes. The bytes need not be valid UTF-8.
 
     Args:
@@ -152,7 +152,7 @@ def native_logprobs(
     return own, tops
 
 
-def requested_logprobs(
+def token_ids_logprobs(
     token_ids: Sequence[int], logprobs: Sequence[TokenLogprob | None], bytes_of: BytesOf | None
 ) -> list[list[list[Any]] | None]:
     """Return the logprobs that the client wants for certain token ids, in SGLang's format.

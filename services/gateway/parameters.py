@@ -15,7 +15,7 @@ from typing import Any
 from outrider.services.gateway.keys.caller import allowed_model
 from outrider.services.gateway.options.table import READ_OPTIONS
 from outrider.services.gateway.options.values import OptionValues
-from outrider.services.gateway.prompt_lengths import check_lengths
+from outrider.services.gateway.prompt_lengths import check_prompt_length
 from outrider.services.gateway.request import (
     MASK_64,
     GenerationRequest,
@@ -268,7 +268,7 @@ class RequestBuilder:
         request_id = uuid.uuid4().hex
         requests: list[GenerationRequest] = []
         for prompt_ids in prompts:
-            max_new_tokens = check_lengths(
+            max_new_tokens = check_prompt_length(
                 prompt_ids,
                 parameters.max_tokens,
                 info,

@@ -6,7 +6,7 @@ from outrider.services.gateway.served_target import ServedTarget
 from outrider.shared.base.errors import InvalidRequestError
 
 
-def check_lengths(
+def check_prompt_length(
     prompt_ids: tuple[int, ...],
     max_tokens: int | None,
     info: ServedTarget,

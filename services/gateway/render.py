@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from outrider.services.gateway.parsers.answer import Answer
+from outrider.services.gateway.parsers.answer import ParsedAnswer
 from outrider.services.gateway.request import (
     FINISH_NAMES,
     Completion,
@@ -31,7 +31,7 @@ def usage_object(usage: Usage, reasoning_tokens: int = 0) -> dict[str, Any]:
     }
 
 
-def finish_name(end: Finished, answer: Answer) -> str:
+def finish_name(end: Finished, answer: ParsedAnswer) -> str:
     """Return OpenAI's name for the reason why an answer ended.
 
     Raises:

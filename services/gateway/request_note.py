@@ -23,8 +23,8 @@ from outrider.shared.obs.tracing import (
     OWN,
     PROMPT_TOKENS,
     REASONS,
+    AttributeValue,
     Span,
-    Value,
 )
 
 current_note: ContextVar[RequestNote | None] = ContextVar("request_note", default=None)
@@ -89,14 +89,16 @@ class RequestNote:
                 fields["field"] = self.error.field
         return fields
 
-    def end_span(self, name: str, **attributes: Value) -> None:
+    def end_span(self, name: str, **attributes: AttributeValue) -> None:
         """End the tracing span of the request.
 
         Args:
             name: Name of the span, such as ``POST /v1/chat/completions``.
             attributes: Additional attributes of the span. In their names, write ``__`` for each ``.``.
         """
-        values: dict[str, Value] = {key.replace("__", "."): value for key, value in attributes.items()}
+        values: dict[str, AttributeValue] = {
+            key.replace("__", "."): value for key, value in attributes.items()
+        }
         if self._started:
             values |= {
                 OPERATION: "generate",

@@ -17,7 +17,6 @@ import grpc
 from outrider.common.v1 import common_pb2
 from outrider.gateway.v1 import gateway_pb2, gateway_pb2_grpc
 from outrider.services.gateway.chat_turn import ChatTurn
-from outrider.services.gateway.convert import MODE_FROM_PROTO, REASON_TO_PROTO, options_from_proto
 from outrider.services.gateway.core import GatewayCore, Job, rids_of
 from outrider.services.gateway.grpc_chat import (
     callable_tools,
@@ -37,15 +36,16 @@ from outrider.services.gateway.request import ChoiceEvent, Chunk, Finished, Requ
 from outrider.services.gateway.request_note import RequestNote, current_note
 from outrider.services.gateway.requested_rules import RequestedLogprobs
 from outrider.services.gateway.requested_states import RequestedStates
+from outrider.services.gateway.target_messages import MODE_FROM_PROTO, REASON_TO_PROTO, options_from_proto
 from outrider.shared.base.constraint import Constraint
 from outrider.shared.base.errors import InvalidRequestError, OutriderError
 from outrider.shared.obs.logging import get_logger
 from outrider.shared.obs.tracing import TRACEPARENT, checked_traceparent
-from outrider.shared.rpc.convert import report_to_proto, round_to_proto
-from outrider.shared.rpc.convert_constraint import constraint_from_proto
-from outrider.shared.rpc.convert_logprobs import logprob_to_proto, logprobs_from_proto
-from outrider.shared.rpc.convert_states import state_params_from_proto, states_to_proto
+from outrider.shared.rpc.common_messages import report_to_proto, round_to_proto
+from outrider.shared.rpc.constraint_messages import constraint_from_proto
 from outrider.shared.rpc.interceptors import OnError
+from outrider.shared.rpc.logprob_messages import logprob_to_proto, logprobs_from_proto
+from outrider.shared.rpc.state_messages import state_params_from_proto, states_to_proto
 
 SERVICE_NAME = "outrider.gateway.v1.Inference"
 HEALTH_PREFIX = "/grpc.health.v1.Health/"
@@ -69,7 +69,7 @@ def error_recorder(core: GatewayCore) -> OnError:
     return record
 
 
-def register(servicer: InferenceServicer, server: grpc.aio.Server) -> None:
+def register_gateway(servicer: InferenceServicer, server: grpc.aio.Server) -> None:
     """Register `servicer` with `server`."""
     gateway_pb2_grpc.add_InferenceServicer_to_server(servicer, server)
 

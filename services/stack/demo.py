@@ -13,7 +13,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from outrider.services.clients.rest import DEFAULT_URL, Reply, RestClient
+from outrider.services.clients.rest import DEFAULT_URL, RestClient, StreamedReply
 from outrider.services.clients.summary import speculation_summary
 from outrider.services.hub.pair import demo_name
 from outrider.services.stack.launch import free_port, outrider_command, running_stack
@@ -89,7 +89,7 @@ def _typed_command() -> str:
 
 def _answer(console: Console, client: RestClient, prompt: str) -> None:
     console.print(f"\n[bold]> {prompt}[/]")
-    reply = Reply()
+    reply = StreamedReply()
     options = {"temperature": 0, "max_tokens": 200, "speculation": {"mode": "on"}}
     for piece in client.stream_chat([{"role": "user", "content": prompt}], options, reply):
         sys.stdout.write(piece)
@@ -102,12 +102,12 @@ def _measure(console: Console, client: RestClient, prompt: str, tokens: int) -> 
 
     The runs alternate, so that a change in the machine's load affects all measurements alike.
     """
-    runs: dict[str, list[Reply]] = {"on": [], "off": []}
+    runs: dict[str, list[StreamedReply]] = {"on": [], "off": []}
     options: dict[str, Any] = {"temperature": 0, "max_tokens": tokens, "ignore_eos": True}
     with Progress("measuring", REPEATS * len(runs)) as progress:
         for _ in range(REPEATS):
             for mode, replies in runs.items():
-                reply = Reply()
+                reply = StreamedReply()
                 for _piece in client.stream_chat(
                     [{"role": "user", "content": prompt}], options | {"speculation": {"mode": mode}}, reply
                 ):

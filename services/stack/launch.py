@@ -34,7 +34,7 @@ from outrider.services.stack.supervisor import ChildSpec, Echo, Supervisor, Surr
 from outrider.shared.base.errors import CancelledError, ConfigurationError, UnavailableError
 from outrider.shared.spec.algorithm import Algorithm, check_given
 
-Progress = Callable[[str], None]
+OnStage = Callable[[str], None]
 
 OWN_PORTS = range(20_000, 32_000)
 """Ports from which `free_port` chooses. Linux assigns ports to connections from a higher range (32768 and
@@ -305,7 +305,7 @@ class Stack:
 
 @contextmanager
 def running_stack(
-    options: StackOptions, echo: Echo, progress: Progress, stopped: Callable[[], bool] = lambda: False
+    options: StackOptions, echo: Echo, progress: OnStage, stopped: Callable[[], bool] = lambda: False
 ) -> Iterator[Stack]:
     """Start the gateway, the target and the draft, wait until all are ready, and stop them on exit.
 
@@ -352,7 +352,7 @@ def running_stack(
 def _wait_until_ready(
     plan: StackPlan,
     supervisor: Supervisor,
-    progress: Progress,
+    progress: OnStage,
     stopped: Callable[[], bool],
     verify: ssl.SSLContext | bool,
 ) -> None:

@@ -44,7 +44,7 @@ class Gpu:
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
+class DraftPlacement:
     """The process and the device in which the draft runs.
 
     Attributes:
@@ -73,7 +73,7 @@ class Placement:
         return f"the draft runs in its own process on {device}, over {self.transport.value}: {self.why}"
 
 
-def place_draft(options: StackOptions, gpus: Sequence[Gpu]) -> Placement:
+def place_draft(options: StackOptions, gpus: Sequence[Gpu]) -> DraftPlacement:
     """Choose the process and the device for the draft of a stack. Call only if speculation is enabled.
 
     An explicit `--transport` decides. Without it, the draft normally runs in the target's process. On a CPU,
@@ -88,32 +88,34 @@ def place_draft(options: StackOptions, gpus: Sequence[Gpu]) -> Placement:
     return replace(_choose(options, gpus, on_gpu), on_gpu=on_gpu)
 
 
-def _choose(options: StackOptions, gpus: Sequence[Gpu], on_gpu: bool) -> Placement:
+def _choose(options: StackOptions, gpus: Sequence[Gpu], on_gpu: bool) -> DraftPlacement:
     beside = _idle_gpu(options, gpus) if on_gpu and not options.mps else None
     device = options.draft_device if options.draft_device != "auto" else beside or options.device
     if options.transport is not Transport.AUTO:
         why = options.why_transport or f"--transport {options.transport.value}"
-        return Placement(options.transport, device, why)
+        return DraftPlacement(options.transport, device, why)
     if options.mps:
-        return Placement(Transport.IPC, device, "with --mps, the draft has its own process")
+        return DraftPlacement(Transport.IPC, device, "with --mps, the draft has its own process")
     if options.draft_device != "auto":
-        return Placement(Transport.IPC, device, f"--draft-device {device}")
+        return DraftPlacement(Transport.IPC, device, f"--draft-device {device}")
     if options.algorithm is Algorithm.NGRAM:
-        return Placement(Transport.INPROC, device, "n-grams need no device")
+        return DraftPlacement(Transport.INPROC, device, "n-grams need no device")
     if options.tp is not None and options.tp > 1:
-        return Placement(Transport.INPROC, device, "with --tp, the draft runs beside rank 0")
+        return DraftPlacement(Transport.INPROC, device, "with --tp, the draft runs beside rank 0")
     if not on_gpu:
-        return Placement(Transport.GRPC, device, "on a CPU, two processes use more cores")
+        return DraftPlacement(Transport.GRPC, device, "on a CPU, two processes use more cores")
     if beside is None:
-        return Placement(Transport.INPROC, device, "no other GPU is idle")
+        return DraftPlacement(Transport.INPROC, device, "no other GPU is idle")
     if options.max_running_requests is None or options.max_running_requests > MOST_MEASURED_REQUESTS:
-        return Placement(
+        return DraftPlacement(
             Transport.INPROC,
             device,
             f"{beside} is idle, but a draft there is not known to be as fast for more than "
             f"{MOST_MEASURED_REQUESTS} request at a time. To use it, pass --transport ipc",
         )
-    return Placement(Transport.IPC, beside, f"{beside} is idle and known to be as fast for single requests")
+    return DraftPlacement(
+        Transport.IPC, beside, f"{beside} is idle and known to be as fast for single requests"
+    )
 
 
 def usable_gpus() -> list[Gpu]:
@@ -126,14 +128,14 @@ def usable_gpus() -> list[Gpu]:
     devices = sorted(Path("/dev").glob("nvidia[0-9]*"))
     if not devices:
         return []
-    found = [gpu_memory(index) for index in range(len(devices))]
+    found = [nvidia_smi_memory(index) for index in range(len(devices))]
     if found[0] is None and not os.environ.get("CUDA_VISIBLE_DEVICES", "0"):
         return []  # an empty list hides all GPUs
     known = [Gpu(index, *memory) for index, memory in enumerate(found) if memory is not None]
     return known or [Gpu(0, 0, IDLE_BYTES + 1)]
 
 
-def gpu_memory(index: int) -> tuple[int, int] | None:
+def nvidia_smi_memory(index: int) -> tuple[int, int] | None:
     """Return the free and total memory, in bytes, of this process's GPU number `index`.
 
     The result is None if there is no such GPU. The function runs the program nvidia-smi and does not call

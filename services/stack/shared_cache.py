@@ -8,7 +8,7 @@ the target's process.
 from __future__ import annotations
 
 from outrider.services.stack.options import StackOptions
-from outrider.services.stack.placement import gpu_memory
+from outrider.services.stack.placement import nvidia_smi_memory
 from outrider.shared.spec.algorithm import Algorithm
 
 CONTEXTS_BYTES = 2 * (600 << 20)
@@ -41,7 +41,7 @@ def shared_kv_tokens(options: StackOptions) -> int | None:
     device = _numbered(options.device)
     if options.draft_device != "auto" and _numbered(options.draft_device) != device:
         return None  # each process has a GPU for itself
-    memory = gpu_memory(int(device.partition(":")[2]))
+    memory = nvidia_smi_memory(int(device.partition(":")[2]))
     if memory is None:
         return None
     # Imported here because the modules below import torch, which a stack on a CPU does not need.
@@ -50,7 +50,7 @@ def shared_kv_tokens(options: StackOptions) -> int | None:
     if options.device == "auto" and torch.version.cuda is None:
         return None  # torch was built without CUDA, so the services do not use the GPU
 
-    from outrider.services.doctor.memory import plan_memory
+    from outrider.services.doctor.memory import estimate_memory
     from outrider.services.doctor.pair import Pair
     from outrider.services.target.settings import TargetSettings
 
@@ -79,7 +79,9 @@ def shared_kv_tokens(options: StackOptions) -> int | None:
         else 2 * config.vocab_size * config.hidden_size * dtype.itemsize
     )
     return (
-        plan_memory(pair, settings, (free - CONTEXTS_BYTES - DRAFT_WORK_BYTES - borrowed, total)).kv_tokens
+        estimate_memory(
+            pair, settings, (free - CONTEXTS_BYTES - DRAFT_WORK_BYTES - borrowed, total)
+        ).kv_tokens
         or None
     )
 

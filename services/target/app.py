@@ -12,7 +12,7 @@ from typing import TypeVar
 import torch
 
 from outrider.services.target.api.hang_watch import follow_progress
-from outrider.services.target.api.servicer import SERVICE_NAME, Serving, TargetServicer, register
+from outrider.services.target.api.servicer import SERVICE_NAME, Serving, TargetServicer, register_target
 from outrider.services.target.draft_client.link import TargetIdentity
 from outrider.services.target.draft_client.reachability import Reachability
 from outrider.services.target.draft_client.remote_drafter import RemoteDrafter
@@ -102,7 +102,7 @@ async def _serve(settings: TargetSettings, make_drafter: DrafterFactory | None) 
     stop = asyncio.Event()
     restore_signals = watch_stop_signals(stop)
     servicer = TargetServicer.of(settings)
-    server = aio_server(settings.listen, [(register, servicer)], [SERVICE_NAME])
+    server = aio_server(settings.listen, [(register_target, servicer)], [SERVICE_NAME])
     await server.start()
     target: Target | None = None
     lost: list[OutriderError] = []

@@ -25,7 +25,7 @@ class OverlapSchedule(Enum):
     OFF = "off"
 
 
-class RoundPlacement(Enum):
+class ExchangePlacement(Enum):
     """Setting: how round states and trees travel between the target and a draft in another process.
 
     HOST sends them through the host. DEVICE exchanges them between the two devices

@@ -6,7 +6,7 @@ from collections import Counter
 
 from outrider.services.target.policy.controller import ExecutedStep, SpeculationController
 from outrider.services.target.policy.cost_model import DraftPath
-from outrider.services.target.policy.verdict import Reason, Verdict
+from outrider.services.target.policy.verdict import AutoReason, AutoVerdict
 from outrider.services.target.scheduling.scheduler import Scheduler
 from outrider.services.target.scheduling.sequence import Sequence
 from outrider.shared.kv.prefix_cache import PrefixStats
@@ -244,8 +244,8 @@ class TargetMetrics:
         self._prefix_hits.inc(max(0, stats.hit_tokens - seen.hit_tokens))
         self._prefix_evictions.inc(max(0, stats.evicted_pages - seen.evicted_pages) * page_size)
 
-    def _tell_decision(self, verdict: Verdict) -> None:
-        for reason in Reason:
+    def _tell_decision(self, verdict: AutoVerdict) -> None:
+        for reason in AutoReason:
             self._decision.labels(reason.value).set(1 if verdict.reason is reason else 0)
         # Leave topk and nodes out of names, because each name is a series and requests can set many bounds.
         rows = Counter({"plain": verdict.plain_rows})

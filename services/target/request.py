@@ -123,7 +123,7 @@ class SpeculationLimits:
 
 
 @dataclass(frozen=True, slots=True)
-class GenerationRequest:
+class EngineRequest:
     """A request to generate one sequence.
 
     Attributes:

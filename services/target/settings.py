@@ -11,10 +11,10 @@ from pydantic import Field
 
 from outrider.services.target.choices import (
     Device,
+    ExchangePlacement,
     KvCacheDtype,
     OverlapSchedule,
     Quantization,
-    RoundPlacement,
 )
 from outrider.services.target.grammar.backend import GrammarBackend
 from outrider.services.target.ranks import Ranks
@@ -168,8 +168,8 @@ class TargetSettings(ListenerSettings):
     draft_fault_deadline_s: float = Field(
         2.0, gt=0, description="Time after which a draft that does not answer counts as faulty."
     )
-    draft_rounds: RoundPlacement = Field(
-        RoundPlacement.AUTO,
+    draft_rounds: ExchangePlacement = Field(
+        ExchangePlacement.AUTO,
         description="Where rounds with a draft in another process run: host, device, or auto (GPU: device).",
     )
     step_deadline_s: float = Field(
@@ -233,9 +233,9 @@ class TargetSettings(ListenerSettings):
 
     def keeps_draft_rounds(self, device: torch.device) -> bool:
         """Return True if rounds with a draft in another process run on the devices of target and draft."""
-        if self.draft_rounds is RoundPlacement.AUTO:
+        if self.draft_rounds is ExchangePlacement.AUTO:
             return device.type == "cuda" and self.tp == 1
-        return self.draft_rounds is RoundPlacement.DEVICE
+        return self.draft_rounds is ExchangePlacement.DEVICE
 
     def draft_address(self) -> str | None:
         """Return the address of the draft service, or None without a draft service."""

@@ -12,7 +12,7 @@ from rich.text import Text
 
 MOST_POINTS = 120
 BARS = "▁▂▃▄▅▆▇█"
-Value = float | None
+ChartValue = float | None
 NUMBER = "{:,.0f}".format
 MILLISECONDS = "{:.1f} ms".format
 
@@ -24,14 +24,14 @@ class Sparkline:
         values: The values, oldest first. None leaves a gap.
     """
 
-    def __init__(self, values: Sequence[Value]) -> None:
+    def __init__(self, values: Sequence[ChartValue]) -> None:
         self._values = values
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         yield Text(bars(self._values, max(1, options.max_width)), no_wrap=True)
 
 
-def bars(values: Sequence[Value], width: int) -> str:
+def bars(values: Sequence[ChartValue], width: int) -> str:
     """Return a text with at most `width` bars: one for each value, or for each few neighbouring values.
 
     The highest bar stands for the largest value, and the lowest bar for zero.
@@ -46,13 +46,13 @@ def bars(values: Sequence[Value], width: int) -> str:
     )
 
 
-class History:
+class ChartHistory:
     """Values that a gateway does not remember. They are kept from the start of `outrider top`."""
 
     def __init__(self) -> None:
-        self.kv_share: deque[Value] = deque(maxlen=MOST_POINTS)
-        self.draft_ms: deque[Value] = deque(maxlen=MOST_POINTS)
-        self.verify_ms: deque[Value] = deque(maxlen=MOST_POINTS)
+        self.kv_share: deque[ChartValue] = deque(maxlen=MOST_POINTS)
+        self.draft_ms: deque[ChartValue] = deque(maxlen=MOST_POINTS)
+        self.verify_ms: deque[ChartValue] = deque(maxlen=MOST_POINTS)
 
     def add(self, status: Mapping[str, Any], before: Mapping[str, Any]) -> None:
         """Add the values between two replies of ``GET /status.json``."""
@@ -62,7 +62,7 @@ class History:
         self.verify_ms.append(mean_ms("verify_seconds", status["metrics"], before["metrics"]))
 
 
-def mean_ms(name: str, metrics: Mapping[str, float], before: Mapping[str, float]) -> Value:
+def mean_ms(name: str, metrics: Mapping[str, float], before: Mapping[str, float]) -> ChartValue:
     """Return the mean of a histogram between two sets of metrics, in ms. None if nothing was counted."""
     total, count = (
         metrics.get(f"outrider_{name}_{part}", 0.0) - before.get(f"outrider_{name}_{part}", 0.0)
@@ -71,7 +71,7 @@ def mean_ms(name: str, metrics: Mapping[str, float], before: Mapping[str, float]
     return total / count * 1e3 if count > 0 else None
 
 
-def charts(status: Mapping[str, Any], history: History | None) -> Table:
+def charts(status: Mapping[str, Any], history: ChartHistory | None) -> Table:
     """Return one line for each chart: its name, its bars and its latest value.
 
     Args:
@@ -79,7 +79,7 @@ def charts(status: Mapping[str, Any], history: History | None) -> Table:
         history: The values since the start of `outrider top`. None leaves out the charts of these values.
     """
     recent = status.get("recent") or {}
-    rows: list[tuple[str, Sequence[Value], Callable[[float], str]]] = [
+    rows: list[tuple[str, Sequence[ChartValue], Callable[[float], str]]] = [
         ("tokens/s", recent.get("tokens", ()), NUMBER),
         ("running requests", recent.get("running", ()), NUMBER),
         ("accept length", recent.get("accept_length", ()), "{:.2f}".format),
@@ -105,6 +105,6 @@ def percent(share: float, digits: int = 0) -> str:
     return f"{100 * share:.{digits}f} %"
 
 
-def _mean(values: Sequence[Value]) -> Value:
+def _mean(values: Sequence[ChartValue]) -> ChartValue:
     known = [value for value in values if value is not None]
     return sum(known) / len(known) if known else None

@@ -10,7 +10,7 @@ from dataclasses import replace
 from rich.console import Console
 from rich.text import Text
 
-from outrider.services.clients.rest import Reply, RestClient
+from outrider.services.clients.rest import RestClient, StreamedReply
 from outrider.services.clients.summary import speculation_summary
 from outrider.services.terminal.context_room import CONTEXT_FULL, ContextRoom
 from outrider.services.terminal.conversation import Conversation
@@ -59,7 +59,7 @@ class Chat:
     def _send(self, text: str) -> None:
         conversation = self._state.conversation
         conversation.messages.append({"role": "user", "content": text})
-        reply = Reply()
+        reply = StreamedReply()
         try:
             with hidden_control_keys():
                 self._answer(reply)
@@ -79,7 +79,7 @@ class Chat:
         else:
             print_summary(reply, self._notes)
 
-    def _answer(self, reply: Reply) -> None:
+    def _answer(self, reply: StreamedReply) -> None:
         """Stream an answer. If the context is full, limit the answer, or drop the oldest turns.
 
         The turns are dropped from a copy. The conversation changes only once the server has begun to answer,
@@ -131,7 +131,7 @@ class Chat:
         self,
         messages: list[dict[str, str]],
         options: dict[str, object],
-        reply: Reply,
+        reply: StreamedReply,
         begun: Callable[[], None],
     ) -> None:
         """Print an answer as it arrives. Before the first piece is printed, `begun` is called."""
@@ -183,7 +183,7 @@ def run_chat(client: RestClient, conversation: Conversation) -> None:
     chat.run(typed_lines([f"/{name}" for name in COMMANDS]))
 
 
-def print_summary(reply: Reply, console: Console) -> None:
+def print_summary(reply: StreamedReply, console: Console) -> None:
     """Print the numbers of one answer on one line, and why the answer ended."""
     speed = reply.stream_speed
     shown = "" if speed is None else f"; {speed:.0f} tokens/s after the first token"

@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from outrider.services.clients.rest import Reply
+from outrider.services.clients.rest import StreamedReply
 from outrider.services.terminal.conversation import OPTIONS, Conversation
 from outrider.services.terminal.origins import colour_legend
 from outrider.services.terminal.reasons import why_no_draft
@@ -29,7 +29,7 @@ class ChatState:
     """The state that the commands read and change: the conversation, and the answers of this session."""
 
     conversation: Conversation
-    replies: list[Reply] = field(default_factory=list)
+    replies: list[StreamedReply] = field(default_factory=list)
 
 
 def run_command(line: str, state: ChatState, console: Console) -> None:

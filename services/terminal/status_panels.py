@@ -11,7 +11,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from outrider.services.terminal.charts import History, charts, mean_ms, percent
+from outrider.services.terminal.charts import ChartHistory, charts, mean_ms, percent
 from outrider.services.terminal.reasons import chosen, draft_state, why_decided, why_no_draft
 
 NO_DRAFT = 'outrider_draft_fallback_total{reason="'
@@ -23,7 +23,7 @@ MOST_COLUMNS = 4
 
 
 def render(
-    status: Mapping[str, Any], before: Mapping[str, Any] | None = None, history: History | None = None
+    status: Mapping[str, Any], before: Mapping[str, Any] | None = None, history: ChartHistory | None = None
 ) -> RenderableType:
     """Return the panels of one status.
 
@@ -103,7 +103,7 @@ def _services(status: Mapping[str, Any]) -> Table:
         ("gateway", "draining" if status["draining"] else f"version {status['version']}"),
         ("targets", several) if len(targets) > 1 else ("target", "ready" if target else "not ready"),
         ("draft", draft_state(target["draft"]["state"]) if target else "unknown"),
-        ("gateway up for", duration(status["uptime_s"])),
+        ("gateway up for", short_duration(status["uptime_s"])),
         ("target up for", _uptime(target)),
         ("draft up for", _uptime(target["draft"] if target else None)),
         ("lost connections", _lost(target, targets)),
@@ -112,7 +112,7 @@ def _services(status: Mapping[str, Any]) -> Table:
 
 def _uptime(service: Mapping[str, Any] | None) -> str | None:
     seconds = service.get("uptime_s") if service else None
-    return None if seconds is None else duration(seconds)
+    return None if seconds is None else short_duration(seconds)
 
 
 def _lost(target: Mapping[str, Any] | None, targets: Sequence[Mapping[str, Any]]) -> str:
@@ -144,7 +144,7 @@ def _tokens(value: float | None) -> str | None:
     return None if value is None else f"{value:,.0f} tokens"
 
 
-def duration(seconds: float) -> str:
+def short_duration(seconds: float) -> str:
     """Return a duration in words: `58 s`, `7 min`, `3 h 5 min` or `2 d 4 h`. Smaller units are cut off.
 
     The operator's page writes durations in the same form.

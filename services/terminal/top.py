@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.live import Live
 
 from outrider.services.clients.rest import RestClient
-from outrider.services.terminal.charts import History
+from outrider.services.terminal.charts import ChartHistory
 from outrider.services.terminal.keys import typed_keys
 from outrider.services.terminal.scrolled import Scrolled
 from outrider.services.terminal.status_panels import render
@@ -51,7 +51,7 @@ def run_top(client: RestClient, interval_s: float, once: bool, as_json: bool) ->
 
 def _live(client: RestClient, status: dict[str, Any], interval_s: float, console: Console) -> None:
     before: dict[str, Any] | None = None
-    history = History()
+    history = ChartHistory()
     with (
         typed_keys() as keys,
         Live(console=console, screen=True, auto_refresh=False) as live,

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from outrider.services.tune.paired import Run, measure_paired
+from outrider.services.tune.paired import RunShape, measure_paired
 from outrider.services.tune.result import Check
 from outrider.shared.spec.tree import DraftShape
 
@@ -22,7 +22,7 @@ CHECKED = 8
 
 
 def check_choice(
-    run: Run, choice: DraftShape, candidates: Sequence[DraftShape], tokens: Sequence[int], passes: int
+    run: RunShape, choice: DraftShape, candidates: Sequence[DraftShape], tokens: Sequence[int], passes: int
 ) -> Check:
     """Find the best of all tree shapes, and compare the shape that the search chose with it.
 

@@ -28,7 +28,7 @@ FAR = 0.75
 POLISHES = 10
 """Number of iterations of the median polish. More of them change the speeds by less than 0.1 %."""
 
-Run = Callable[[DraftShape, int], float]
+RunShape = Callable[[DraftShape, int], float]
 """Answers one part of the prompts with a shape. Returns tokens per second."""
 
 
@@ -136,7 +136,7 @@ def _polished(runs: Sequence[Mapping[DraftShape, float]]) -> dict[DraftShape, fl
 
 
 def measure_paired(
-    run: Run,
+    run: RunShape,
     shapes: Sequence[DraftShape],
     tokens: Sequence[int],
     least: int,

@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 
 from outrider.bench.plot.canvas import DARK, LIGHT, Theme
-from outrider.bench.plot.charts import Axis, Group, Heading, group_chart
+from outrider.bench.plot.charts import Axis, BarGroup, Heading, group_chart
 from outrider.services.tune.report import shown_shapes, shown_speedup
 from outrider.services.tune.result import TuneResult
 from outrider.shared.base.errors import ConfigurationError
@@ -26,7 +26,7 @@ def picture(result: TuneResult, target: str, draft: str, theme: Theme) -> str:
     groups = []
     for shape in shown_shapes(result):
         found = [shown_speedup(one, shape) for one in result.batches]
-        groups.append(Group(shape.name, [value for value, _ in found], [sure for _, sure in found]))
+        groups.append(BarGroup(shape.name, [value for value, _ in found], [sure for _, sure in found]))
     most = max(value for group in groups for value in group.values)
     step = next((step for step in STEPS if most / step <= MOST_TICKS), STEPS[-1])
     ticks = tuple(step * number for number in range(math.ceil(most / step) + 1))

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from outrider.services.tune.live import LiveClient, LiveRun
 from outrider.services.tune.replay import RecordedTree, accept_length
-from outrider.services.tune.round_times import RoundTimes, probe_shapes
+from outrider.services.tune.step_times import StepTimes, probe_shapes
 from outrider.shared.spec.tree import NO_DRAFT, DraftShape
 
 LARGEST_RECORDED = DraftShape(16, 8, 64)
@@ -33,7 +33,7 @@ def record(client: LiveClient, prompts: Sequence[Sequence[int]], largest: DraftS
     return client.run(prompts, tree, streams=4, tokens=tokens, trace=True)
 
 
-def accept_lengths(recorded: LiveRun, candidates: Sequence[DraftShape]) -> dict[DraftShape, float]:
+def predict_accept_lengths(recorded: LiveRun, candidates: Sequence[DraftShape]) -> dict[DraftShape, float]:
     """Return the predicted accept length of each shape."""
     trees = [
         RecordedTree.of(entry, answer.prompt_len, answer.token_ids)
@@ -68,8 +68,8 @@ def predicted_speeds(
 
 def _round_times(
     client: LiveClient, prompts: Sequence[Sequence[int]], candidates: Sequence[DraftShape], batch: int
-) -> RoundTimes:
-    times = RoundTimes()
+) -> StepTimes:
+    times = StepTimes()
     chosen = [prompts[index % len(prompts)] for index in range(batch)]
     for shape in probe_shapes(candidates):
         tokens = PROBE_TOKENS * (2 if shape.drafts else 1)

@@ -139,7 +139,7 @@ def result_json(result: TuneResult) -> dict[str, Any]:
                 "ratios_to_plain": rounded(one.ratios),
                 "ratios_to_auto": rounded(one.to_auto),
                 "predicted_speedup": {shape.name: round(speed, 3) for shape, speed in one.predicted.items()},
-                "check": None if one.check is None else check_json(one.check),
+                "check": None if one.check is None else check_as_json(one.check),
             }
             for one in result.batches
         ],
@@ -151,7 +151,7 @@ def rounded(ratios: Mapping[DraftShape, Sequence[float]]) -> dict[str, list[floa
     return {shape.name: [round(ratio, 3) for ratio in passes] for shape, passes in ratios.items()}
 
 
-def check_json(check: Check) -> dict[str, Any]:
+def check_as_json(check: Check) -> dict[str, Any]:
     """Return a check as JSON values."""
     return {
         "choice": check.choice.name,

@@ -6,8 +6,8 @@ from outrider.services.tune.candidates import candidate_shapes
 from outrider.services.tune.check import CHECKED
 from outrider.services.tune.paired import LEAST_LEFT
 from outrider.services.tune.result import TuneSizes
-from outrider.services.tune.round_times import probe_shapes
 from outrider.services.tune.search import FINALISTS, prompt_parts
+from outrider.services.tune.step_times import probe_shapes
 from outrider.shared.obs.progress import Progress
 
 

@@ -3,7 +3,7 @@
 1. Answer the prompts once with the largest tree, and record the trees of all rounds. From these trees,
    predict the accept length of every shape (`replay`).
 2. For each batch size, run a few rounds of a few shapes. From the times of these rounds, predict the time of
-   a round of every shape (`round_times`). The predicted speed of a shape is its accept length, divided by the
+   a round of every shape (`step_times`). The predicted speed of a shape is its accept length, divided by the
    time of its round. From the predicted speeds, choose the limits of mode `auto` (`modes`).
 3. For each batch size, measure plain decoding, mode `auto` and the shapes with the best predictions in
    alternating passes over the prompts (`paired`). The slower half of the shapes drops out after each pass.
@@ -24,8 +24,8 @@ from outrider.services.tune.candidates import AutoLimits, candidate_shapes
 from outrider.services.tune.check import check_choice
 from outrider.services.tune.live import LiveClient, LiveRun
 from outrider.services.tune.modes import choose_limits
-from outrider.services.tune.paired import PairedSpeeds, Run, measure_paired
-from outrider.services.tune.predict import accept_lengths, predicted_speeds, record
+from outrider.services.tune.paired import PairedSpeeds, RunShape, measure_paired
+from outrider.services.tune.predict import predict_accept_lengths, predicted_speeds, record
 from outrider.services.tune.result import BatchResult, TuneResult, TuneSizes
 from outrider.shared.base.errors import ConfigurationError
 from outrider.shared.spec.tree import NO_DRAFT, DraftShape
@@ -60,7 +60,7 @@ def search(
     candidates = candidate_shapes(sizes.largest)
     # 1. Record trees, and predict accept lengths.
     recorded = record(client, prompts, sizes.largest, sizes.tokens)
-    lengths = accept_lengths(recorded, candidates)
+    lengths = predict_accept_lengths(recorded, candidates)
     progress(f"recorded trees: {len(candidates)} shapes have a predicted accept length")
     recording_s = (time.perf_counter() - started) / len(sizes.batches)
     # 2. Predict speeds.
@@ -145,7 +145,9 @@ def _answered(parts: Sequence[Sequence[int]], recorded: LiveRun) -> list[Sequenc
     return found
 
 
-def _runner(client: LiveClient, parts: Sequence[Sequence[Sequence[int]]], batch: int, tokens: int) -> Run:
+def _runner(
+    client: LiveClient, parts: Sequence[Sequence[Sequence[int]]], batch: int, tokens: int
+) -> RunShape:
     """Return a function that answers a part of the prompts with a shape, and returns the tokens/s.
 
     Before the first run of a shape, short answers with this shape are discarded. A server may compile or
@@ -163,7 +165,7 @@ def _runner(client: LiveClient, parts: Sequence[Sequence[Sequence[int]]], batch:
 
 
 def _measure(
-    run: Run,
+    run: RunShape,
     predicted: Mapping[DraftShape, float],
     limits: AutoLimits,
     tokens: Sequence[int],

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from outrider.services.target.request import GenerationRequest, SpeculationLimits, SpeculationParams
+from outrider.services.target.request import EngineRequest, SpeculationLimits, SpeculationParams
 from outrider.shared.base.generation import SamplingParams, SpeculationMode
 from outrider.shared.base.logit_rules import NO_LOGPROBS, LogitRules, LogprobParams
 from outrider.shared.base.token_states import NO_STATES, StateParams
@@ -16,7 +16,7 @@ STOP_OPTION = "stop_token_ids"
 
 
 @dataclass(frozen=True, slots=True)
-class Option:
+class CaseOptions:
     """The sampling and report options of one kind of request in `outrider verify`.
 
     Attributes:
@@ -37,33 +37,33 @@ class Option:
 
 
 GREEDY = SamplingParams(temperature=0.0)
-OPTIONS: Mapping[str, Option] = {
-    "greedy": Option(GREEDY),
-    "end of text": Option(GREEDY, ignore_eos=False),
-    STOP_OPTION: Option(GREEDY, stops=True),
-    "max_tokens": Option(GREEDY, share=0.5),
-    "temperature 0.7": Option(SamplingParams(temperature=0.7, seed=1)),
-    "temperature 1": Option(SamplingParams(temperature=1.0, seed=2)),
-    "temperature 1.5": Option(SamplingParams(temperature=1.5, seed=3)),
-    "top_k": Option(SamplingParams(top_k=20, seed=4)),
-    "top_p": Option(SamplingParams(top_p=0.9, seed=5)),
-    "min_p": Option(SamplingParams(min_p=0.05, seed=6)),
-    "all filters": Option(SamplingParams(temperature=0.8, top_k=40, top_p=0.95, min_p=0.02, seed=7)),
-    "seed": Option(SamplingParams(seed=LARGEST_SEED)),
-    "penalties": Option(SamplingParams(0.7, seed=8, rules=LogitRules(0.5, 0.5, 1.2))),
-    "logit_bias": Option(SamplingParams(seed=9, rules=LogitRules(logit_bias=((1, 2.0), (2, -3.0))))),
-    "min_tokens": Option(replace(GREEDY, rules=LogitRules(min_tokens=6)), ignore_eos=False),
-    "bad_words": Option(SamplingParams(0.7, seed=10, rules=LogitRules(bad_words=((3,), (4, 5))))),
-    "n": Option(SamplingParams(seed=2, choice_index=1)),
-    "logprobs": Option(GREEDY, logprobs=LogprobParams(top=5, prompt_top=2)),
-    "logprobs of sampled tokens": Option(
+OPTIONS: Mapping[str, CaseOptions] = {
+    "greedy": CaseOptions(GREEDY),
+    "end of text": CaseOptions(GREEDY, ignore_eos=False),
+    STOP_OPTION: CaseOptions(GREEDY, stops=True),
+    "max_tokens": CaseOptions(GREEDY, share=0.5),
+    "temperature 0.7": CaseOptions(SamplingParams(temperature=0.7, seed=1)),
+    "temperature 1": CaseOptions(SamplingParams(temperature=1.0, seed=2)),
+    "temperature 1.5": CaseOptions(SamplingParams(temperature=1.5, seed=3)),
+    "top_k": CaseOptions(SamplingParams(top_k=20, seed=4)),
+    "top_p": CaseOptions(SamplingParams(top_p=0.9, seed=5)),
+    "min_p": CaseOptions(SamplingParams(min_p=0.05, seed=6)),
+    "all filters": CaseOptions(SamplingParams(temperature=0.8, top_k=40, top_p=0.95, min_p=0.02, seed=7)),
+    "seed": CaseOptions(SamplingParams(seed=LARGEST_SEED)),
+    "penalties": CaseOptions(SamplingParams(0.7, seed=8, rules=LogitRules(0.5, 0.5, 1.2))),
+    "logit_bias": CaseOptions(SamplingParams(seed=9, rules=LogitRules(logit_bias=((1, 2.0), (2, -3.0))))),
+    "min_tokens": CaseOptions(replace(GREEDY, rules=LogitRules(min_tokens=6)), ignore_eos=False),
+    "bad_words": CaseOptions(SamplingParams(0.7, seed=10, rules=LogitRules(bad_words=((3,), (4, 5))))),
+    "n": CaseOptions(SamplingParams(seed=2, choice_index=1)),
+    "logprobs": CaseOptions(GREEDY, logprobs=LogprobParams(top=5, prompt_top=2)),
+    "logprobs of sampled tokens": CaseOptions(
         SamplingParams(0.9, top_p=0.95, seed=11, rules=LogitRules(0.2, 0.2)), logprobs=LogprobParams(top=20)
     ),
-    "token_ids_logprob": Option(
+    "token_ids_logprob": CaseOptions(
         SamplingParams(0.7, seed=12), logprobs=LogprobParams(top=0, prompt_top=0, token_ids=(1, 2, 3))
     ),
-    "hidden states": Option(SamplingParams(0.7, seed=13), states=StateParams(hidden_states=True)),
-    "sampled stop": Option(SamplingParams(temperature=0.7, seed=1), stops=True, ignore_eos=False),
+    "hidden states": CaseOptions(SamplingParams(0.7, seed=13), states=StateParams(hidden_states=True)),
+    "sampled stop": CaseOptions(SamplingParams(temperature=0.7, seed=1), stops=True, ignore_eos=False),
 }
 """Name → option. A test checks that every field of `SamplingParams` is in use."""
 
@@ -87,7 +87,7 @@ def ways(shape: DraftShape) -> Mapping[str, Sequence[SpeculationParams]]:
     }
 
 
-def plain(shape: DraftShape) -> Sequence[SpeculationParams]:
+def without_speculation(shape: DraftShape) -> Sequence[SpeculationParams]:
     """Return the speculation of the run without speculation."""
     return [SpeculationLimits(shape).resolve(SpeculationMode.OFF)]
 
@@ -97,22 +97,22 @@ def requests_of(
     tokens: int,
     speculation: Sequence[SpeculationParams],
     stop_tokens: Sequence[int] | None = None,
-) -> dict[str, GenerationRequest]:
+) -> dict[str, EngineRequest]:
     """Return request id → request, with one request for each combination of prompt and option.
 
     Args:
         prompts: Prompts as token ids.
         tokens: Largest length of the answers, in tokens.
         speculation: Speculation settings. The requests use them in turn.
-        stop_tokens: The stop token of each prompt, for options with `Option.stops`. With None, these options
-            are left out.
+        stop_tokens: The stop token of each prompt, for options with `CaseOptions.stops`. With None,
+            these options are left out.
     """
-    requests: dict[str, GenerationRequest] = {}
+    requests: dict[str, EngineRequest] = {}
     for name, option in OPTIONS.items():
         if option.stops and stop_tokens is None:
             continue
         for index, prompt in enumerate(prompts):
-            request = GenerationRequest(
+            request = EngineRequest(
                 f"{name}, prompt {index + 1}",
                 tuple(prompt),
                 max(1, int(tokens * option.share)),

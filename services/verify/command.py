@@ -12,11 +12,11 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from outrider.services.doctor.command import PROBE_SHAPE, torch_device, torch_dtype
+from outrider.services.doctor.command import PROBE_SHAPE, dtype_of_flag, torch_device
 from outrider.services.doctor.pair import Pair
 from outrider.services.doctor.probe import PAGE_SIZE
 from outrider.services.doctor.prompts import read_prompts
-from outrider.services.verify.cases import OPTIONS, plain, requests_of, ways
+from outrider.services.verify.cases import OPTIONS, requests_of, ways, without_speculation
 from outrider.services.verify.compare import Difference, differences
 from outrider.services.verify.law import LawTest, check_law, law_tokens
 from outrider.services.verify.logprobs import LogprobComparison, compare_logprobs, logprob_tolerance
@@ -141,22 +141,22 @@ def run_verify(options: VerifyOptions) -> int:
     """
     configure_logging("verify", "warning")
     device = torch_device(options.device)
-    dtype = torch_dtype(options.dtype, device)
+    dtype = dtype_of_flag(options.dtype, device)
     pair = Pair(options.target, options.draft, options.algorithm, device, dtype, options.token_map)
     if not pair.drafts:
         raise ConfigurationError(
             "verify compares speculation on and off. Give a draft with --draft or --speculative-algorithm.",
             field="--draft",
         )
-    report = verify(pair, options, Console(stderr=True, highlight=False))
+    report = verify_pair(pair, options, Console(stderr=True, highlight=False))
     if options.as_json:
         print(json.dumps(report.as_json(), indent=1))
     else:
-        print_report(report, Console(highlight=False))
+        print_verify_report(report, Console(highlight=False))
     return 0 if report.passed else 1
 
 
-def verify(pair: Pair, options: VerifyOptions, console: Console) -> VerifyReport:
+def verify_pair(pair: Pair, options: VerifyOptions, console: Console) -> VerifyReport:
     """Run all comparisons on a pair. `console` gets a progress bar, and a line for each finished run."""
     vocabulary = pair.target_config.vocab_size
     prompts = read_prompts(options.prompts, pair.target, vocabulary, options.num_prompts)
@@ -164,7 +164,7 @@ def verify(pair: Pair, options: VerifyOptions, console: Console) -> VerifyReport
     engine = PairEngine(pair, longest + options.shape.max_nodes + 2 * PAGE_SIZE, options.shape)
     with Progress("verify", _work(options, prompts), counts=False, console=console) as progress:
         engine.on_finish = lambda request: progress.advance(request.max_new_tokens)
-        off_ways = plain(options.shape)
+        off_ways = without_speculation(options.shape)
         first = requests_of(prompts, options.tokens, off_ways)
         greedy = engine.answer(first.values(), speculate=False).tokens
         stops = [_middle(greedy[f"greedy, prompt {index + 1}"]) for index in range(len(prompts))]
@@ -195,7 +195,7 @@ def _work(options: VerifyOptions, prompts: Sequence[Sequence[int]]) -> int:
     """Return the sum of `max_new_tokens` of all requests."""
 
     def tokens(stops: Sequence[int] | None) -> int:
-        requests = requests_of(prompts, options.tokens, plain(options.shape), stops)
+        requests = requests_of(prompts, options.tokens, without_speculation(options.shape), stops)
         return sum(request.max_new_tokens for request in requests.values())
 
     runs = 1 + len(ways(options.shape))
@@ -211,7 +211,7 @@ def _middle(tokens: Sequence[int]) -> int:
     return tokens[len(tokens) // 2]
 
 
-def print_report(report: VerifyReport, console: Console) -> None:
+def print_verify_report(report: VerifyReport, console: Console) -> None:
     """Print the runs as a table. Then print the differences, the test of the output law, and the verdict."""
     table = Table(box=None, padding=(0, 2, 0, 0))
     for heading in (

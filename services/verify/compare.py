@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from outrider.services.target.request import GenerationRequest
+from outrider.services.target.request import EngineRequest
 from outrider.services.verify.pair_engine import Answers, PairEngine, scores_of
 from outrider.shared.base.logit_rules import LogitRules
 
@@ -62,7 +62,7 @@ def ruled(
 
 
 def differences(
-    engine: PairEngine, requests: Mapping[str, GenerationRequest], off: Answers, on: Answers
+    engine: PairEngine, requests: Mapping[str, EngineRequest], off: Answers, on: Answers
 ) -> list[Difference]:
     """Return the first difference of each answer, near-ties included."""
     found = (
@@ -73,7 +73,7 @@ def differences(
 
 
 def _difference(
-    engine: PairEngine, request: GenerationRequest, off: list[int], on: list[int]
+    engine: PairEngine, request: EngineRequest, off: list[int], on: list[int]
 ) -> Difference | None:
     if off == on:
         return None

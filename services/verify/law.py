@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from outrider.services.target.request import GenerationRequest, SpeculationParams
+from outrider.services.target.request import EngineRequest, SpeculationParams
 from outrider.services.verify.pair_engine import PairEngine, filtered
 from outrider.shared.base.generation import SamplingParams
 from outrider.shared.spec.tree import DraftShape
@@ -72,7 +72,7 @@ def check_law(
     """
     sampling = _spread(engine, prompt)
     requests = [
-        GenerationRequest(
+        EngineRequest(
             str(seed),
             tuple(prompt),
             law_tokens(speculation.shape),

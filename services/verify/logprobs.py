@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from outrider.services.target.request import GenerationRequest
+from outrider.services.target.request import EngineRequest
 from outrider.services.verify.compare import NEAR_TIE
 from outrider.services.verify.pair_engine import Answers, PairEngine
 from outrider.shared.base.logit_rules import TokenLogprob
@@ -52,7 +52,7 @@ def logprob_tolerance(engine: PairEngine, prompts: Iterable[Sequence[int]]) -> f
 
 
 def compare_logprobs(
-    requests: Mapping[str, GenerationRequest], off: Answers, on: Answers, tolerance: float
+    requests: Mapping[str, EngineRequest], off: Answers, on: Answers, tolerance: float
 ) -> LogprobComparison:
     """Return the comparison of all logprobs of two runs.
 

@@ -11,11 +11,11 @@ import torch
 from outrider.kernels.philox import gumbel_noise
 from outrider.kernels.verify.filters import filter_logits
 from outrider.services.doctor.pair import Pair
-from outrider.services.doctor.probe import BATCH, PAGE_SIZE, drafting, load_draft, load_target
+from outrider.services.doctor.probe import BATCH, PAGE_SIZE, drafting, load_draft, load_pair_target
 from outrider.services.target.drafting.no_drafter import NoDrafter
 from outrider.services.target.engine.engine import TargetEngine
 from outrider.services.target.model.model_runner import ModelRunner
-from outrider.services.target.request import Event, FailedEvent, GenerationRequest, TokensEvent
+from outrider.services.target.request import EngineRequest, Event, FailedEvent, TokensEvent
 from outrider.services.target.scheduling.limits import EngineLimits, SchedulerLimits
 from outrider.services.target.scheduling.scheduler import Scheduler
 from outrider.shared.attn.base import build_batch
@@ -81,12 +81,12 @@ class PairEngine:
     """
 
     def __init__(self, pair: Pair, room: int, shape: DraftShape) -> None:
-        self.on_finish: Callable[[GenerationRequest], None] = lambda _: None
-        self.decoder = load_target(pair)
+        self.on_finish: Callable[[EngineRequest], None] = lambda _: None
+        self.decoder = load_pair_target(pair)
         self._room = room
         self._draft, self._spec = load_draft(pair, self.decoder, room, shape)
 
-    def answer(self, requests: Iterable[GenerationRequest], *, speculate: bool) -> Answers:
+    def answer(self, requests: Iterable[EngineRequest], *, speculate: bool) -> Answers:
         """Answer requests, several at a time.
 
         Args:

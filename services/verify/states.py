@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from outrider.services.target.request import GenerationRequest
+from outrider.services.target.request import EngineRequest
 from outrider.services.verify.compare import NEAR_TIE
 from outrider.services.verify.logprobs import common_length
 from outrider.services.verify.pair_engine import Answers
@@ -47,7 +47,7 @@ class StateComparison:
 
 
 def compare_states(
-    requests: Mapping[str, GenerationRequest], off: Answers, on: Answers, dtype: torch.dtype
+    requests: Mapping[str, EngineRequest], off: Answers, on: Answers, dtype: torch.dtype
 ) -> StateComparison:
     """Return the comparison of all hidden states of two runs.
 

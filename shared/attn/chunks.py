@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from outrider.kernels.merge_attention import merge_attention
 from outrider.shared.attn.base import AttentionBatch
-from outrider.shared.attn.tiles import LEAST_GAIN_US, SIZES, Tile, TileShape, gain_us, tiles_of
+from outrider.shared.attn.tiles import LEAST_GAIN_US, SIZES, AttentionTile, TileShape, gain_us, tiles_of
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, bool, float], tuple[torch.Tensor, torch.Tensor]]
 """A function that computes the attention of one tile.
@@ -48,7 +48,7 @@ class _Chunk:
     rows: slice
     start: int
     stop: int
-    tiles: list[Tile] | None
+    tiles: list[AttentionTile] | None
 
 
 class ChunkAttention:
@@ -171,7 +171,7 @@ class ChunkAttention:
         # A draft head may attend from only some of the planned rows. Such a call is not supported.
         return chunks if chunks and chunks[-1].rows.stop == q.shape[0] else []
 
-    def _tiles(self, start: int, stop: int, width: int) -> list[Tile] | None:
+    def _tiles(self, start: int, stop: int, width: int) -> list[AttentionTile] | None:
         if stop - start < self._sizes[-1]:
             return None
         tiles = tiles_of(start, stop, self._most_rows, self._sizes)

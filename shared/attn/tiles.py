@@ -39,7 +39,7 @@ class TileShape(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Tile:
+class AttentionTile:
     """One tile: the attention of consecutive rows to consecutive tokens of the same sequence.
 
     Attributes:
@@ -61,7 +61,7 @@ def shapes_of(most_rows: int, sizes: Sequence[int] = SIZES) -> list[TileShape]:
     return squares + [TileShape(rows, keys, False) for keys in sizes for rows in row_sizes if rows <= keys]
 
 
-def tiles_of(start: int, stop: int, most_rows: int, sizes: Sequence[int] = SIZES) -> list[Tile]:
+def tiles_of(start: int, stop: int, most_rows: int, sizes: Sequence[int] = SIZES) -> list[AttentionTile]:
     """Divide the attention of rows ``[start, stop)`` of a sequence into tiles, in the order of the tokens.
 
     `start` is rounded down, and `stop` is rounded up, to a multiple of the smallest size. The rows are
@@ -79,12 +79,14 @@ def tiles_of(start: int, stop: int, most_rows: int, sizes: Sequence[int] = SIZES
     first, last = start // least * least, -(-stop // least) * least
     tiles = []
     for row, rows in _cover(first, last, _row_sizes(most_rows, sizes)):
-        tiles += [Tile(row, key, TileShape(rows, keys, False)) for key, keys in _cover(0, row, sizes)]
-        tiles.append(Tile(row, row, TileShape(rows, rows, True)))
+        tiles += [
+            AttentionTile(row, key, TileShape(rows, keys, False)) for key, keys in _cover(0, row, sizes)
+        ]
+        tiles.append(AttentionTile(row, row, TileShape(rows, rows, True)))
     return sorted(tiles, key=lambda tile: (tile.key, tile.shape.keys, tile.row))
 
 
-def gain_us(tiles: Sequence[Tile], start: int, stop: int, width: int) -> float:
+def gain_us(tiles: Sequence[AttentionTile], start: int, stop: int, width: int) -> float:
     """Return the estimated time that tiles save over this project's kernel, in microseconds per layer.
 
     Args:

@@ -10,7 +10,10 @@ from enum import Enum
 
 
 class ErrorCode(Enum):
-    """The kinds of errors. Each value is an HTTP status, which `shared.rpc.convert` maps to a gRPC status."""
+    """The kinds of errors.
+
+    Each value is an HTTP status, which `shared.rpc.common_messages` maps to a gRPC status.
+    """
 
     INVALID_ARGUMENT = 400
     UNAUTHENTICATED = 401

@@ -30,7 +30,7 @@ from outrider.shared.engine.recorded_graph import (
     RecordedGraph,
     Result,
     end_broken_capture,
-    finish,
+    finish_parts,
     next_part,
     single_part,
 )
@@ -237,7 +237,7 @@ class GraphCache:
         """
         if rehearsing():
             if key not in self._recorded:
-                finish(record())
+                finish_parts(record())
             return
         if self.holds(key):
             if self._keeping and key in self._recorded:
@@ -266,7 +266,7 @@ class GraphCache:
             side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):
                 for _ in range(warm_up_runs):
-                    finish(record())
+                    finish_parts(record())
             torch.cuda.current_stream().wait_stream(side)
             if self._pool is None:
                 self._pool = torch.cuda.graph_pool_handle()

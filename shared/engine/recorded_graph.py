@@ -30,7 +30,7 @@ def next_part(work: Parts[Result]) -> tuple[bool, Result | None]:
     return False, None
 
 
-def finish(work: Parts[Result]) -> Result | None:
+def finish_parts(work: Parts[Result]) -> Result | None:
     """Do all parts that are left, and return the result of the work."""
     while True:
         ended, result = next_part(work)

@@ -39,7 +39,7 @@ __all__ = [
 _log = get_logger("outrider.decoder")
 
 Pool = TypeVar("Pool", bound=KVPool)
-Progress = Callable[[int, int], None]
+OnProgress = Callable[[int, int], None]
 """A function that is called with the number of bytes loaded so far and the total number of bytes."""
 OnLayer = Callable[[DecoderLayer], None]
 """A function that changes a layer right after it is loaded, so that the next layer can use the memory."""

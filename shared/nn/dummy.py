@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from outrider.shared.nn.checkpoint.tensor_source import Shape, TensorSource
+from outrider.shared.nn.checkpoint.tensor_source import TensorShape, TensorSource
 from outrider.shared.nn.config.model_config import ModelConfig
 from outrider.shared.nn.decoder import EMBEDDING, FINAL_NORM, LM_HEAD, Decoder
 from outrider.shared.nn.layers.load import load_layer
@@ -32,7 +32,12 @@ class RandomTensors(TensorSource):
         self.dtype = dtype
 
     def take(
-        self, name: str, shape: Shape, *, dtype: torch.dtype | None = None, to: torch.dtype | None = None
+        self,
+        name: str,
+        shape: TensorShape,
+        *,
+        dtype: torch.dtype | None = None,
+        to: torch.dtype | None = None,
     ) -> torch.Tensor:
         """Return one random tensor."""
         tensor = torch.empty(shape, dtype=dtype or to or self.dtype, device=self.device)
@@ -41,7 +46,7 @@ class RandomTensors(TensorSource):
 
     def take_rows(
         self,
-        parts: Sequence[tuple[str, Shape]],
+        parts: Sequence[tuple[str, TensorShape]],
         *,
         dtype: torch.dtype | None = None,
         to: torch.dtype | None = None,

@@ -27,14 +27,14 @@ import torch
 from outrider.shared.base.errors import CheckpointError
 from outrider.shared.nn.checkpoint.checkpoint_reader import CheckpointReader
 from outrider.shared.nn.checkpoint.tensor_file import TensorInfo
-from outrider.shared.nn.checkpoint.tensor_source import Shape, TensorSource
+from outrider.shared.nn.checkpoint.tensor_source import TensorShape, TensorSource
 from outrider.shared.nn.config.model_config import ModelConfig
 
 SPELLINGS = ("{0}_scale", "{0}_proj.{0}_scale", "{0}_proj.output_scale")
 """Names of scales after the prefix ``self_attn.``, where ``{0}`` stands for k or v."""
 
 
-def find_scales(stored: Mapping[str, TensorInfo], config: ModelConfig) -> dict[str, Shape]:
+def find_scales(stored: Mapping[str, TensorInfo], config: ModelConfig) -> dict[str, TensorShape]:
     """Return the names and shapes of the FP8 cache scales (``k_scale``, ``v_scale``) among `stored`.
 
     Models with multi-head latent attention have no such scales.
@@ -42,7 +42,7 @@ def find_scales(stored: Mapping[str, TensorInfo], config: ModelConfig) -> dict[s
     Raises:
         CheckpointError: A scale is not a single number.
     """
-    found: dict[str, Shape] = {}
+    found: dict[str, TensorShape] = {}
     for layer, part, spelling in product(range(0 if config.latent else config.num_layers), "kv", SPELLINGS):
         name = f"model.layers.{layer}.self_attn.{spelling.format(part)}"
         if name not in stored:
@@ -112,14 +112,19 @@ class ScaledSource(TensorSource):
             self._factors |= {prefix + end: factor for end, factor in changes.items()}
 
     def take(
-        self, name: str, shape: Shape, *, dtype: torch.dtype | None = None, to: torch.dtype | None = None
+        self,
+        name: str,
+        shape: TensorShape,
+        *,
+        dtype: torch.dtype | None = None,
+        to: torch.dtype | None = None,
     ) -> torch.Tensor:
         """Return one tensor. If the tensor has a factor, return it multiplied by this factor."""
         return self.take_rows([(name, shape)], dtype=dtype, to=to)
 
     def take_rows(
         self,
-        parts: Sequence[tuple[str, Shape]],
+        parts: Sequence[tuple[str, TensorShape]],
         *,
         dtype: torch.dtype | None = None,
         to: torch.dtype | None = None,

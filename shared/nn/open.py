@@ -15,7 +15,7 @@ from outrider.shared.base.errors import ConfigurationError
 from outrider.shared.nn.checkpoint.checkpoint_reader import CheckpointReader
 from outrider.shared.nn.checkpoint.fp8_source import Fp8Source, expect_scales
 from outrider.shared.nn.checkpoint.json_config import ConfigReader, faults_of, read_json
-from outrider.shared.nn.checkpoint.tensor_source import ExpectedTensors, Shape, TensorSource
+from outrider.shared.nn.checkpoint.tensor_source import ExpectedTensors, TensorShape, TensorSource
 from outrider.shared.nn.checkpoint.weight_sizes import gib, loaded_bytes
 from outrider.shared.nn.config.model_config import (
     CONFIG_FILE,
@@ -29,7 +29,7 @@ from outrider.shared.nn.decoder import (
     LM_HEAD,
     Decoder,
     OnLayer,
-    Progress,
+    OnProgress,
     default_dtype,
 )
 from outrider.shared.nn.families.registry import check_architecture
@@ -66,7 +66,7 @@ def load_decoder(
     path: Path | str,
     device: torch.device | str = "cpu",
     dtype: torch.dtype | None = None,
-    progress: Progress | None = None,
+    progress: OnProgress | None = None,
     on_layer: OnLayer | None = None,
 ) -> Decoder:
     """Load the decoder in a Hugging Face model folder.
@@ -113,7 +113,7 @@ def _load(
     config: ModelConfig,
     device: torch.device,
     dtype: torch.dtype,
-    progress: Progress | None,
+    progress: OnProgress | None,
     on_layer: OnLayer | None,
 ) -> Decoder:
     with checked_source(path, config, device, dtype, progress) as checkpoint, torch.inference_mode():
@@ -141,7 +141,7 @@ def checked_source(
     config: ModelConfig,
     device: torch.device,
     dtype: torch.dtype,
-    progress: Progress | None = None,
+    progress: OnProgress | None = None,
 ) -> Iterator[CheckedSource]:
     """Open the checkpoint of a supported model family, and check the headers of its files.
 
@@ -181,7 +181,7 @@ def _open_generic(
     config: GenericConfig,
     device: torch.device,
     dtype: torch.dtype,
-    progress: Progress | None,
+    progress: OnProgress | None,
 ) -> Decoder:
     """Load a model that runs through `transformers`, which is imported only here."""
     from outrider.shared.nn.generic.model import GenericDecoder
@@ -203,7 +203,7 @@ def _needed(path: Path | str, config: ModelConfig, dtype: torch.dtype) -> str:
         )
 
 
-def expected_tensors(config: ModelConfig) -> dict[str, Shape]:
+def expected_tensors(config: ModelConfig) -> dict[str, TensorShape]:
     """Return the name and shape of every tensor that a checkpoint of this configuration must contain."""
     if isinstance(config, GenericConfig):
         return dict(config.layout.shapes)

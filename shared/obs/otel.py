@@ -15,7 +15,7 @@ from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from outrider.shared.base.version import installed_version
-from outrider.shared.obs.tracing import ERROR, TRACEPARENT, Span, Tracer, Value
+from outrider.shared.obs.tracing import ERROR, TRACEPARENT, AttributeValue, Span, Tracer
 
 TIMEOUT_S = 3.0
 """How long one attempt to send spans may take."""
@@ -40,7 +40,7 @@ class OtelSpan(Span):
         self._tracer.start_span(name, parent, start_time=start_ns).end(end_time=max(start_ns, end_ns))
 
     def end(
-        self, attributes: Mapping[str, Value] | None = None, error: str = "", name: str | None = None
+        self, attributes: Mapping[str, AttributeValue] | None = None, error: str = "", name: str | None = None
     ) -> None:
         """End the span; see the base class."""
         if name is not None:

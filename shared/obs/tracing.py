@@ -24,7 +24,7 @@ ERROR = "error.type"
 # Outrider's own names.
 OWN = "outrider."
 
-Value = str | int | float | bool | tuple[str, ...] | tuple[int, ...]
+AttributeValue = str | int | float | bool | tuple[str, ...] | tuple[int, ...]
 
 _TRACEPARENT = re.compile(r"00-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
 
@@ -51,7 +51,7 @@ class Span:
         """Add a child span with these times, in nanoseconds since 1970."""
 
     def end(
-        self, attributes: Mapping[str, Value] | None = None, error: str = "", name: str | None = None
+        self, attributes: Mapping[str, AttributeValue] | None = None, error: str = "", name: str | None = None
     ) -> None:
         """End the span.
 

@@ -10,7 +10,7 @@ import torch
 from outrider.shared.attn.base import AttentionBatch
 from outrider.shared.parallel.commands import Forward
 
-Part = tuple[tuple[int, ...], torch.dtype]
+TensorPart = tuple[tuple[int, ...], torch.dtype]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ def packed_words(command: Forward) -> int:
     return words_of(_layout(command))
 
 
-def words_of(layout: Sequence[Part]) -> int:
+def words_of(layout: Sequence[TensorPart]) -> int:
     """Return the number of int32 words that tensors of these shapes and dtypes take."""
     return sum(torch.Size(shape).numel() * (dtype.itemsize // 4) for shape, dtype in layout)
 
@@ -97,7 +97,7 @@ def pack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.cat([tensor.contiguous().view(-1).view(torch.int32) for tensor in tensors])
 
 
-def unpack(buffer: torch.Tensor, layout: Sequence[Part]) -> list[torch.Tensor]:
+def unpack(buffer: torch.Tensor, layout: Sequence[TensorPart]) -> list[torch.Tensor]:
     """Return views of the tensors in a packed vector."""
     parts, position = [], 0
     for shape, dtype in layout:
@@ -127,10 +127,10 @@ def _order(command: Forward) -> list[str]:
     return names
 
 
-def _layout(command: Forward) -> list[Part]:
+def _layout(command: Forward) -> list[TensorPart]:
     rows, bs = command.rows, command.bs
     int32, int64 = torch.int32, torch.int64
-    parts: dict[str, Part] = {
+    parts: dict[str, TensorPart] = {
         "slots": ((rows,), int64),
         "tokens": ((rows,), int64 if command.wide_tokens else int32),
         "positions": ((rows,), int64 if command.wide_positions else int32),

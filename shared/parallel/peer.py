@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from outrider.kernels.exchange_add import Boxes, can_exchange, exchange_add, inbox_shape
 from outrider.kernels.peer_words import Mail, box_shape, can_pass, receive_words, send_words
-from outrider.kernels.stream import FEW_ROWS, Stream
+from outrider.kernels.stream import FEW_ROWS, ResidualStream
 from outrider.shared.obs.logging import get_logger
 from outrider.shared.parallel.collectives import Collectives, TorchCollectives
 from outrider.shared.parallel.reduce import GroupReduce, Reduce, ReduceKind
@@ -120,7 +120,7 @@ class PeerReduce(OneShotReduce):
         *,
         bias: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
-    ) -> Stream:
+    ) -> ResidualStream:
         """Add the ranks' parts to the residual (see `Reduce.add`). For a few rows, one kernel does this."""
         rows, width = residual.shape
         if not can_exchange(rows, width, self._boxes):

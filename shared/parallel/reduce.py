@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 
 from outrider.kernels.add_norm import add_sums
-from outrider.kernels.stream import Stream
+from outrider.kernels.stream import ResidualStream
 from outrider.shared.nn.fused.blocks import ResidualReduce
 from outrider.shared.parallel.collectives import Collectives
 
@@ -71,7 +71,7 @@ class GroupReduce:
         *,
         bias: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
-    ) -> Stream:
+    ) -> ResidualStream:
         """Sum the parts over the ranks, then add the sum to the residual (see `Reduce.add`)."""
         whole = parts.dim() == 2 or parts.nbytes <= SUMMED_PARTS_BYTES
         summed = self(parts if whole else parts.sum(0).to(residual.dtype))

@@ -20,7 +20,7 @@ import torch
 
 from outrider.shared.base.errors import ConfigurationError
 from outrider.shared.nn.checkpoint.experts_config import ExpertsConfig
-from outrider.shared.nn.checkpoint.tensor_source import Shape, TensorSource
+from outrider.shared.nn.checkpoint.tensor_source import TensorShape, TensorSource
 from outrider.shared.nn.config.model_config import ModelConfig
 from outrider.shared.nn.generic.layout import GenericConfig
 
@@ -57,7 +57,7 @@ _SUMMED = "experts.down_proj_bias"
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class ShardRange:
     """A rank's part of a dimension of `whole` units: `local` units, starting with unit `first`."""
 
     first: int
@@ -81,8 +81,8 @@ class Shard:
     size: int
     config: ModelConfig
     local: ModelConfig
-    kv_heads: Span
-    columns: Span
+    kv_heads: ShardRange
+    columns: ShardRange
 
     @classmethod
     def of(cls, config: ModelConfig, rank: int, size: int) -> Shard:
@@ -101,7 +101,7 @@ class Shard:
             intermediate_size=config.intermediate_size // size,
             experts=_local_experts(config.experts, columns, size),
         )
-        return cls(rank, size, config, local, Span(rank * kv_parts // size, 1, kv_parts), columns)
+        return cls(rank, size, config, local, ShardRange(rank * kv_parts // size, 1, kv_parts), columns)
 
     @property
     def vocabulary_rows(self) -> int:
@@ -122,17 +122,17 @@ class Shard:
             return part
         return torch.cat([part, part.new_zeros(rows - part.shape[0], part.shape[1])])
 
-    def part(self, name: str) -> tuple[int, Span] | None:
+    def part(self, name: str) -> tuple[int, ShardRange] | None:
         """Return the split dimension of the tensor `name` and this rank's part of it.
 
         Return None if the tensor is not split.
         """
         if name.endswith(_QUERY_ROWS) or name.endswith(_MLP_ROWS):
-            return 0, Span(self.rank, 1, self.size)
+            return 0, ShardRange(self.rank, 1, self.size)
         if name.endswith(_KV_ROWS):
             return 0, self.kv_heads
         if name.endswith(_COLUMNS):
-            return 1, Span(self.rank, 1, self.size)
+            return 1, ShardRange(self.rank, 1, self.size)
         dim = _FUSED_EXPERTS.get(name.rpartition("mlp.")[2])
         return None if dim is None else (dim, self.columns)
 
@@ -154,7 +154,12 @@ class ShardedSource:
         self._shard = shard
 
     def take(
-        self, name: str, shape: Shape, *, dtype: torch.dtype | None = None, to: torch.dtype | None = None
+        self,
+        name: str,
+        shape: TensorShape,
+        *,
+        dtype: torch.dtype | None = None,
+        to: torch.dtype | None = None,
     ) -> torch.Tensor:
         """Return this rank's part of a tensor. `shape` is the shape of the part (see `TensorSource.take`)."""
         part = self._shard.part(name)
@@ -172,7 +177,7 @@ class ShardedSource:
 
     def take_rows(
         self,
-        parts: Sequence[tuple[str, Shape]],
+        parts: Sequence[tuple[str, TensorShape]],
         *,
         dtype: torch.dtype | None = None,
         to: torch.dtype | None = None,
@@ -221,22 +226,22 @@ def _refused(problem: str) -> ConfigurationError:
     return ConfigurationError(f"tp: {problem}; choose another --tp (1 always works).", field="tp")
 
 
-def _expert_columns(experts: ExpertsConfig | None, rank: int, size: int) -> Span:
+def _expert_columns(experts: ExpertsConfig | None, rank: int, size: int) -> ShardRange:
     """Return a rank's part of the experts' intermediate size.
 
     The length of a part is a multiple of `ExpertFiles.grain`. The parts of two ranks may differ by one grain.
     """
     if experts is None:
-        return Span(0, 0, 0)
+        return ShardRange(0, 0, 0)
     grain = experts.files.grain
     first, last = (
         rank_or_next * (experts.intermediate_size // grain) // size * grain
         for rank_or_next in (rank, rank + 1)
     )
-    return Span(first, last - first, experts.intermediate_size)
+    return ShardRange(first, last - first, experts.intermediate_size)
 
 
-def _local_experts(experts: ExpertsConfig | None, columns: Span, size: int) -> ExpertsConfig | None:
+def _local_experts(experts: ExpertsConfig | None, columns: ShardRange, size: int) -> ExpertsConfig | None:
     if experts is None:
         return None
     return replace(experts, intermediate_size=columns.local, shared_size=experts.shared_size // size)

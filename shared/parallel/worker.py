@@ -31,7 +31,7 @@ from outrider.shared.parallel.commands import (
     decode,
 )
 from outrider.shared.parallel.decoder import ShardedDecoder
-from outrider.shared.parallel.packing import Part, StepInputs, packed_words, unpack, words_of
+from outrider.shared.parallel.packing import StepInputs, TensorPart, packed_words, unpack, words_of
 
 _log = get_logger("outrider.parallel")
 
@@ -152,7 +152,7 @@ class Worker:
 
     def _compact(self, command: Compact) -> None:
         bs = command.bs
-        layout: list[Part] = [((bs, command.width), torch.int32), ((bs,), torch.int32)]
+        layout: list[TensorPart] = [((bs, command.width), torch.int32), ((bs,), torch.int32)]
         if command.has_table_rows:
             layout.append(((bs,), torch.int32))
         if command.max_pages:

@@ -25,7 +25,7 @@ from typing import Any
 import grpc
 from grpc._cython import cygrpc  # type: ignore[attr-defined]  # the library has no types for it
 
-from outrider.shared.rpc.peer_token import core_of
+from outrider.shared.rpc.peer_token import inner_channel
 from outrider.shared.rpc.polling import PollWindow
 
 NO_FLAGS = 0
@@ -124,7 +124,7 @@ class ClientStream:
         self._handling = False
         # Messages that `look` received. The next reading call returns them.
         self._early: deque[bytes] = deque()
-        core, metadata = core_of(channel)
+        core, metadata = inner_channel(channel)
         starts = (
             (
                 (

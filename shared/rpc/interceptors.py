@@ -18,7 +18,7 @@ from grpc_status import rpc_status
 
 from outrider.shared.base.errors import ErrorCode, InvalidRequestError, OutriderError
 from outrider.shared.obs.logging import get_logger
-from outrider.shared.rpc.convert import CODE_OF_STATUS, error_from_status, error_to_status
+from outrider.shared.rpc.common_messages import CODE_OF_STATUS, error_from_status, error_to_status
 
 STATUS_DETAILS_KEY = "grpc-status-details-bin"
 _log = get_logger("outrider.rpc")

@@ -75,7 +75,7 @@ def with_token(channel: grpc.Channel, metadata: Metadata) -> grpc.Channel:
     return wrapped
 
 
-def core_of(channel: grpc.Channel) -> tuple[Any, Metadata | None]:
+def inner_channel(channel: grpc.Channel) -> tuple[Any, Metadata | None]:
     """Return the channel below grpcio's public interface, and the metadata that its calls must have."""
     metadata = _metadata_of.get(channel)
     inner = cast(Any, channel)._channel

@@ -1,7 +1,7 @@
 """Versions and features of the draft protocol, and how target and draft agree on them.
 
-The target sends an `Offer` in Hello, and the draft sends one in HelloAck. Both sides pass the two offers to
-`agree`, which returns the same result on both sides.
+The target sends a `VersionOffer` in Hello, and the draft sends one in HelloAck. Both sides pass the two
+offers to `agree`, which returns the same result on both sides.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ A peer of version 2 has no slots (`shared.spec.resident`), so rounds with this p
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
+class VersionOffer:
     """An offer: the protocol versions and features that one side, target or draft, supports.
 
     Attributes:
@@ -67,12 +67,12 @@ class Offer:
     features: frozenset[Feature] = frozenset()
 
     @classmethod
-    def ours(cls, side: Side) -> Offer:
+    def ours(cls, side: Side) -> VersionOffer:
         """Return the offer of this release, as a target or as a draft."""
         return cls(side, MIN_VERSION, MAX_VERSION, FEATURES)
 
     @classmethod
-    def of(cls, message: draft_pb2.Hello | draft_pb2.HelloAck) -> Offer:
+    def of(cls, message: draft_pb2.Hello | draft_pb2.HelloAck) -> VersionOffer:
         """Read the offer in a Hello or HelloAck message of a peer.
 
         If a peer sends no range, it supports only its `protocol_version`. Unknown features are ignored.
@@ -144,7 +144,7 @@ class Agreed:
         return f"version {self.version}, features: {names or 'none'}"
 
 
-def agree(theirs: Offer, ours: Offer) -> Agreed:
+def agree(theirs: VersionOffer, ours: VersionOffer) -> Agreed:
     """Return the highest common version and the common features of two offers.
 
     Target and draft get the same result.
@@ -170,7 +170,7 @@ def agree_with_ack(ack: draft_pb2.HelloAck) -> Agreed:
     Raises:
         ProtocolError: There is no common version, or the draft did not choose the highest one.
     """
-    agreed = agree(Offer.of(ack), Offer.ours(Side.TARGET))
+    agreed = agree(VersionOffer.of(ack), VersionOffer.ours(Side.TARGET))
     if ack.protocol_version != agreed.version:
         raise ProtocolError(
             f"The draft chose version {ack.protocol_version} of the draft protocol, but both sides support "

@@ -30,6 +30,8 @@ class DrafterState(Enum):
     DOWN = "draft_down"
 
 
+WARMING = "warming"
+"""Fallback reason of a sequence whose rows have not all arrived at the draft, or are not processed yet."""
 BACKING_OFF = "backing_off"
 """Fallback reason while the draft, which did not answer, gets no request until a back-off ends."""
 

@@ -38,7 +38,7 @@ class ExchangedGroup:
         return GroupSize(self.batch_size, self.columns, self.shape.max_nodes)
 
 
-class ExchangedRound(Protocol):
+class TreeExchange(Protocol):
     """One round whose draft trees come from another process.
 
     Attributes:
@@ -75,7 +75,7 @@ class ExchangedRound(Protocol):
 class ExchangedSlots(Protocol):
     """The slots of a drafter in another process, and the rounds of the sessions in these slots.
 
-    Use this object on the engine thread only. After every `ExchangedRound.exchange`, call `send_state` and
+    Use this object on the engine thread only. After every `TreeExchange.exchange`, call `send_state` and
     `receive_trees`, even if enqueuing other work in between raises an error.
     """
 
@@ -102,7 +102,7 @@ class ExchangedSlots(Protocol):
         """
         ...
 
-    def begin(self, groups: Sequence[ExchangedGroup]) -> ExchangedRound | None:
+    def begin(self, groups: Sequence[ExchangedGroup]) -> TreeExchange | None:
         """Announce the next round to the drafter. Each session without a slot gets a slot.
 
         Before this call, send the drafter all committed tokens and feature rows that the host has read, for

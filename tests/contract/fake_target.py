@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from outrider.common.v1 import common_pb2
 from outrider.shared.base.errors import OutriderError
-from outrider.shared.rpc.convert import error_to_proto
+from outrider.shared.rpc.common_messages import error_to_proto
 from outrider.shared.rpc.server import SyncServer, sync_server
 from outrider.target.v1 import target_pb2, target_pb2_grpc
 

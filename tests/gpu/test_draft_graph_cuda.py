@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from support import toy_mtp
-from support.round_rig import Rig, check_mixture, host_round, open_streams
+from support.drafter_rig import Rig, check_mixture, host_round, open_streams
 from support.toy_heads import HIDDEN, VOCAB, base_config, eagle_tensors, write_head
 from support.toys import make_toy_eagle3, make_toy_target
 

@@ -9,7 +9,7 @@ from guards import Guards
 from words_cases import check_lost_words, check_words
 
 from outrider.kernels.exchange_add import ABSENT, Boxes, exchange_add, inbox_shape
-from outrider.kernels.stream import Stream
+from outrider.kernels.stream import ResidualStream
 
 pytestmark = pytest.mark.gpu
 
@@ -63,7 +63,7 @@ class Rank:
             self.parts.append(torch.randn(shape, device="cuda", generator=own).to(F32 if splits else BF16))
             self.residuals.append(torch.randn(rows, WIDTH, device="cuda", generator=common).to(BF16))
 
-    def run(self) -> list[Stream]:
+    def run(self) -> list[ResidualStream]:
         return [
             exchange_add(parts, residual, self.norm, EPS, self.boxes)
             for parts, residual in zip(self.parts, self.residuals, strict=True)

@@ -13,7 +13,7 @@ from support.target_harness import assert_same_tokens, generate_plain, make_harn
 
 from outrider.services.target.drafting.no_drafter import NoDrafter
 from outrider.services.target.engine.loop_plan import LoopPlan
-from outrider.services.target.grammar.guidance import compile_grammar
+from outrider.services.target.grammar.guidance import compile_guidance
 from outrider.services.target.grammar.vocabulary import Vocabulary
 from outrider.services.target.model.graph_key import GraphKey
 from outrider.shared.base.constraint import Constraint, ConstraintKind
@@ -83,7 +83,7 @@ class Pair:
 
 def grammar_of(decoder: Decoder) -> Any:
     vocabulary = Vocabulary(TARGET / "tokenizer.json", decoder.config.vocab_size, (2,))
-    return compile_grammar(Constraint(ConstraintKind.JSON_SCHEMA, json.dumps(SCHEMA)), vocabulary)
+    return compile_guidance(Constraint(ConstraintKind.JSON_SCHEMA, json.dumps(SCHEMA)), vocabulary)
 
 
 @pytest.mark.parametrize("every", [1, 3])

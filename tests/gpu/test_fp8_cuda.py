@@ -10,7 +10,7 @@ from fp8_cases import check_attention, check_compact, check_store
 from support.target_harness import make_harness
 from support.toys import make_toy_target
 
-from outrider.bench.measure.perplexity import perplexity
+from outrider.bench.measure.perplexity import measure_perplexity
 from outrider.services.target.drafting.no_drafter import NoDrafter
 from outrider.services.target.settings import TargetSettings
 from outrider.services.target.startup.numerics import prepare_attention, prepare_decoder
@@ -54,7 +54,10 @@ def test_a_target_with_fp8(target_dir: Path, values: dict[str, str]) -> None:
     plain.run()
     text = [PROMPT + plain.sink.tokens["r"]]
     decoder = prepare_decoder(settings, load_decoder(target_dir, "cuda"))
-    expected, found = perplexity(load_decoder(target_dir, "cuda"), text), perplexity(decoder, text)
+    expected, found = (
+        measure_perplexity(load_decoder(target_dir, "cuda"), text),
+        measure_perplexity(decoder, text),
+    )
     assert found != expected, "FP8 must change the result"
     assert found == pytest.approx(expected, rel=0.05)
     harness = make_harness(decoder, NoDrafter(decoder.device))

@@ -17,7 +17,7 @@ from outrider.kernels.ahead import compile_ahead
 from outrider.services.target.engine.loop_plan import LoopPlan
 from outrider.services.target.engine.recordings import USUAL_MODES
 from outrider.services.target.model.packed_batch import Entry, SamplingMode
-from outrider.services.target.model.round_runner import Round, RoundRunner
+from outrider.services.target.model.step_runner import Round, StepRunner
 from outrider.services.target.policy.offered_shapes import offered_shapes
 from outrider.shared.base.generation import SpeculationMode
 from outrider.shared.engine.graphs import MAX_LATE_GRAPHS, GraphCache
@@ -39,9 +39,9 @@ MOST_BYTES_PER_GRAPH = 8 << 20
 def usual_rounds_are_recorded() -> Iterator[list[int]]:
     """Assert that rounds replay graphs of the start if all rows are alike. Yields a list of their sizes."""
     found: list[int] = []
-    launch = RoundRunner.launch
+    launch = StepRunner.launch
 
-    def watching(self: RoundRunner, entries: Sequence[Entry], *rest: object, **options: object) -> Round:
+    def watching(self: StepRunner, entries: Sequence[Entry], *rest: object, **options: object) -> Round:
         shapes = {entry.shape for entry in entries}
         alike = len(shapes) == 1 and len({entry.sequence.has_features for entry in entries}) == 1
         mode = SamplingMode.of([entry.sequence for entry in entries])
@@ -50,7 +50,7 @@ def usual_rounds_are_recorded() -> Iterator[list[int]]:
             found.append(len(entries))
         return launch(self, entries, *rest, **options)  # type: ignore[arg-type]
 
-    with mock.patch.object(RoundRunner, "launch", watching):
+    with mock.patch.object(StepRunner, "launch", watching):
         yield found
 
 

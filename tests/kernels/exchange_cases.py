@@ -14,7 +14,7 @@ from layer_cases import EPS, Maker, same_stream
 from outrider.kernels.add_norm import add_sums
 from outrider.kernels.exchange_add import ABSENT, Boxes, exchange_add, inbox_shape
 from outrider.kernels.exchange_add.reference import send
-from outrider.kernels.stream import Stream
+from outrider.kernels.stream import ResidualStream
 
 ABSENT_NUMBER = torch.tensor(ABSENT, dtype=torch.int32).view(torch.float32).item()
 
@@ -88,7 +88,7 @@ def check_exchange(
             want = add_sums(
                 torch.stack([added(part).float() for part in parts]), residual, norm, EPS, bias=constant
             )
-        found: list[Stream] = []
+        found: list[ResidualStream] = []
         for rank in range(ranks):
             group.deliver(parts, rank)
             with triton_version(guards):

@@ -22,7 +22,7 @@ from outrider.kernels.skinny_gemm import (
     project_normed,
     project_rotated,
 )
-from outrider.kernels.stream import Stream
+from outrider.kernels.stream import ResidualStream
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 EPS = 1e-5
@@ -41,12 +41,12 @@ class Maker:
         values = torch.randn(*shape, generator=self._generator) * scale + shift
         return self.guards.put(values.to(self.device, dtype or self.dtype))
 
-    def stream(self, rows: int, width: int, parts: int) -> Stream:
+    def stream(self, rows: int, width: int, parts: int) -> ResidualStream:
         """Return a stream whose sums are split unevenly."""
         residual = self(rows, width, scale=3.0)
         shares = torch.rand(parts, rows, generator=self._generator).softmax(0).to(self.device)
         sums = self.guards.put(residual.float().square().sum(-1) * shares)
-        return Stream(residual, self.guards.put(residual * self(width, shift=1.0)), sums, EPS)
+        return ResidualStream(residual, self.guards.put(residual * self(width, shift=1.0)), sums, EPS)
 
 
 def narrow(weight: torch.Tensor, guards: Guards) -> dict[str, torch.Tensor]:
@@ -100,7 +100,11 @@ def close(actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype, slac
 
 
 def same_stream(
-    actual: Stream, expected: Stream, dtype: torch.dtype, slack: float = 0.0, gain: float = 1.0
+    actual: ResidualStream,
+    expected: ResidualStream,
+    dtype: torch.dtype,
+    slack: float = 0.0,
+    gain: float = 1.0,
 ) -> None:
     """Compare streams. `gain` is the largest weight of the next norm."""
     close(actual.residual, expected.residual, dtype, slack)
@@ -108,7 +112,7 @@ def same_stream(
         close(normalise(actual), normalise(expected), dtype, slack * gain * largest_factor(expected))
 
 
-def largest_factor(stream: Stream) -> float:
+def largest_factor(stream: ResidualStream) -> float:
     """Return the largest factor that a norm applies, without its weight."""
     factor = stream.inverse_rms()
     return 1.0 if factor is None else float(factor.max())
@@ -151,7 +155,7 @@ def check_project_normed(
     make = Maker(device, dtype, guards, rows + out)
     stream, weight = make.stream(rows, columns, 5), make(out, columns, scale=columns**-0.5)
     if not normed:
-        stream = Stream(stream.residual, stream.scaled, None, EPS)
+        stream = ResidualStream(stream.residual, stream.scaled, None, EPS)
     with reference_version():
         expected = project_normed(stream, weight)
     with triton_version(guards):
@@ -205,7 +209,7 @@ def check_project_gated(
     make = Maker(device, dtype, guards, rows + size)
     stream = make.stream(rows, width, 5)
     if not normed:
-        stream = Stream(stream.residual, stream.scaled, None, EPS)
+        stream = ResidualStream(stream.residual, stream.scaled, None, EPS)
     weight, offset = make(2 * size, width, scale=width**-0.5), make(2 * size) if bias else None
     given = narrow(weight, guards) if fp8 else {"weight": weight}
     read = replace(stream, scaled=rounded(stream.scaled, tile, guards, fp8))
@@ -241,7 +245,7 @@ def check_project_rotated(
     make = Maker(device, dtype, guards, rows + heads)
     stream = make.stream(rows, width, 5)
     if not normed:
-        stream = Stream(stream.residual, stream.scaled, None, EPS)
+        stream = ResidualStream(stream.residual, stream.scaled, None, EPS)
     columns = (heads + 2 * kv_heads) * dim
     weight, offset = make(columns, width, scale=width**-0.5), make(columns) if bias else None
     given = narrow(weight, guards) if fp8 else {"weight": weight}
@@ -347,7 +351,7 @@ def check_silu_mul(
     parts = make(splits, rows, 2 * size, dtype=torch.float32) if splits > 1 else make(rows, 2 * size)
     stream = make.stream(rows, 24, 3) if normed or splits > 1 else None
     if stream is not None and not normed:
-        stream = Stream(stream.residual, stream.scaled, None, EPS)
+        stream = ResidualStream(stream.residual, stream.scaled, None, EPS)
     offset = make(2 * size) if bias else None
     for gelu in (False, True):
         with reference_version():

@@ -75,7 +75,7 @@ def assert_equal(have: Any, want: Any) -> None:
             assert actual == expected, one.name
 
 
-class RandomRound:
+class RandomInputs:
     """Random inputs of a round. All tensors are on `device`."""
 
     def __init__(self, sizes: Sizes, device: str, seed: int) -> None:
@@ -158,7 +158,7 @@ class RandomRound:
 
 
 def check_gather_group(device: str, sizes: Sizes, columns: int, width: int, guards: Guards) -> None:
-    case = RandomRound(sizes, device, seed=columns * 10 + width)
+    case = RandomInputs(sizes, device, seed=columns * 10 + width)
     state = replace(case.state, counts=case.state.counts.clamp(max=columns))
     features = torch.randn(sizes.slots, sizes.columns, width, generator=torch.Generator().manual_seed(1))
     features = features.to(device)
@@ -194,7 +194,7 @@ def check_gather_group(device: str, sizes: Sizes, columns: int, width: int, guar
 
 def check_round(device: str, sizes: Sizes, with_logprobs: bool, seed: int, guards: Guards) -> int:
     """Check pack_trees, place_entries and accept_entries in a row. Return the number of accepted drafts."""
-    case = RandomRound(sizes, device, seed)
+    case = RandomInputs(sizes, device, seed)
     expected_trees, actual_trees = copied(case.trees), copied(case.trees, guards)
     entries, guarded = case.entries, copied(case.entries, guards)
     tokens, parents, depths, ancestors, num_nodes = case.group_trees()
@@ -253,7 +253,7 @@ def check_round(device: str, sizes: Sizes, with_logprobs: bool, seed: int, guard
     return int(result.num_accepted.clamp(min=0).sum())
 
 
-def check_placed(case: RandomRound, trees: PackedTrees, placed: PlacedEntries) -> None:
+def check_placed(case: RandomInputs, trees: PackedTrees, placed: PlacedEntries) -> None:
     """Check the locations of all rows, one at a time."""
     state, starts = case.state, case.entries.starts.tolist()
     owners = [
@@ -279,7 +279,7 @@ def check_placed(case: RandomRound, trees: PackedTrees, placed: PlacedEntries) -
 
 
 def assert_walk(
-    case: RandomRound,
+    case: RandomInputs,
     trees: PackedTrees,
     placed: PlacedEntries,
     chosen: list[int],

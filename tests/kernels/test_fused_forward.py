@@ -13,7 +13,7 @@ from outrider.kernels import skinny_gemm
 from outrider.kernels._dispatch import Backend, force_backend
 from outrider.kernels.add_norm import add_sums
 from outrider.kernels.skinny_gemm import Epilogue, Method, Tile
-from outrider.kernels.stream import Stream
+from outrider.kernels.stream import ResidualStream
 from outrider.shared.nn.decoder import Decoder
 from outrider.shared.nn.fused import FusedForward, blocks
 from outrider.shared.nn.layers import linear
@@ -78,7 +78,7 @@ class _OneRank:
     def __init__(self) -> None:
         self.seen: list[tuple[int, ...]] = []
 
-    def add(self, parts: torch.Tensor, *arguments: Any, **named: Any) -> Stream:
+    def add(self, parts: torch.Tensor, *arguments: Any, **named: Any) -> ResidualStream:
         self.seen.append(tuple(parts.shape[-2:]))
         return add_sums(parts, *arguments, **named)
 

@@ -13,7 +13,7 @@ from support.family_models import Sequences, save
 from outrider.kernels._dispatch import Backend, force_backend
 from outrider.kernels.add_norm import add_sums, embed_rows, normalise, rms_norm
 from outrider.kernels.skinny_gemm import project_add
-from outrider.kernels.stream import Stream
+from outrider.kernels.stream import ResidualStream
 from outrider.shared.nn.fused import FusedForward
 from outrider.shared.nn.layers import linear
 from outrider.shared.nn.open import load_decoder
@@ -28,7 +28,7 @@ def _rows(count: int) -> torch.Tensor:
     return rows.half()
 
 
-def _is_norm(stream: Stream, weight: torch.Tensor) -> None:
+def _is_norm(stream: ResidualStream, weight: torch.Tensor) -> None:
     assert stream.sums is None
     close(normalise(stream), rms_norm(stream.residual.float(), weight.float(), EPS), torch.float16)
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from guards import Guards
-from packed_cases import RandomRound, Sizes, check_gather_group, check_round
+from packed_cases import RandomInputs, Sizes, check_gather_group, check_round
 
 from outrider.kernels.packed_round import accept_entries, place_entries
 
@@ -41,7 +41,7 @@ def test_gather_group(columns: int, width: int) -> None:
 def test_a_deep_path_is_cut_to_the_columns_of_the_state() -> None:
     """A chain whose drafts are all right emits R tokens, and the slot continues after them."""
     sizes = Sizes(slots=1, columns=4, results=1, entries=1, widest=80, padding=0, nodes=80, words=3)
-    case = RandomRound(sizes, "cpu", seed=0)
+    case = RandomInputs(sizes, "cpu", seed=0)
     state = replace(
         case.state, committed_lens=case.ints([9]), limits=case.ints([99]), tokens=case.ints([[1, 0, 0, 0]]),
         counts=case.ints([1]),
@@ -63,7 +63,7 @@ def test_a_deep_path_is_cut_to_the_columns_of_the_state() -> None:
 
 
 def test_bad_arguments_are_named() -> None:
-    case = RandomRound(SMALL, "cpu", seed=0)
+    case = RandomInputs(SMALL, "cpu", seed=0)
     placed = place_entries(case.state, case.entries, case.trees, case.page_table, 3, case.sampling)
     chosen = torch.zeros(case.rows, dtype=torch.int64)
     with pytest.raises(ValueError, match="results is 10, but there are 9 entries"):

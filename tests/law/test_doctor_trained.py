@@ -16,7 +16,7 @@ from support import trained_heads
 from support.compute_device import DEVICE
 from support.trained_heads import AUX, prompts, trained_target
 
-from outrider.services.convert.head import HeadLayout, convert_head
+from outrider.services.convert.head import HeadLayout, rewrite_head
 from outrider.services.doctor.examine import examine
 from outrider.services.doctor.finding import Severity
 from outrider.services.doctor.pair import Pair
@@ -51,7 +51,7 @@ def test_a_trained_head_raises_no_alarm_and_keeps_its_accept_length_when_convert
     print(name, configured, *others, sep="\n")
     assert configured.accept_length >= 2.0
     assert all(other.accept_length < configured.accept_length for other in others)
-    convert_head(head, tmp_path / "ours", HeadLayout.OUTRIDER)
+    rewrite_head(head, tmp_path / "ours", HeadLayout.OUTRIDER)
     converted = run_probe(pair_of(tmp_path / "ours"), prompts(), COUNT, SHAPE)[0]
     assert (converted.accept_length, converted.rounds) == (configured.accept_length, configured.rounds)
 

@@ -29,7 +29,7 @@ from outrider.services.target.drafting.no_drafter import NoDrafter
 from outrider.services.target.engine.loop_plan import LoopPlan
 from outrider.shared.base.generation import SpeculationMode
 from outrider.shared.rpc.ipc.doorbells import Side
-from outrider.shared.rpc.version import Feature, Offer
+from outrider.shared.rpc.version import Feature, VersionOffer
 from outrider.shared.spec.drafter import DrafterState
 
 torch.set_num_threads(1)
@@ -192,7 +192,7 @@ def test_a_peer_of_the_last_release_gets_all_rows(
     head_pair: Pair, older: Side, scheme: str, tmp_path: Path
 ) -> None:
     """An older target does not send the new fields, and an older draft ignores them."""
-    take, ours = DraftProtocol.take, Offer.ours
+    take, ours = DraftProtocol.take, VersionOffer.ours
 
     def as_before(
         self: DraftProtocol, peer: object, request: draft_pb2.SessionRequest, *rest: object
@@ -202,12 +202,12 @@ def test_a_peer_of_the_last_release_gets_all_rows(
             request.open.ClearField("stored_len")
         take(self, peer, request, *rest)  # type: ignore[arg-type]
 
-    def offer(side: Side) -> Offer:
+    def offer(side: Side) -> VersionOffer:
         made = ours(side)
         return replace(made, features=made.features - {Feature.STORED_ROWS}) if side is older else made
 
     with (
-        mock.patch.object(Offer, "ours", offer),
+        mock.patch.object(VersionOffer, "ours", offer),
         mock.patch.object(DraftProtocol, "take", as_before),
         behind(head_pair, tmp_path, scheme) as (drafter, _service),
     ):

@@ -23,7 +23,7 @@ from outrider.kernels.philox import gumbel_noise
 from outrider.kernels.verify import verify_tree
 from outrider.services.draft.build import build_engine
 from outrider.services.draft.engine import DraftEngine
-from outrider.services.draft.sessions.session import Ask, PeerId, Verdict
+from outrider.services.draft.sessions.session import Ask, MessageVerdict, PeerId
 from outrider.services.draft.settings import DraftSettings
 from outrider.shared.spec.drafter import Commit, SequenceOpen
 from outrider.shared.spec.fence import FNV_OFFSET, Fence, extend_prefix_hash
@@ -86,13 +86,13 @@ def follow(
     opening = SequenceOpen(
         fence_of(session_id, prompt), prompt, seed=session_id * 7919 + (1 << 63), temperature=temperature
     )
-    assert engine.open(PEER, opening).verdict is Verdict.ACCEPTED
+    assert engine.open(PEER, opening).verdict is MessageVerdict.ACCEPTED
     half = len(features) // 2
     for base, rows in ((0, features[:half]), (half, features[half:-1])):
         if len(rows):
-            assert engine.add_features(PEER, session_id, 1, base, rows).verdict is Verdict.ACCEPTED
+            assert engine.add_features(PEER, session_id, 1, base, rows).verdict is MessageVerdict.ACCEPTED
     commit = Commit(fence_of(session_id, tokens), len(prompt), tokens[-1:], features[-1:])
-    assert engine.commit(PEER, commit, Ask(1, shape, 0.0)).verdict is Verdict.ACCEPTED
+    assert engine.commit(PEER, commit, Ask(1, shape, 0.0)).verdict is MessageVerdict.ACCEPTED
 
 
 def paths_of(trees: DraftBatch, row: int) -> dict[tuple[int, ...], float]:
@@ -274,7 +274,7 @@ def test_accepted_rows_are_extended_with_true_features_and_scratch_rows_leave_no
         commit = Commit(
             fence_of(1, tokens[:stop]), length, tokens[length:stop], features[length - 1 : stop - 1]
         )
-        assert engine.commit(PEER, commit, Ask(step, shape, 0.0)).verdict is Verdict.ACCEPTED
+        assert engine.commit(PEER, commit, Ask(step, shape, 0.0)).verdict is MessageVerdict.ACCEPTED
         length, step = stop, step + 1
     (proposal,) = engine.step().proposals
     fresh = make_engine(pair)

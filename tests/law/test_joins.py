@@ -23,7 +23,7 @@ from outrider.services.target.drafting.no_drafter import NoDrafter
 from outrider.services.target.engine.loop_plan import LoopPlan
 from outrider.services.target.model.model_runner import ChosenTokens
 from outrider.services.target.model.packed_batch import Entry
-from outrider.services.target.model.round_runner import Round
+from outrider.services.target.model.step_runner import Round
 from outrider.services.target.policy.controller import RowBound
 from outrider.services.target.policy.cost_model import DraftPath
 from outrider.services.target.scheduling.scheduler import PrefillChunk

@@ -25,9 +25,9 @@ from support.target_harness import Harness, assert_same_tokens, generate_plain, 
 
 from outrider.services.draft.inproc import drafter_beside
 from outrider.services.draft.settings import DraftSettings
+from outrider.services.target.draft_client.exchange_blobs import BoundedTreeExchange
 from outrider.services.target.draft_client.link import TargetIdentity
 from outrider.services.target.draft_client.remote_drafter import RemoteDrafter
-from outrider.services.target.draft_client.round_blobs import BoundedRound
 from outrider.services.target.drafting.no_drafter import NoDrafter
 from outrider.services.target.engine.loop_plan import LoopPlan
 from outrider.services.target.policy.controller import RowBound
@@ -156,13 +156,13 @@ class Watch:
         self._patient = patient
 
     def __enter__(self) -> Watch:
-        exchange = BoundedRound.exchange
+        exchange = BoundedTreeExchange.exchange
 
-        def watching(started: BoundedRound, limit_s: float | None, ahead: bool) -> None:
+        def watching(started: BoundedTreeExchange, limit_s: float | None, ahead: bool) -> None:
             self.groups.append(len(started.states))
             exchange(started, None if self._patient else limit_s, ahead)
 
-        self._patch = mock.patch.object(BoundedRound, "exchange", watching)
+        self._patch = mock.patch.object(BoundedTreeExchange, "exchange", watching)
         self._patch.start()
         return self
 

@@ -28,7 +28,7 @@ from support.toys import make_toy_target
 
 from outrider.services.target.drafting.no_drafter import NoDrafter
 from outrider.services.target.engine.loop_plan import LoopPlan
-from outrider.services.target.model import round_runner
+from outrider.services.target.model import step_runner
 from outrider.services.target.model.token_states import sparse_layers
 from outrider.shared.base.errors import InvalidRequestError
 from outrider.shared.base.generation import SamplingParams, SpeculationMode
@@ -221,7 +221,7 @@ def test_a_resumed_request_reports_the_states_that_are_missing(dense: Decoder) -
 def test_rounds_without_such_requests_do_no_further_work(dense: Decoder) -> None:
     harness = make_harness(dense, NoDrafter(dense.device))
     harness.submit(prompt_of(4, 48), 6, request_id="a", logprobs=LogprobParams(top=2))
-    with mock.patch.object(round_runner.RoundTap, "take", side_effect=AssertionError):
+    with mock.patch.object(step_runner.AcceptedPathTap, "take", side_effect=AssertionError):
         harness.run()
     assert len(harness.sink.tokens["a"]) == 6
 

@@ -13,7 +13,7 @@ from outrider.draft.v1 import draft_pb2, draft_pb2_grpc
 from outrider.shared.rpc.client import open_channel
 from outrider.shared.rpc.ipc.doorbells import Side
 from outrider.shared.rpc.tensors import encode_tensor
-from outrider.shared.rpc.version import MIN_VERSION, Offer
+from outrider.shared.rpc.version import MIN_VERSION, VersionOffer
 from outrider.shared.spec.fence import FNV_OFFSET, extend_prefix_hash
 
 TIMEOUT_S = 20.0
@@ -65,7 +65,7 @@ class ScriptedTarget:
             hidden_size=hidden_size,
             num_layers=num_layers,
         )
-        Offer.ours(Side.TARGET).write(hello, MIN_VERSION)
+        VersionOffer.ours(Side.TARGET).write(hello, MIN_VERSION)
         self.send(draft_pb2.SessionRequest(hello=hello))
         return self.expect("hello").hello
 

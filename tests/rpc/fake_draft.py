@@ -18,7 +18,7 @@ from outrider.shared.rpc.address import IpcAddress, grpc_address
 from outrider.shared.rpc.ipc.doorbells import Side
 from outrider.shared.rpc.server import SyncServer, sync_server
 from outrider.shared.rpc.tensors import decode_tensor, split_tensor
-from outrider.shared.rpc.version import MAX_VERSION, Offer
+from outrider.shared.rpc.version import MAX_VERSION, VersionOffer
 from outrider.shared.spec.fence import FNV_OFFSET, extend_prefix_hash
 
 Plan = Callable[[list[int], draft_pb2.Commit], draft_pb2.Tree | None]
@@ -86,7 +86,7 @@ class FakeDraft(draft_pb2_grpc.DraftServicer):
             projector_tensors=["fc.weight"],
             projector_fingerprint=f"fc-{seed}",
         )
-        Offer.ours(Side.DRAFT).write(self.ack, MAX_VERSION)
+        VersionOffer.ours(Side.DRAFT).write(self.ack, MAX_VERSION)
         self.projector = torch.randn(
             FEATURE_SIZE, len(aux_layer_ids) * hidden_size, generator=torch.Generator().manual_seed(seed)
         )

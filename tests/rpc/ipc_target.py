@@ -14,7 +14,7 @@ from outrider.services.target.draft_client.transport.carrier import ConnectionLo
 from outrider.services.target.draft_client.transport.ipc_carrier import IpcCarrier
 from outrider.shared.rpc.address import IpcAddress
 from outrider.shared.rpc.ipc.doorbells import Side
-from outrider.shared.rpc.version import MIN_VERSION, Offer, agree_with_ack
+from outrider.shared.rpc.version import MIN_VERSION, VersionOffer, agree_with_ack
 
 VOCAB, HIDDEN, LAYERS = 64, 64, 8
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]
@@ -37,7 +37,7 @@ class IpcTarget:
         self.pongs: list[int] = []
         values = {"vocab_size": VOCAB, "hidden_size": HIDDEN, "num_layers": LAYERS, "target_fingerprint": "f"}
         self.hello = draft_pb2.Hello(target_id=target_id, **(values | hello))  # type: ignore[arg-type]
-        Offer.ours(Side.TARGET).write(self.hello, MIN_VERSION)
+        VersionOffer.ours(Side.TARGET).write(self.hello, MIN_VERSION)
         self._follower = threading.Thread(target=self._follow, daemon=True)
 
     def start(self) -> IpcTarget:

@@ -26,7 +26,7 @@ from outrider.shared.nn.decoder import Decoder
 from outrider.shared.rpc import version
 from outrider.shared.rpc.address import grpc_address
 from outrider.shared.rpc.client import open_channel
-from outrider.shared.rpc.version import FEATURES, MAX_VERSION, Feature, Offer, agree
+from outrider.shared.rpc.version import FEATURES, MAX_VERSION, Feature, VersionOffer, agree
 
 HIDDEN, LAYERS = 64, 8
 CPU = torch.device("cpu")
@@ -175,7 +175,7 @@ def test_get_info_describes_what_the_draft_supports(service: DraftService) -> No
 )
 def test_rounds_are_offered_only_to_peers_with_slots(carrier: Carrier, offered: dict[str, object]) -> None:
     ack = carrier.hello(hello_of(offered))
-    common = agree(Offer.of(hello_of(offered)), Offer.of(ack))
+    common = agree(VersionOffer.of(hello_of(offered)), VersionOffer.of(ack))
     carrier.open_bulk("t1", common.features)
     assert (carrier.rounds is not None) == (common.version == 3)
 

@@ -10,7 +10,7 @@ import pytest
 from outrider.common.v1 import common_pb2
 from outrider.shared.base.errors import ErrorCode, InvalidRequestError, OutriderError, OverloadedError
 from outrider.shared.rpc.client import connect_aio, open_channel
-from outrider.shared.rpc.convert import STATUS_OF_CODE, error_from_proto, error_to_proto
+from outrider.shared.rpc.common_messages import STATUS_OF_CODE, error_from_proto, error_to_proto
 from outrider.shared.rpc.interceptors import error_from_rpc
 from outrider.shared.rpc.server import aio_server, sync_server
 from outrider.target.v1 import target_pb2, target_pb2_grpc

@@ -101,7 +101,7 @@ class Clock:
         self.now += self.STEP_S
 
 
-class TimedRounds:
+class TimedPasses:
     """Rounds whose passes take given times. Records the times of the early notice and of the GPU switch.
 
     Attributes:

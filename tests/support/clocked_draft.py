@@ -15,7 +15,7 @@ from outrider.services.target.draft_client import answer_wait
 from outrider.services.target.draft_client import remote_drafter as remote
 from outrider.services.target.draft_client.breaker import Breaker
 from outrider.services.target.draft_client.fences import fence_to_proto
-from outrider.services.target.draft_client.link import TargetIdentity, Weight
+from outrider.services.target.draft_client.link import TargetIdentity, WeightReader
 from outrider.services.target.draft_client.remote_drafter import RemoteDrafter
 from outrider.services.target.draft_client.transport.carrier import Carrier
 from outrider.shared.spec.drafter import (
@@ -113,7 +113,7 @@ class Link:
         self,
         address: str,
         identity: TargetIdentity,
-        weight: Weight,
+        weight: WeightReader,
         breaker: Breaker,
         make: Callable[[], Carrier],
     ) -> None:

@@ -15,7 +15,7 @@ from outrider.services.target.engine.decode_loop import DecodeLoop
 from outrider.services.target.engine.prefill import PrefillPass
 from outrider.services.target.model.outcome import FAILED_TOKEN, Outcome
 from outrider.services.target.model.packed_batch import Entry, SamplingMode
-from outrider.services.target.model.rounds import FinishedRound, Marks, OpenRound, Round
+from outrider.services.target.model.rounds import Marks, PendingVerify, Round, StepOutput
 from outrider.services.target.model.verify_pass import PassSize
 from outrider.services.target.policy.controller import ExecutedStep
 from outrider.services.target.policy.cost_model import DraftPath
@@ -90,17 +90,17 @@ class LoopWorld:
 
     # ---- round runner
 
-    def _launch(self, entries: Sequence[Entry], draft: Callable[[], None] | None) -> Round | OpenRound:
+    def _launch(self, entries: Sequence[Entry], draft: Callable[[], None] | None) -> Round | PendingVerify:
         if self.fails is not None:
             raise self.fails
         self._launched += 1
         self.log.append(f"launch {self._launched}")
         if self.opens:
             size = PassSize(len(entries), 1, SamplingMode.FULL, capture=False, masked=True)
-            return OpenRound(self._launched, tuple(entries), [], 0.0, size, None, 0)
+            return PendingVerify(self._launched, tuple(entries), [], 0.0, size, None, 0)
         return self._round(self._launched, entries)
 
-    def _complete(self, opened: OpenRound) -> Round:
+    def _complete(self, opened: PendingVerify) -> Round:
         self.log.append(f"complete {opened.number}")
         return self._round(opened.number, opened.entries)
 
@@ -110,13 +110,13 @@ class LoopWorld:
         starts = [sum(entry.rows for entry in entries[:index]) for index in range(len(entries))]
         return Round(number, tuple(entries), starts, 0.0, torch.empty(0), nodes, marks)
 
-    def _read(self, launched: Round) -> FinishedRound:
+    def _read(self, launched: Round) -> StepOutput:
         self.log.append(f"read {launched.number}")
         outcomes: list[Outcome | None] = []
         for entry in launched.entries:
             emitted = (self.emits.get(entry.sequence.session_id) or [[7]]).pop(0)
             outcomes.append(Outcome(entry.rows, list(range(1, len(emitted))), emitted))
-        return FinishedRound(launched, outcomes, 1.5, 0.25, 0.75)
+        return StepOutput(launched, outcomes, 1.5, 0.25, 0.75)
 
     # ---- draft source
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from unittest import mock
 
 from outrider.services.target.model.packed_batch import Entry
-from outrider.services.target.model.round_runner import Round, RoundRunner
+from outrider.services.target.model.step_runner import Round, StepRunner
 from outrider.shared.base.generation import FinishReason, SamplingParams, SpeculationMode
 from outrider.shared.nn.decoder import Decoder
 from outrider.shared.spec.tree import NO_DRAFT, DraftShape
@@ -198,9 +198,9 @@ class Mixtures:
 @contextmanager
 def watched_rounds() -> Iterator[Mixtures]:
     """Count the mixed rounds that are launched in this block."""
-    found, launch = Mixtures(), RoundRunner.launch
+    found, launch = Mixtures(), StepRunner.launch
 
-    def watching(self: RoundRunner, entries: Sequence[Entry], *rest: object, **options: object) -> Round:
+    def watching(self: StepRunner, entries: Sequence[Entry], *rest: object, **options: object) -> Round:
         found.rounds += 1
         mixed = len({entry.shape for entry in entries}) > 1
         meeting = len({asked_shape(entry) for entry in entries if not is_auto(entry)}) > 1
@@ -209,7 +209,7 @@ def watched_rounds() -> Iterator[Mixtures]:
         found.mixed_meetings += meeting and mixed
         return launch(self, entries, *rest, **options)  # type: ignore[arg-type]
 
-    with mock.patch.object(RoundRunner, "launch", watching):
+    with mock.patch.object(StepRunner, "launch", watching):
         yield found
 
 

@@ -22,9 +22,9 @@ from outrider.services.target.engine.committer import Committer
 from outrider.services.target.engine.inbox import Submit
 from outrider.services.target.engine.loop_plan import LoopPlan
 from outrider.services.target.model.packed_batch import Entry
-from outrider.services.target.model.round_runner import Round
+from outrider.services.target.model.step_runner import Round
 from outrider.services.target.policy.controller import RowBound
-from outrider.services.target.policy.cost_model import DraftPath, RoundCosts
+from outrider.services.target.policy.cost_model import DraftPath, StepCosts
 from outrider.services.target.policy.offered_shapes import cut
 from outrider.services.target.scheduling.scheduler import PrefillChunk
 from outrider.services.target.scheduling.sequence import Sequence as Row
@@ -232,7 +232,7 @@ class Service:
             patches.enter_context(choice)
             patches.enter_context(share)
             # Nothing depends on whether a plain round was measured.
-            patches.enter_context(mock.patch.object(RoundCosts, "measured_plain", new=True))
+            patches.enter_context(mock.patch.object(StepCosts, "measured_plain", new=True))
             patches.enter_context(prompts)
             last = max(one.joins + max((one.cancels or (0,))[0], sum(one.pauses or (0,))) for one in asked)
             step = 0
@@ -299,7 +299,7 @@ class Service:
     def _checked(
         self, launch: Callable[[Sequence[Entry], Callable[[], None] | None], Round]
     ) -> Callable[[Sequence[Entry], Callable[[], None] | None], Round]:
-        """Return `RoundRunner.launch` with checks of the round's entries."""
+        """Return `StepRunner.launch` with checks of the round's entries."""
         loop, scheduler = self.harness.engine._loop, self.harness.scheduler
 
         def checked(entries: Sequence[Entry], draft: Callable[[], None] | None) -> Round:

@@ -9,7 +9,7 @@ import torch
 
 from outrider.services.target.model.model_runner import ModelRunner
 from outrider.services.target.model.slot_table import SlotTable
-from outrider.services.target.request import GenerationRequest, SpeculationLimits
+from outrider.services.target.request import EngineRequest, SpeculationLimits
 from outrider.services.target.scheduling.scheduler import PrefillChunk
 from outrider.services.target.scheduling.sequence import Sequence
 from outrider.shared.attn.create import create_backend
@@ -75,7 +75,7 @@ def make_sequence(
     """Make a sequence with a synthetic prompt, a slot, and a lease whose slots differ from token indices."""
     vocab = runner.decoder.config.vocab_size
     prompt = [((5 + index) * i + 3) % vocab for i in range(length)]
-    request = GenerationRequest("x", prompt, 4, sampling, SpeculationLimits().resolve(mode))
+    request = EngineRequest("x", prompt, 4, sampling, SpeculationLimits().resolve(mode))
     sequence = Sequence(request, Collector(), session_id=1 + index, page_size=PAGE_SIZE, follow=True)
     runner.pool.lease(9)
     sequence.lease = runner.pool.lease(length + 8)

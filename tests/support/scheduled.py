@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 
-from outrider.services.target.request import Event, GenerationRequest, SpeculationParams
+from outrider.services.target.request import EngineRequest, Event, SpeculationParams
 from outrider.services.target.scheduling.limits import SchedulerLimits
 from outrider.services.target.scheduling.scheduler import Scheduler, StepPlan
 from outrider.services.target.scheduling.sequence import Sequence, SequenceStatus
@@ -32,7 +32,7 @@ def make_sequence(
     salt: str = "",
 ) -> Sequence:
     """Make a sequence whose prompt repeats one token, by default a token that no other sequence has."""
-    request = GenerationRequest(
+    request = EngineRequest(
         request_id=str(session_id),
         prompt_ids=[100 + session_id if token is None else token] * prompt_len,
         max_new_tokens=max_new_tokens,

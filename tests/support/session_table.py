@@ -6,7 +6,14 @@ from collections.abc import Sequence
 
 import torch
 
-from outrider.services.draft.sessions.session import Answer, Ask, PeerId, Reason, Session, Verdict
+from outrider.services.draft.sessions.session import (
+    Ask,
+    MessageResult,
+    MessageVerdict,
+    PeerId,
+    RefusalReason,
+    Session,
+)
 from outrider.services.draft.sessions.session_table import SessionLimits, SessionTable
 from outrider.shared.kv.pages import PageAllocator
 from outrider.shared.spec.drafter import Commit, SequenceOpen
@@ -87,13 +94,18 @@ def ask(round_number: int = 1, shape: DraftShape = SHAPE) -> Ask:
     return Ask(round_number, shape, asked_s=0.0)
 
 
-def expect(answer: Answer, verdict: Verdict, reason: Reason = Reason.NONE) -> None:
+def expect(
+    answer: MessageResult, verdict: MessageVerdict, reason: RefusalReason = RefusalReason.NONE
+) -> None:
     assert (answer.verdict, answer.reason) == (verdict, reason)
 
 
 def started(table: Table, tokens: Sequence[int], session_id: int = 1) -> Session:
-    expect(table.open(PEER, opening(tokens, session_id), 0.0), Verdict.ACCEPTED)
-    expect(table.add_features(PEER, session_id, 1, 0, rows_of(tokens, 0, len(tokens)), 0.0), Verdict.ACCEPTED)
+    expect(table.open(PEER, opening(tokens, session_id), 0.0), MessageVerdict.ACCEPTED)
+    expect(
+        table.add_features(PEER, session_id, 1, 0, rows_of(tokens, 0, len(tokens)), 0.0),
+        MessageVerdict.ACCEPTED,
+    )
     session = table.get(PEER, session_id)
     assert session is not None
     return session

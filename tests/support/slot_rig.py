@@ -10,8 +10,8 @@ from outrider.kernels.packed_round import pack_trees
 from outrider.services.target.model.model_runner import ModelRunner
 from outrider.services.target.model.outcome import Outcome
 from outrider.services.target.model.packed_batch import Entry
-from outrider.services.target.model.round_runner import RoundRunner
 from outrider.services.target.model.rounds import Round
+from outrider.services.target.model.step_runner import StepRunner
 from outrider.services.target.scheduling.scheduler import PrefillChunk
 from outrider.services.target.scheduling.sequence import Sequence
 from outrider.shared.attn.create import create_backend
@@ -53,7 +53,7 @@ class SlotRig:
             self.runner.set_feature_spec(
                 FeatureSpec(aux_layer_ids=(1, 3), feature_size=size, fingerprint="raw")
             )
-        self.rounds = RoundRunner(
+        self.rounds = StepRunner(
             self.runner,
             slots=3,
             columns=TREE.depth + 1,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 
-from outrider.services.target.request import GenerationRequest, SpeculationParams
+from outrider.services.target.request import EngineRequest, SpeculationParams
 from outrider.services.target.scheduling.sequence import Sequence, SequenceStatus
 from outrider.shared.base.generation import SamplingParams, SpeculationMode
 from outrider.shared.kv.pool import KVPool
@@ -41,7 +41,7 @@ def seated_sequence(
         trace: Whether the client wants a trace.
         follow: Whether a drafter may follow the sequence.
     """
-    request = GenerationRequest(
+    request = EngineRequest(
         request_id=str(session_id),
         prompt_ids=tuple(prompt),
         max_new_tokens=max_new_tokens,

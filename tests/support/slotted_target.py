@@ -9,8 +9,8 @@ import torch
 from outrider.draft.v1 import draft_pb2
 from outrider.services.draft.engine import DraftEngine
 from outrider.services.draft.peers.peer import Peer
+from outrider.services.draft.peers.peer_slots import PeerSlots
 from outrider.services.draft.peers.replies import NeedResync, Reply
-from outrider.services.draft.peers.slotted_rounds import SlottedRounds
 from outrider.services.draft.sessions.session import Ask, PeerId, Session
 from outrider.shared.rpc.tensors import wire_dtype
 from outrider.shared.spec.drafter import Commit, SequenceOpen
@@ -43,7 +43,7 @@ class Target:
     def __init__(
         self,
         engine: DraftEngine,
-        rounds: SlottedRounds,
+        rounds: PeerSlots,
         number: int = 1,
         device: torch.device | str = "cpu",
     ) -> None:
@@ -195,12 +195,12 @@ def host_tree(engine: DraftEngine, tokens: Sequence[int], shape: DraftShape) -> 
     return list(zip(tokens_[1:count], parents[1:count], strict=True))
 
 
-def check_many_rounds(engine: DraftEngine, device: torch.device, count: int) -> SlottedRounds:
+def check_many_rounds(engine: DraftEngine, device: torch.device, count: int) -> PeerSlots:
     """Run `count` rounds of changing groups, and compare each tree with that of a new session.
 
     In each round, two sessions swap shapes, or share a group, in either order.
     """
-    rounds = SlottedRounds(engine, device)
+    rounds = PeerSlots(engine, device)
     target = Target(engine, rounds, device=device)
     assert target.open_slots() == ""
     for session_id in (7, 8):

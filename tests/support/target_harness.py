@@ -16,10 +16,10 @@ from outrider.kernels.verify.filters import filter_logits
 from outrider.services.target.drafting.no_drafter import NoDrafter
 from outrider.services.target.engine.engine import TargetEngine
 from outrider.services.target.engine.loop_plan import LoopPlan
-from outrider.services.target.engine.recorder import Recorder
+from outrider.services.target.engine.recorder import GraphRecorder
 from outrider.services.target.model.model_runner import ModelRunner
 from outrider.services.target.model.token_states import sparse_layers
-from outrider.services.target.request import GenerationRequest, SpeculationLimits
+from outrider.services.target.request import EngineRequest, SpeculationLimits
 from outrider.services.target.scheduling.limits import EngineLimits, SchedulerLimits
 from outrider.services.target.scheduling.scheduler import Scheduler
 from outrider.shared.attn.base import AttentionBackend, build_batch
@@ -221,7 +221,7 @@ class Harness:
         **form: Any,
     ) -> int:
         depth, topk, max_nodes = shape or (None, None, None)
-        request = GenerationRequest(
+        request = EngineRequest(
             request_id=request_id or f"r{len(self.sink.tokens) + self.engine.num_live}",
             prompt_ids=tuple(prompt),
             max_new_tokens=max_new_tokens,
@@ -267,7 +267,7 @@ def make_harness(
     plan: LoopPlan | None = None,
     graphs: GraphCache | None = None,
     attention: AttentionBackend | None = None,
-    recorder: Recorder | None = None,
+    recorder: GraphRecorder | None = None,
     prefill_sizes: Sequence[int] = (),
     **limits: int,
 ) -> Harness:

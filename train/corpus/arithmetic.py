@@ -3,8 +3,8 @@
 from random import Random
 
 from outrider.train.corpus.base import (
+    CorpusSplit,
     Exchange,
-    Split,
     is_heldout_key,
     pick_number,
     pick_template,
@@ -59,14 +59,14 @@ _BOXES = (
 )  # fmt: skip
 
 
-def _pair(rng: Random, split: Split, op: str, hi_a: int, hi_b: int) -> tuple[int, int]:
+def _pair(rng: Random, split: CorpusSplit, op: str, hi_a: int, hi_b: int) -> tuple[int, int]:
     while True:
         a, b = rng.randint(2, hi_a), rng.randint(2, hi_b)
-        if is_heldout_key(f"{a}{op}{b}", 8) == (split is Split.HELDOUT):
+        if is_heldout_key(f"{a}{op}{b}", 8) == (split is CorpusSplit.HELDOUT):
             return a, b
 
 
-def _binary(rng: Random, split: Split) -> Exchange:
+def _binary(rng: Random, split: CorpusSplit) -> Exchange:
     op = rng.choice("++--**")
     if op == "*":
         a, b = _pair(rng, split, "*", 30, 12)
@@ -96,7 +96,7 @@ def _binary(rng: Random, split: Split) -> Exchange:
     return [(pick_template(rng, _BINARY, split).format(q=f"{a} {op} {b}"), how)]
 
 
-def _story(rng: Random, split: Split) -> Exchange:
+def _story(rng: Random, split: CorpusSplit) -> Exchange:
     names = split_entities(_NAMES, split, str)
     a = rng.choice(names)
     b = rng.choice([n for n in names if n != a] or ["a friend"])
@@ -116,7 +116,7 @@ def _story(rng: Random, split: Split) -> Exchange:
     return [(ask, how)]
 
 
-def make(rng: Random, split: Split) -> Exchange:
+def make(rng: Random, split: CorpusSplit) -> Exchange:
     """Generate a calculation with its intermediate steps."""
     kind = rng.random()
     if kind < 0.42:

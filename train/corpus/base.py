@@ -19,7 +19,7 @@ Turn = tuple[str, str]  # (user's message, assistant's answer)
 Exchange = list[Turn]  # Turns about one subject. The first turn can be understood without earlier text.
 
 
-class Split(enum.Enum):
+class CorpusSplit(enum.Enum):
     """The templates and entities that an exchange may use."""
 
     TRAIN = "train"
@@ -39,7 +39,7 @@ class Topic:
 
     name: str
     weight: float
-    make: Callable[[Random, Split], Exchange]
+    make: Callable[[Random, CorpusSplit], Exchange]
 
 
 def is_heldout_key(key: str, one_in: int = 10) -> bool:
@@ -47,23 +47,23 @@ def is_heldout_key(key: str, one_in: int = 10) -> bool:
     return zlib.crc32(key.encode()) % one_in == 3
 
 
-def pick_template(rng: Random, templates: Sequence[str], split: Split) -> str:
+def pick_template(rng: Random, templates: Sequence[str], split: CorpusSplit) -> str:
     """Draw a phrasing for the split. The last fifth of ``templates``, but at least one, is held out."""
     held = max(1, len(templates) // 5)
-    return rng.choice(templates[:-held] if split is Split.TRAIN else templates[-held:])
+    return rng.choice(templates[:-held] if split is CorpusSplit.TRAIN else templates[-held:])
 
 
-def split_entities(entities: Sequence[T], split: Split, key: Callable[[T], str]) -> list[T]:
+def split_entities(entities: Sequence[T], split: CorpusSplit, key: Callable[[T], str]) -> list[T]:
     """Return at least one entity: those that belong to the split, in the given order."""
     held = [e for e in entities if is_heldout_key(key(e))] or [entities[-1]]
-    return held if split is Split.HELDOUT else [e for e in entities if e not in held]
+    return held if split is CorpusSplit.HELDOUT else [e for e in entities if e not in held]
 
 
-def pick_number(rng: Random, low: int, high: int, split: Split, salt: str) -> int:
+def pick_number(rng: Random, low: int, high: int, split: CorpusSplit, salt: str) -> int:
     """Draw an integer in [low, high] whose (salt, value) key belongs to the split."""
     while True:
         value = rng.randint(low, high)
-        if is_heldout_key(f"{salt}:{value}", 8) == (split is Split.HELDOUT):
+        if is_heldout_key(f"{salt}:{value}", 8) == (split is CorpusSplit.HELDOUT):
             return value
 
 

@@ -2,7 +2,7 @@
 
 from random import Random
 
-from outrider.train.corpus.base import Exchange, Split, pick_number, pick_template, split_entities
+from outrider.train.corpus.base import CorpusSplit, Exchange, pick_number, pick_template, split_entities
 
 # Columns: task | function | parameters | body lines, separated by ; | return value | example arguments | result
 _ROWS = """
@@ -59,7 +59,7 @@ def rows() -> list[list[str]]:
     return [line.split("|") for line in _ROWS.strip().splitlines()]
 
 
-def make(rng: Random, split: Split) -> Exchange:
+def make(rng: Random, split: CorpusSplit) -> Exchange:
     """Generate a request for a function, from the table or with a random constant."""
     if rng.random() < 0.3:
         k = pick_number(rng, 2, 99, split, "constant")

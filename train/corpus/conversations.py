@@ -16,7 +16,7 @@ from outrider.train.corpus import (
     units,
     unknown,
 )
-from outrider.train.corpus.base import Exchange, Split, Topic, Turn
+from outrider.train.corpus.base import CorpusSplit, Exchange, Topic, Turn
 from outrider.train.corpus.noise import perturb
 
 TOPICS = (
@@ -36,7 +36,7 @@ _POPULAR = "List 3 countries and their capitals."
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
+class QuestionAnswer:
     """A question with its answer. With ``predict_question``, the model learns to predict the question too."""
 
     question: str
@@ -45,7 +45,7 @@ class Message:
 
 
 @dataclass(frozen=True, slots=True)
-class Mix:
+class TopicMix:
     """Settings for the mixture of topics in generated conversations.
 
     Attributes:
@@ -57,22 +57,22 @@ class Mix:
             split.
     """
 
-    split: Split
+    split: CorpusSplit
     gsm8k: tuple[Turn, ...] = ()
     gsm8k_rate: float = 0.0
     noise_rate: float = 0.5
 
 
-def conversation(rng: Random, mix: Mix, min_chars: int) -> tuple[str | None, list[Message]]:
+def conversation(rng: Random, mix: TopicMix, min_chars: int) -> tuple[str | None, list[QuestionAnswer]]:
     """Generate a conversation of at least ``min_chars`` characters. All random choices come from ``rng``.
 
     Returns:
         The system prompt or None, and the messages.
     """
-    train = mix.split is Split.TRAIN
+    train = mix.split is CorpusSplit.TRAIN
     system = rng.choice(SYSTEM_PROMPTS) if rng.random() < 0.25 else None
     weights = [t.weight for t in TOPICS]
-    messages: list[Message] = []
+    messages: list[QuestionAnswer] = []
     chars = 0
     thanked = False
     while chars < min_chars:
@@ -89,7 +89,7 @@ def conversation(rng: Random, mix: Mix, min_chars: int) -> tuple[str | None, lis
         thanked = rng.random() < _THANKS_RATE
         if thanked:
             exchange = [*exchange, dialogue.thanks(rng, mix.split)]
-        messages += [Message(q, a, train and (clean or i > 0)) for i, (q, a) in enumerate(exchange)]
+        messages += [QuestionAnswer(q, a, train and (clean or i > 0)) for i, (q, a) in enumerate(exchange)]
         chars += sum(len(q) + len(a) + 12 for q, a in exchange)
     return system, messages
 
@@ -102,7 +102,7 @@ def heldout_prompts(seed: int, per_topic: int) -> Iterator[tuple[str, str]]:
         attempts = 0
         while len(seen) < per_topic and attempts < 10_000:
             attempts += 1
-            prompt = topic.make(rng, Split.HELDOUT)[0][0]
+            prompt = topic.make(rng, CorpusSplit.HELDOUT)[0][0]
             if prompt not in seen:
                 seen.add(prompt)
                 yield topic.name, prompt

@@ -2,7 +2,7 @@
 
 from random import Random
 
-from outrider.train.corpus.base import Exchange, Split, Turn, cap, join_and, pick_template, skewed_index
+from outrider.train.corpus.base import CorpusSplit, Exchange, Turn, cap, join_and, pick_template, skewed_index
 from outrider.train.corpus.country_table import HELDOUT_COUNTRIES, TRAIN_COUNTRIES, Country
 
 _NUMBER_WORDS = {2: "two", 3: "three", 4: "four", 5: "five", 6: "six"}
@@ -90,11 +90,11 @@ def _sample(rng: Random, pool: list[Country] | tuple[Country, ...], n: int) -> l
     return chosen
 
 
-def _question(rng: Random, split: Split, templates: tuple[str, ...], **slots: str) -> str:
+def _question(rng: Random, split: CorpusSplit, templates: tuple[str, ...], **slots: str) -> str:
     return cap(pick_template(rng, templates, split).format(**slots))
 
 
-def _listing(rng: Random, split: Split, pool: tuple[Country, ...]) -> Exchange:
+def _listing(rng: Random, split: CorpusSplit, pool: tuple[Country, ...]) -> Exchange:
     n = rng.choices((2, 3, 4, 5, 6), (1, 4, 2, 2, 1))[0]
     word = str(n) if rng.random() < 0.6 else _NUMBER_WORDS[n]
     place = rng.choice(_PLACES) if rng.random() < 0.4 else ""
@@ -124,13 +124,13 @@ def popular_list(rng: Random, question: str) -> Exchange:
     return [(question, f"Here are 3 countries and their capitals:\n\n{lines}")]
 
 
-def make(rng: Random, split: Split) -> Exchange:
+def make(rng: Random, split: CorpusSplit) -> Exchange:
     """Generate an exchange about countries."""
-    pool = HELDOUT_COUNTRIES if split is Split.HELDOUT else TRAIN_COUNTRIES
+    pool = HELDOUT_COUNTRIES if split is CorpusSplit.HELDOUT else TRAIN_COUNTRIES
     c = rng.choice(pool)
     kind = rng.random()
     turns: list[Turn]
-    if kind < 0.34 and split is Split.TRAIN:  # This question names no entity that could be held out.
+    if kind < 0.34 and split is CorpusSplit.TRAIN:  # This question names no entity that could be held out.
         return _listing(rng, split, TRAIN_COUNTRIES)
     if kind < 0.46:
         turns = [

@@ -2,7 +2,7 @@
 
 from random import Random
 
-from outrider.train.corpus.base import Exchange, Split, Turn, cap, pick_template, split_entities
+from outrider.train.corpus.base import CorpusSplit, Exchange, Turn, cap, pick_template, split_entities
 
 _GREETINGS = ("Hello!", "Hi!", "Hello", "Hi", "Good morning!", "Hey there!", "Good evening!", "Greetings!")
 _WHO = (
@@ -69,7 +69,7 @@ _FEEL_ASK = (
 )  # fmt: skip
 
 
-def _activity(rng: Random, split: Split) -> Exchange:
+def _activity(rng: Random, split: CorpusSplit) -> Exchange:
     table = [line.split("|") for line in _ACTIVITIES.strip().splitlines()]
     name, needs, one, two, three, tip = rng.choice(split_entities(table, split, lambda r: r[0]))
     steps = f"1. {cap(one)}.\n2. {cap(two)}.\n3. {cap(three)}."
@@ -89,17 +89,17 @@ def _activity(rng: Random, split: Split) -> Exchange:
     return turns
 
 
-def thanks(rng: Random, split: Split) -> Turn:
+def thanks(rng: Random, split: CorpusSplit) -> Turn:
     """Return a thank-you turn. Many conversations join two exchanges with such a turn."""
     return pick_template(
         rng, _THANKS, split
     ), "You are welcome! Is there anything else that you would like to know?"
 
 
-def make(rng: Random, split: Split) -> Exchange:
+def make(rng: Random, split: CorpusSplit) -> Exchange:
     """Generate a piece of small talk."""
     kind = (
-        rng.random() if split is Split.TRAIN else rng.uniform(0.37, 1.0)
+        rng.random() if split is CorpusSplit.TRAIN else rng.uniform(0.37, 1.0)
     )  # Other small talk asks about no entity, so that nothing can be held out.
     if kind < 0.1:
         return [(pick_template(rng, _GREETINGS, split), "Hello! How can I help you today?")]

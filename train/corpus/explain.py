@@ -2,7 +2,7 @@
 
 from random import Random
 
-from outrider.train.corpus.base import Exchange, Split, Turn, cap, pick_template, split_entities
+from outrider.train.corpus.base import CorpusSplit, Exchange, Turn, cap, pick_template, split_entities
 from outrider.train.corpus.explain_table import rows
 
 _WHAT = (
@@ -34,7 +34,7 @@ _FOLLOW_WHY = (
 _SHORT = ("Can you say that in one sentence?", "Please say it in one sentence.")
 
 
-def make(rng: Random, split: Split) -> Exchange:
+def make(rng: Random, split: CorpusSplit) -> Exchange:
     """Generate a question about a concept with its explanation, sometimes with follow-up questions."""
     term, what, how, why = rng.choice(split_entities(rows(), split, lambda r: r[0]))
     plural = term in ("the seasons", "the tides")

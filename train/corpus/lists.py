@@ -2,7 +2,15 @@
 
 from random import Random
 
-from outrider.train.corpus.base import Exchange, Split, Turn, cap, pick_template, skewed_index, split_entities
+from outrider.train.corpus.base import (
+    CorpusSplit,
+    Exchange,
+    Turn,
+    cap,
+    pick_template,
+    skewed_index,
+    split_entities,
+)
 
 _ROWS = """
 fruits|apple=crisp and sweet, and it grows on trees|banana=soft and yellow, and it is easy to peel|orange=juicy and full of vitamin C|grape=small and sweet, and it grows on vines|mango=sweet and tropical|strawberry=red and fragrant|pear=soft and juicy|cherry=small and red with a stone inside
@@ -46,7 +54,7 @@ def categories() -> list[tuple[str, list[tuple[str, str]]]]:
     return out
 
 
-def make(rng: Random, split: Split) -> Exchange:
+def make(rng: Random, split: CorpusSplit) -> Exchange:
     """Generate a list. Sometimes a question about one of the list's entries follows."""
     name, items = rng.choice(split_entities(categories(), split, lambda c: c[0]))
     n = rng.choice((3, 3, 4, 5))

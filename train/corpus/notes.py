@@ -6,8 +6,8 @@ The tasks teach the model to copy words that it has never seen.
 from random import Random
 
 from outrider.train.corpus.base import (
+    CorpusSplit,
     Exchange,
-    Split,
     cap,
     is_heldout_key,
     join_and,
@@ -108,18 +108,18 @@ _TIMES = (
 )
 
 
-def invented_name(rng: Random, split: Split) -> str:
+def invented_name(rng: Random, split: CorpusSplit) -> str:
     """Invent a pronounceable name that belongs to the split."""
     while True:
         name = "".join(
             rng.choice(_ONSETS) + rng.choice(_VOWELS) + rng.choice(_CODAS)
             for _ in range(rng.choice((2, 2, 3)))
         )
-        if is_heldout_key(name, 8) == (split is Split.HELDOUT):
+        if is_heldout_key(name, 8) == (split is CorpusSplit.HELDOUT):
             return cap(name)
 
 
-def _place(rng: Random, split: Split) -> Exchange:
+def _place(rng: Random, split: CorpusSplit) -> Exchange:
     n, t, w, f = invented_name(rng, split), rng.choice(_CITIES), rng.choice(_WHERE), rng.choice(_FAMOUS)
     p = f"{rng.randint(1, 99)},{rng.randint(0, 9)}00"
     ask = pick_template(rng, _PLACE_ASK, split).format(n=n, t=t, w=w, p=p, f=f)
@@ -140,7 +140,7 @@ def _place(rng: Random, split: Split) -> Exchange:
     return turns
 
 
-def make(rng: Random, split: Split) -> Exchange:
+def make(rng: Random, split: CorpusSplit) -> Exchange:
     """Generate a text task."""
     kind = rng.random()
     if kind < 0.4:
@@ -152,7 +152,7 @@ def make(rng: Random, split: Split) -> Exchange:
     if kind < 0.75:
         while True:
             numbers = rng.sample(range(1, 60), rng.choice((3, 4, 5)))
-            if is_heldout_key(str(sorted(numbers)), 8) == (split is Split.HELDOUT):
+            if is_heldout_key(str(sorted(numbers)), 8) == (split is CorpusSplit.HELDOUT):
                 break
         ordered = join_and([str(n) for n in sorted(numbers)])
         return [
@@ -164,7 +164,7 @@ def make(rng: Random, split: Split) -> Exchange:
     if kind < 0.88:
         while True:
             a, length = rng.randint(1, 80), rng.randint(5, 15)
-            if is_heldout_key(f"count {a} {length}", 8) == (split is Split.HELDOUT):
+            if is_heldout_key(f"count {a} {length}", 8) == (split is CorpusSplit.HELDOUT):
                 break
         return [
             (

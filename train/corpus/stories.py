@@ -3,8 +3,8 @@
 from random import Random
 
 from outrider.train.corpus.base import (
+    CorpusSplit,
     Exchange,
-    Split,
     Turn,
     a_an,
     cap,
@@ -78,7 +78,7 @@ _SEASONS = {
 }
 
 
-def make(rng: Random, split: Split) -> Exchange:
+def make(rng: Random, split: CorpusSplit) -> Exchange:
     """Generate a story or a description."""
     place = rng.choice(split_entities(_PLACES, split, str))
     if rng.random() < 0.25:
@@ -90,7 +90,7 @@ def make(rng: Random, split: Split) -> Exchange:
         )
         return [(pick_template(rng, _DESCRIBE, split).format(p=place, s=season), text)]
     names, heroes = split_entities(_NAMES, split, str), split_entities(_HEROES, split, str)
-    if split is Split.TRAIN and rng.random() < 0.2:
+    if split is CorpusSplit.TRAIN and rng.random() < 0.2:
         name, hero, ask = (
             names[skewed_index(rng, len(names))],
             heroes[skewed_index(rng, len(heroes))],

@@ -2,7 +2,7 @@
 
 from random import Random
 
-from outrider.train.corpus.base import Exchange, Split, cap, pick_number, pick_template
+from outrider.train.corpus.base import CorpusSplit, Exchange, cap, pick_number, pick_template
 
 # Columns: source, target, factor, divide. 1 source = factor targets; with divide, factor sources = 1 target.
 _UNITS = (
@@ -32,7 +32,7 @@ def _singular(unit: str) -> str:
     return {"feet": "foot", "inches": "inch", "centuries": "century"}.get(unit, unit.removesuffix("s"))
 
 
-def make(rng: Random, split: Split) -> Exchange:
+def make(rng: Random, split: CorpusSplit) -> Exchange:
     """Generate a conversion. Sometimes another conversion follows."""
     if rng.random() < 0.15:
         n = 5 * pick_number(rng, 0, 20, split, "celsius")

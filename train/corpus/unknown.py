@@ -2,7 +2,7 @@
 
 from random import Random
 
-from outrider.train.corpus.base import Exchange, Split, pick_template, split_entities
+from outrider.train.corpus.base import CorpusSplit, Exchange, pick_template, split_entities
 from outrider.train.corpus.notes import invented_name
 
 _ASK = (
@@ -25,9 +25,9 @@ _REQUESTS = (
 _CAN = "I can help with countries and capitals, lists, simple explanations, calculations, units and small Python functions."
 
 
-def make(rng: Random, split: Split) -> Exchange:
+def make(rng: Random, split: CorpusSplit) -> Exchange:
     """Generate one question without a known answer."""
-    if rng.random() < 0.2 and split is Split.TRAIN:
+    if rng.random() < 0.2 and split is CorpusSplit.TRAIN:
         return [(rng.choice(_REQUESTS), f"I am sorry, I cannot do that. {_CAN}")]
     x = rng.choice(split_entities(_SUBJECTS, split, str)) if rng.random() < 0.4 else invented_name(rng, split)
     return [

@@ -22,7 +22,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from outrider.kernels import _launch
 from outrider.kernels.skinny_gemm.types import Epilogue, Rotary, Tile
 from outrider.kernels.skinny_gemm.wide.maps import can_map, tiles_of
-from outrider.kernels.stream import Stream
+from outrider.kernels.stream import ResidualStream
 
 
 @triton.jit(do_not_specialize=("rows", "parts"))
@@ -151,7 +151,7 @@ def project(x: torch.Tensor, weight: torch.Tensor, tile: Tile) -> torch.Tensor:
 def project_add(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor, norm_weight: torch.Tensor, eps: float,
     out: torch.Tensor | None, tile: Tile,
-) -> Stream:  # fmt: skip
+) -> ResidualStream:  # fmt: skip
     """Compute `outrider.kernels.skinny_gemm.project_add`. The tile has one split."""
     rows, width = residual.shape
     total = _launch.empty((rows, width), x.dtype, x.device) if out is None else out
@@ -170,11 +170,11 @@ def project_add(
         scaled=scaled,
         sums=sums,
     )
-    return Stream(total, scaled, sums, eps)
+    return ResidualStream(total, scaled, sums, eps)
 
 
 def project_rotated(
-    stream: Stream, weight: torch.Tensor, bias: torch.Tensor | None, rotary: Rotary, tile: Tile
+    stream: ResidualStream, weight: torch.Tensor, bias: torch.Tensor | None, rotary: Rotary, tile: Tile
 ) -> torch.Tensor:
     """Compute `outrider.kernels.skinny_gemm.project_rotated`.
 

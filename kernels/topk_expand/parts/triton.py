@@ -111,7 +111,7 @@ def _expand_split(
     NOISE: tl.constexpr, HAS_D2T: tl.constexpr, SHORT: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr,
     PDL: tl.constexpr
 ):  # fmt: skip
-    """Store the best keys and the shares (`Parts`) of one block of one row.
+    """Store the best keys and the shares (`PartKeys`) of one block of one row.
 
     `width` rows share a noise entry.
     """
@@ -235,7 +235,7 @@ def merged(
     return token, before[:, None] + step, logprob, inside
 
 
-class Parts(NamedTuple):
+class PartKeys(NamedTuple):
     """Best keys and log-sum-exps of each part (split) of the vocabulary.
 
     Attributes:
@@ -250,7 +250,7 @@ class Parts(NamedTuple):
 
 def split_rows(
     logits: torch.Tensor, topk: int, width: int, level: int, d2t: torch.Tensor | None, noise: Noise | None
-) -> Parts:
+) -> PartKeys:
     """Launch the first pass over ``logits [rows, V]``. Each `width` adjacent rows share a noise entry."""
     rows, vocab = logits.shape
     wanted = _launch.ceil_div(vocab, max(1, min(MAX_SPLITS, WANTED_PROGRAMS // rows)))
@@ -269,7 +269,7 @@ def split_rows(
         BLOCK=block, CHUNK=chunk, BLOCK_K=_launch.next_power_of_2(topk), num_warps=max(1, min(4 if chunk else 8, block // 256)),
         **_launch.dependent(logits),
     )  # fmt: skip
-    return Parts(keys, shares)
+    return PartKeys(keys, shares)
 
 
 def narrow_keys(logits: torch.Tensor) -> bool:

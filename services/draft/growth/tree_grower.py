@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 import torch
 
-from outrider.kernels.round_plan import RoundPlan, round_plan
+from outrider.kernels.round_plan import RowPlan, round_plan
 from outrider.kernels.topk_expand import Beam, Candidates, Noise, expand_level
 from outrider.kernels.tree_build import tree_build
 from outrider.services.draft.growth.draft_model import DraftModel, DraftPass
@@ -130,7 +130,7 @@ class _Layout:
     """
 
     topk: int
-    plans: Sequence[RoundPlan]
+    plans: Sequence[RowPlan]
     levels: Sequence[Sequence[PassKey]]
     passes: Mapping[PassKey, DraftPass]
     noise: Noise
@@ -337,7 +337,7 @@ class TreeGrower:
             noise=layout.noise,
         )
 
-    def _extension(self, inputs: GrowthInputs, plan: RoundPlan, rows: int) -> AttentionBatch:
+    def _extension(self, inputs: GrowthInputs, plan: RowPlan, rows: int) -> AttentionBatch:
         """Return the attention inputs of the last `rows` rows of each sequence's extension."""
         return self._visible(inputs, plan.lens[0], plan.lens[1], plan.extend_slots, rows, None)
 

@@ -22,7 +22,7 @@ import torch
 
 from outrider.kernels.add_norm import normalise
 from outrider.kernels.head_input import head_input
-from outrider.kernels.stream import Stream
+from outrider.kernels.stream import ResidualStream
 from outrider.services.draft.growth.recurrent_head import Ends
 from outrider.services.draft.heads.files.eagle_config import EagleConfig
 from outrider.services.draft.heads.files.hot_vocab import HOT_IDS, take_hot_ids
@@ -37,7 +37,7 @@ from outrider.shared.attn.base import AttentionBackend
 from outrider.shared.attn.stored import StoredAttention
 from outrider.shared.base.errors import CheckpointError
 from outrider.shared.kv.pool import KVPool
-from outrider.shared.nn.checkpoint.checkpoint_reader import CheckpointReader, Shape
+from outrider.shared.nn.checkpoint.checkpoint_reader import CheckpointReader, TensorShape
 from outrider.shared.nn.fused.products import HasProducts, ProductUse
 from outrider.shared.nn.layers.modules import DecoderLayer, RMSNorm
 from outrider.shared.nn.layers.rope import Rotation
@@ -135,7 +135,9 @@ class EagleHead(LoadedHead, HasProducts):
         mixed = self._fc(pair)  # [rows, hidden]
         entering = mixed if self._first_norm is None else self._first_norm(mixed)
         if self._fused is not None and isinstance(attention, StoredAttention):
-            stream = self._fused.forward(Stream(mixed, entering, None, 0.0), rotation, attention, pool, ends)
+            stream = self._fused.forward(
+                ResidualStream(mixed, entering, None, 0.0), rotation, attention, pool, ends
+            )
             return stream.residual if self._norm is None else normalise(stream)
         hidden = self._first_attention(entering, mixed, rotation, attention, pool)
         hidden = self._first_mlp(self._first_post_norm(hidden), hidden)
@@ -174,7 +176,7 @@ def _resolve(reader: CheckpointReader, config: EagleConfig) -> HeadKeys:
     layer = config.layer
     hidden = layer.hidden_size
     stored = canonical_names(reader)
-    shapes: dict[str, Shape] = {"fc.weight": (hidden, 2 * hidden)}
+    shapes: dict[str, TensorShape] = {"fc.weight": (hidden, 2 * hidden)}
     ignored = {"lm_head.weight": "EAGLE-1/2 heads draft with the target's lm_head"}
     if config.fc_bias and "fc.weight" in stored and "fc.bias" not in stored:
         raise CheckpointError(

@@ -25,7 +25,7 @@ import torch
 from outrider.kernels.add_norm import normalise, rms_norm
 from outrider.kernels.head_input import Residual, feature_input, head_input
 from outrider.kernels.rope_store import Lookup
-from outrider.kernels.stream import Stream
+from outrider.kernels.stream import ResidualStream
 from outrider.services.draft.growth.recurrent_head import Ends
 from outrider.services.draft.heads.embedded import EmbeddedTokens, embed_tokens
 from outrider.services.draft.heads.files.eagle3_config import Eagle3Config
@@ -164,9 +164,9 @@ class Eagle3Head(LoadedHead, HasProducts):
                 normed, residual = feature_input(
                     features, source, self._embedded.norm, self._hidden_norm.eps, kind
                 )
-                stream = Stream(residual, normed, None, 0.0)
+                stream = ResidualStream(residual, normed, None, 0.0)
             else:
-                stream = Stream(features, features, stream.sums, stream.eps)
+                stream = ResidualStream(features, features, stream.sums, stream.eps)
             lookup = Lookup(self._embedded.table, tokens.contiguous())
             stream = self._fused.forward(stream, rotation, attention, pool, ends, lookup)
             return normalise(stream) if self.config.norm_output else stream.residual
@@ -186,7 +186,9 @@ class Eagle3Head(LoadedHead, HasProducts):
             residual = normed if self.config.norm_before_residual else features
         # Path 2: fused kernels that compute the whole first product, because the table would be too large.
         if self._fused is not None and isinstance(attention, StoredAttention):
-            stream = self._fused.forward(Stream(residual, pair, None, 0.0), rotation, attention, pool, ends)
+            stream = self._fused.forward(
+                ResidualStream(residual, pair, None, 0.0), rotation, attention, pool, ends
+            )
             return normalise(stream) if self.config.norm_output else stream.residual
         # Path 3: no fused kernels exist for this device or these layers.
         hidden = self._attention(pair, residual, rotation, attention, pool)

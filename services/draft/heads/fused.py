@@ -11,7 +11,7 @@ from torch.nn import functional
 from outrider.kernels.add_norm import normalise
 from outrider.kernels.rope_store import Lookup, rope_store
 from outrider.kernels.skinny_gemm import project, project_normed
-from outrider.kernels.stream import MANY_ROWS, Stream
+from outrider.kernels.stream import MANY_ROWS, ResidualStream
 from outrider.services.draft.growth.recurrent_head import Ends
 from outrider.shared.attn.base import AttentionBatch
 from outrider.shared.attn.stored import StoredAttention
@@ -51,17 +51,17 @@ class FusedHead:
     def __init__(self, blocks: Sequence[FusedBlock], lm_head: Linear) -> None:
         self._blocks = blocks
         self._lm_head = lm_head
-        self._last: Stream | None = None
+        self._last: ResidualStream | None = None
 
     def forward(
         self,
-        stream: Stream,
+        stream: ResidualStream,
         rotation: Rotation,
         attention: StoredAttention,
         pool: KVPool,
         ends: Ends | None = None,
         lookup: Lookup | None = None,
-    ) -> Stream:
+    ) -> ResidualStream:
         """Run the head's fused layers, and return the residual stream, ready for the final norm.
 
         Args:
@@ -86,7 +86,7 @@ class FusedHead:
         self._last = stream
         return stream
 
-    def stream_of(self, states: torch.Tensor) -> Stream | None:
+    def stream_of(self, states: torch.Tensor) -> ResidualStream | None:
         """Return the residual stream of the last pass if `states` is its residual tensor; otherwise None.
 
         The result is also None if the sums of squares of the stream's rows were not computed. With these
@@ -97,7 +97,7 @@ class FusedHead:
             stream if stream is not None and stream.residual is states and stream.sums is not None else None
         )
 
-    def stream_logits(self, stream: Stream) -> torch.Tensor:
+    def stream_logits(self, stream: ResidualStream) -> torch.Tensor:
         """Normalise the rows of a stream and return their logits, ``[rows, vocabulary]``."""
         if self._lm_head.bias is not None:
             return self._lm_head(normalise(stream))
@@ -119,12 +119,12 @@ class FusedHead:
 
 def _store(
     block: Attention,
-    stream: Stream,
+    stream: ResidualStream,
     rotation: Rotation,
     slots: torch.Tensor,
     pool: KVPool,
     lookup: Lookup | None,
-) -> Stream:
+) -> ResidualStream:
     """Store K and V of all rows without computing any states, and return a stream without rows."""
     weight, first = block.qkv.weight, block.num_heads * block.head_dim
     k_plane, v_plane = pool.k_planes[block.layer], pool.v_planes[block.layer]
@@ -141,7 +141,7 @@ def _store(
         head_eps=block.head_norm.eps if block.head_norm else 0.0,
         lookup=None if lookup is None else Lookup(lookup.table[:, first:], lookup.index),
     )
-    return Stream(stream.residual[:0], stream.residual[:0], None, 0.0)
+    return ResidualStream(stream.residual[:0], stream.residual[:0], None, 0.0)
 
 
 class _EndAttention(StoredAttention):

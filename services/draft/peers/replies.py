@@ -53,7 +53,7 @@ class Pong:
 
 
 @dataclass(frozen=True, slots=True)
-class RoundsEntered:
+class EntryReply:
     """The reply to RoundsEnter, which only targets of version 2 send. Their rounds run through the host."""
 
     rounds: int
@@ -76,7 +76,7 @@ class SlotReady:
 
 
 @dataclass(frozen=True, slots=True)
-class RoundsEnded:
+class ExchangeEnded:
     """Asks the target to leave its rounds on the device."""
 
     rounds: int
@@ -84,7 +84,7 @@ class RoundsEnded:
 
 
 @dataclass(frozen=True, slots=True)
-class RoundTrees:
+class TreesReply:
     """The trees of a round that ran on the device, as a blob. The blob is empty if the round has no trees."""
 
     rounds: int
@@ -95,7 +95,7 @@ class RoundTrees:
 
 
 @dataclass(frozen=True, slots=True)
-class RoundTaken:
+class StateTaken:
     """Reports that an announced state has reached the device. `then` is called when the reply is sent."""
 
     then: Callable[[], None] = field(compare=False)
@@ -126,10 +126,10 @@ Reply = (
     | Rejected
     | Pong
     | TreeFrame
-    | RoundsEntered
-    | RoundsEnded
-    | RoundTrees
-    | RoundTaken
+    | EntryReply
+    | ExchangeEnded
+    | TreesReply
+    | StateTaken
     | SlotsOpened
     | SlotReady
 )

@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from outrider.draft.v1 import draft_pb2
-from outrider.services.draft.growth.slot_rounds import SlotRounds
+from outrider.services.draft.growth.slot_groups import SlotGroups
 from outrider.services.draft.sessions.feature_queue import FeatureQueue
 from outrider.services.draft.sessions.session import RowSource, Session
 
@@ -29,7 +29,7 @@ class SlotSeats:
         ended: True if the current series has ended. Its further rounds are refused.
     """
 
-    def __init__(self, num_slots: int, rounds: SlotRounds, follows: Callable[[Session], bool]) -> None:
+    def __init__(self, num_slots: int, rounds: SlotGroups, follows: Callable[[Session], bool]) -> None:
         self.num_slots = num_slots
         self.series = 0
         self.ended = True

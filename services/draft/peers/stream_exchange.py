@@ -15,7 +15,7 @@ import torch
 from outrider.draft.v1 import draft_pb2
 from outrider.services.draft.peers.exchange import Exchange
 from outrider.services.draft.peers.peer import Peer
-from outrider.services.draft.peers.replies import RoundTaken, RoundTrees
+from outrider.services.draft.peers.replies import StateTaken, TreesReply
 from outrider.shared.base.errors import ProtocolError
 from outrider.shared.obs.logging import get_logger
 from outrider.shared.rpc.blob_staging import BlobStaging
@@ -117,7 +117,7 @@ class StreamExchange(Exchange):
         self._waiting = None
         if self._announced:
             self._owed.append(waiting)
-            self._peer.send(RoundTaken(lambda: self._answer_owed(relay)))
+            self._peer.send(StateTaken(lambda: self._answer_owed(relay)))
         else:
             self._answer(relay, waiting)
         return True
@@ -186,11 +186,11 @@ class StreamExchange(Exchange):
             return
         trees = self._staging.fetch(blob)
         self._staging.settle(blob)
-        self._peer.send(RoundTrees(message.rounds, message.number, trees.numpy().tobytes()))
+        self._peer.send(TreesReply(message.rounds, message.number, trees.numpy().tobytes()))
 
     def skip(self, rounds: int, number: int) -> None:
         self._release()
-        self._peer.send(RoundTrees(rounds, number, b""))
+        self._peer.send(TreesReply(rounds, number, b""))
 
     def mend(self) -> bool:
         return self._relay is None or (self._relay.mend() and not self._relay.broken)
@@ -216,7 +216,7 @@ class StreamExchange(Exchange):
     def _answer(self, relay: StreamRelay, waiting: _Waiting) -> None:
         """Wait for the trees of an enqueued round, and send them."""
         trees = relay.settle(waiting.number, waiting.num_bytes).tobytes()
-        self._peer.send(RoundTrees(waiting.rounds, waiting.number, trees, waiting.envelopes.trees))
+        self._peer.send(TreesReply(waiting.rounds, waiting.number, trees, waiting.envelopes.trees))
 
     def _answer_owed(self, relay: StreamRelay) -> None:
         """Send the trees of a round whose state was announced, unless they were already sent.

@@ -19,12 +19,12 @@ from outrider.draft.v1 import draft_pb2
 from outrider.services.draft.peers.exchange import Exchange
 from outrider.services.draft.peers.peer import Outlet, Peer
 from outrider.services.draft.peers.replies import Pong, Reply
-from outrider.services.draft.serving.convert import reply_to
 from outrider.services.draft.serving.protocol import DraftProtocol
+from outrider.services.draft.serving.session_messages import reply_to
 from outrider.services.draft.serving.wakeup import Source
 from outrider.shared.base.errors import OutriderError, ProtocolError
 from outrider.shared.obs.logging import get_logger
-from outrider.shared.rpc.convert import error_to_proto
+from outrider.shared.rpc.common_messages import error_to_proto
 from outrider.shared.rpc.interceptors import as_outrider_error
 from outrider.shared.rpc.ipc.blob_mailbox import BlobMailbox
 from outrider.shared.rpc.ipc.frames import EndOfStream, FrameKind, FrameSocket

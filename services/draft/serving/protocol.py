@@ -15,32 +15,32 @@ import torch
 from outrider.draft.v1 import draft_pb2
 from outrider.services.draft.peers.exchange import Exchange
 from outrider.services.draft.peers.peer import Outlet, Peer
+from outrider.services.draft.peers.peer_slots import PeerSlots
 from outrider.services.draft.peers.replies import (
+    EntryReply,
+    ExchangeEnded,
     NeedResync,
     Opened,
     Pong,
     Rejected,
-    RoundsEnded,
-    RoundsEntered,
     SlotsOpened,
 )
-from outrider.services.draft.peers.slotted_rounds import SlottedRounds
-from outrider.services.draft.serving.convert import (
+from outrider.services.draft.serving.loop import DraftLoop
+from outrider.services.draft.serving.session_messages import (
     CommitMessage,
     commits_from,
     hello_ack,
     opening_from,
     target_info,
 )
-from outrider.services.draft.serving.loop import DraftLoop
-from outrider.services.draft.sessions.session import Answer, Verdict
+from outrider.services.draft.sessions.session import MessageResult, MessageVerdict
 from outrider.services.draft.target_info import TargetInfo
 from outrider.services.draft.warmup import warm_up
 from outrider.shared.base.errors import CheckpointError, ProtocolError
 from outrider.shared.obs.logging import get_logger
 from outrider.shared.rpc.ipc.doorbells import Side
 from outrider.shared.rpc.tensors import TensorReader
-from outrider.shared.rpc.version import Offer, agree
+from outrider.shared.rpc.version import VersionOffer, agree
 from outrider.shared.spec.drafter import SequenceOpen
 
 log = get_logger("outrider.draft")
@@ -87,7 +87,7 @@ class DraftProtocol:
         self._engine = loop.engine
         self._tokenizer = tokenizer
         self._tiles = tiles
-        self._slots = SlottedRounds(loop.engine, device)
+        self._slots = PeerSlots(loop.engine, device)
         # The fingerprint of the target that was last asked to lend tensors, and of the target that lent them.
         self._asked_to_lend = ""
         self._lender = ""
@@ -103,7 +103,7 @@ class DraftProtocol:
         Raises:
             OutriderError: The draft and the target do not fit together. The message contains the reason.
         """
-        agreed = agree(Offer.of(hello), Offer.ours(Side.DRAFT))
+        agreed = agree(VersionOffer.of(hello), VersionOffer.ours(Side.DRAFT))
         target = target_info(hello)
         ack = self.loop.call(lambda: self._describe(target, hello.feature_dtype, agreed.version))
         peer = self.loop.call(lambda: self.loop.join(target.target_id, outlet))
@@ -188,7 +188,7 @@ class DraftProtocol:
                 size = request.rounds_prepare
                 loop.submit(lambda: loop.later(lambda: self._slots.record(size)))
             case "rounds_enter":
-                peer.send(RoundsEntered(request.rounds_enter.rounds, "version"))
+                peer.send(EntryReply(request.rounds_enter.rounds, "version"))
             case "rounds_leave":
                 pass  # a target of version 2 leaves the rounds that were refused
             case other:
@@ -299,18 +299,18 @@ class DraftProtocol:
         except Exception:
             self._slots.abandon(peer)
             exchange.skip(message.rounds, message.number)
-            peer.send(RoundsEnded(message.rounds, "failed"))
+            peer.send(ExchangeEnded(message.rounds, "failed"))
             raise
         if reason:
             exchange.skip(message.rounds, message.number)
-            peer.send(RoundsEnded(message.rounds, reason))
+            peer.send(ExchangeEnded(message.rounds, reason))
 
     def _open(self, peer: Peer, opening: SequenceOpen) -> None:
         self.loop.stay_awake(PREFILL_S)
         self._slots.make_way(peer)
         session_id, epoch = opening.fence.session_id, opening.fence.epoch
         answer = self._engine.open(peer.id, opening)
-        if answer.verdict is Verdict.ACCEPTED:
+        if answer.verdict is MessageVerdict.ACCEPTED:
             peer.send(Opened(session_id, epoch, answer.have_len))
             self._slots.report_ready(peer, session_id)
         else:
@@ -335,9 +335,11 @@ class DraftProtocol:
         """Select the engine's CUDA device for launches on threads other than the engine thread."""
         return torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext()
 
-    def _add_features(self, peer: Peer | None, request: draft_pb2.BulkRequest, rows: torch.Tensor) -> Answer:
+    def _add_features(
+        self, peer: Peer | None, request: draft_pb2.BulkRequest, rows: torch.Tensor
+    ) -> MessageResult:
         if peer is None:
-            return Answer(Verdict.DROPPED)
+            return MessageResult(MessageVerdict.DROPPED)
         self.loop.stay_awake(BEGINNING_S)
         answer = self._engine.add_features(peer.id, request.session_id, request.epoch, request.base, rows)
         self._refuse(peer, request.session_id, request.epoch, answer)
@@ -345,12 +347,12 @@ class DraftProtocol:
         return answer
 
     @staticmethod
-    def _refuse(peer: Peer, session_id: int, epoch: int, answer: Answer) -> None:
+    def _refuse(peer: Peer, session_id: int, epoch: int, answer: MessageResult) -> None:
         """Send the reply that a RESYNC or REJECTED verdict requires. Other verdicts need no reply."""
         reason = answer.reason.value
-        if answer.verdict is Verdict.RESYNC:
+        if answer.verdict is MessageVerdict.RESYNC:
             peer.send(NeedResync(session_id, epoch, reason))
-        elif answer.verdict is Verdict.REJECTED:
+        elif answer.verdict is MessageVerdict.REJECTED:
             peer.send(Rejected(session_id, reason, answer.retry_after_ms))
 
     def _pong(self, peer: Peer, nonce: int) -> None:

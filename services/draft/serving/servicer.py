@@ -17,10 +17,10 @@ from google.protobuf.message import DecodeError
 
 from outrider.draft.v1 import draft_pb2, draft_pb2_grpc
 from outrider.services.draft.peers.peer import Peer
-from outrider.services.draft.peers.replies import Reply, RoundTaken, RoundTrees
+from outrider.services.draft.peers.replies import Reply, StateTaken, TreesReply
 from outrider.services.draft.peers.stream_exchange import StreamExchange
-from outrider.services.draft.serving.convert import reply_to
 from outrider.services.draft.serving.protocol import DraftProtocol
+from outrider.services.draft.serving.session_messages import reply_to
 from outrider.shared.base.errors import ProtocolError
 from outrider.shared.obs.logging import get_logger
 from outrider.shared.rpc.direct_server import ServerStream
@@ -28,7 +28,7 @@ from outrider.shared.rpc.ipc.doorbells import Side
 from outrider.shared.rpc.polling import PollWindow
 from outrider.shared.rpc.relay import StreamRelay
 from outrider.shared.rpc.tensors import InlineTensors, join_tensors, split_tensor
-from outrider.shared.rpc.version import Feature, Offer, agree
+from outrider.shared.rpc.version import Feature, VersionOffer, agree
 
 R = TypeVar("R")
 
@@ -50,7 +50,7 @@ TAKEN = draft_pb2.SessionReply(round_taken=draft_pb2.RoundTaken()).SerializeToSt
 log = get_logger("outrider.draft")
 
 
-def register(servicer: DraftServicer, server: grpc.Server) -> None:
+def register_draft(servicer: DraftServicer, server: grpc.Server) -> None:
     """Register `servicer` on `server`."""
     draft_pb2_grpc.add_DraftServicer_to_server(servicer, server)
 
@@ -78,9 +78,9 @@ class StreamOutlet:
         stream = self._stream  # read once, because another thread may call `close`
         if stream is None:
             return
-        if isinstance(reply, RoundTrees) and reply.envelope is not None:
+        if isinstance(reply, TreesReply) and reply.envelope is not None:
             stream.send(reply.envelope.seal(reply.trees))
-        elif isinstance(reply, RoundTaken):
+        elif isinstance(reply, StateTaken):
             stream.send(TAKEN, reply.then)
         else:
             stream.send(reply_to(reply).SerializeToString())
@@ -111,7 +111,7 @@ class DraftServicer(draft_pb2_grpc.DraftServicer):
         outlet = StreamOutlet(lambda: endings.put(None))
         peer, ack = self._protocol.welcome(first.hello, outlet)
         yield draft_pb2.SessionReply(hello=ack)
-        agreed = agree(Offer.of(first.hello), Offer.ours(Side.DRAFT))
+        agreed = agree(VersionOffer.of(first.hello), VersionOffer.ours(Side.DRAFT))
         exchange = StreamExchange(
             peer,
             self._relay(),

@@ -17,9 +17,6 @@ from outrider.shared.spec.tree import DraftShape
 PeerId = NewType("PeerId", int)
 """One session stream of one target; never reused within a process."""
 
-WARMING = "warming"
-"""Reason why a sequence has no tree: some of its rows have not arrived or are not processed yet."""
-
 
 class RowSource(Enum):
     """The input from which a strategy computes its KV rows.
@@ -35,7 +32,7 @@ class RowSource(Enum):
     """There are no rows."""
 
 
-class Verdict(Enum):
+class MessageVerdict(Enum):
     """The outcome of a message."""
 
     ACCEPTED = "accepted"
@@ -44,7 +41,7 @@ class Verdict(Enum):
     REJECTED = "rejected"
 
 
-class Reason(Enum):
+class RefusalReason(Enum):
     """The reason why a message was not accepted."""
 
     NONE = ""
@@ -65,7 +62,7 @@ class Reason(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class MessageResult:
     """The draft's verdict on one message of a target.
 
     Attributes:
@@ -76,13 +73,13 @@ class Answer:
         retry_after_ms: Time to wait before the next attempt, in milliseconds. Only for the verdict REJECTED.
     """
 
-    verdict: Verdict
-    reason: Reason = Reason.NONE
+    verdict: MessageVerdict
+    reason: RefusalReason = RefusalReason.NONE
     have_len: int = 0
     retry_after_ms: int = 0
 
 
-ACCEPTED = Answer(Verdict.ACCEPTED)
+ACCEPTED = MessageResult(MessageVerdict.ACCEPTED)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from outrider.services.draft.sessions.session import PeerId, Session
-from outrider.shared.obs.tracing import OWN, Span, Tracer, Value, checked_traceparent
+from outrider.shared.obs.tracing import OWN, AttributeValue, Span, Tracer, checked_traceparent
 
 
 class SessionSpans:
@@ -30,7 +30,7 @@ class SessionSpans:
     def closing(self, peer: PeerId, session_id: int, session: Session | None) -> None:
         """End the span of a session that is about to be closed."""
         if (span := self._spans.pop((peer, session_id), None)) is not None:
-            values: dict[str, Value] = {}
+            values: dict[str, AttributeValue] = {}
             if session is not None:
                 values = {
                     f"{OWN}committed_tokens": session.committed_len,

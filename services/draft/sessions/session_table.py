@@ -25,14 +25,14 @@ import torch
 from outrider.services.draft.sessions.feature_queue import EarlyRows, FeatureQueue
 from outrider.services.draft.sessions.session import (
     ACCEPTED,
-    Answer,
     Ask,
     Begin,
+    MessageResult,
+    MessageVerdict,
     PeerId,
-    Reason,
+    RefusalReason,
     RowSource,
     Session,
-    Verdict,
     common_rows,
     inherit,
 )
@@ -112,7 +112,7 @@ class SessionTable:
         """Record that a peer is alive."""
         self._last_heard_s[peer] = now
 
-    def open(self, peer: PeerId, opening: SequenceOpen, now: float) -> Answer:
+    def open(self, peer: PeerId, opening: SequenceOpen, now: float) -> MessageResult:
         """Start following a sequence of a target, or restart it at a higher epoch.
 
         A restarted sequence keeps the cached KV rows of the prefix that its old and new tokens share. A new
@@ -122,23 +122,25 @@ class SessionTable:
         fence, tokens = opening.fence, opening.token_ids
         known = self.get(peer, fence.session_id)
         if known is not None and fence.epoch < known.epoch:
-            return Answer(Verdict.DROPPED, Reason.STALE_EPOCH)
+            return MessageResult(MessageVerdict.DROPPED, RefusalReason.STALE_EPOCH)
         if len(tokens) > self.limits.max_len:
-            return self._reject(known, Reason.TOO_LONG)
+            return self._reject(known, RefusalReason.TOO_LONG)
         if not self._valid(tokens) or len(tokens) != fence.committed_len or not tokens:
-            return self._reject(known, Reason.MALFORMED)
+            return self._reject(known, RefusalReason.MALFORMED)
         if extend_prefix_hash(FNV_OFFSET, tokens) != fence.prefix_hash:
-            return self._reject(known, Reason.PREFIX_MISMATCH)
+            return self._reject(known, RefusalReason.PREFIX_MISMATCH)
         if known is not None and fence.epoch == known.epoch:
             same = known.tokens[: len(tokens)] == list(tokens)
             return (
-                Answer(Verdict.DROPPED, Reason.DUPLICATE)
+                MessageResult(MessageVerdict.DROPPED, RefusalReason.DUPLICATE)
                 if same
-                else self._resync(known, Reason.PREFIX_MISMATCH)
+                else self._resync(known, RefusalReason.PREFIX_MISMATCH)
             )
         if known is None and not self._make_room(now):
-            return Answer(
-                Verdict.REJECTED, Reason.FULL, retry_after_ms=max(1, int(self.limits.evict_idle_s * 1000))
+            return MessageResult(
+                MessageVerdict.REJECTED,
+                RefusalReason.FULL,
+                retry_after_ms=max(1, int(self.limits.evict_idle_s * 1000)),
             )
         # 2. Register the session.
         session = Session(
@@ -164,13 +166,13 @@ class SessionTable:
         # 3. Add the features that arrived before the opening.
         for base, rows in self._early.take(peer, fence.session_id, fence.epoch):
             answer = self.add_features(peer, fence.session_id, fence.epoch, base, rows, now)
-            if answer.verdict is not Verdict.ACCEPTED:
+            if answer.verdict is not MessageVerdict.ACCEPTED:
                 return answer
-        return Answer(Verdict.ACCEPTED, have_len=session.features.contiguous)
+        return MessageResult(MessageVerdict.ACCEPTED, have_len=session.features.contiguous)
 
     def add_features(
         self, peer: PeerId, session_id: int, epoch: int, base: int, rows: torch.Tensor, now: float
-    ) -> Answer:
+    ) -> MessageResult:
         """Add feature rows of positions ``[base, base + n)`` from the target's bulk stream.
 
         The bulk stream is ordered for each session. Its rows may arrive before the message that opens the
@@ -179,21 +181,21 @@ class SessionTable:
         session = self.get(peer, session_id)
         if session is None or epoch > session.epoch:
             self._early.keep(peer, session_id, epoch, base, rows, now)
-            return Answer(Verdict.DROPPED, Reason.EARLY)
+            return MessageResult(MessageVerdict.DROPPED, RefusalReason.EARLY)
         if epoch < session.epoch:
-            return Answer(Verdict.DROPPED, Reason.STALE_EPOCH)
+            return MessageResult(MessageVerdict.DROPPED, RefusalReason.STALE_EPOCH)
         session.last_used_s = now
         if (
             rows.dim() != 2
             or rows.shape[1] != self.limits.feature_size
             or base + rows.shape[0] > self.limits.max_len
         ):
-            return self._resync(session, Reason.MALFORMED)
+            return self._resync(session, RefusalReason.MALFORMED)
         if base > session.features.contiguous or not session.features.add(base, rows):
-            return self._resync(session, Reason.FEATURE_GAP)
-        return Answer(Verdict.ACCEPTED, have_len=session.features.contiguous)
+            return self._resync(session, RefusalReason.FEATURE_GAP)
+        return MessageResult(MessageVerdict.ACCEPTED, have_len=session.features.contiguous)
 
-    def commit(self, peer: PeerId, commit: Commit, ask: Ask | None, now: float) -> Answer:
+    def commit(self, peer: PeerId, commit: Commit, ask: Ask | None, now: float) -> MessageResult:
         """Append the tokens that a round chose, and store the request for the next tree.
 
         With `ask` None, no request is stored. A commit that repeats the session's current state only renews
@@ -202,21 +204,21 @@ class SessionTable:
         fence = commit.fence
         session = self.get(peer, fence.session_id)
         if session is None:
-            return Answer(Verdict.RESYNC, Reason.UNKNOWN_SESSION)
+            return MessageResult(MessageVerdict.RESYNC, RefusalReason.UNKNOWN_SESSION)
         if fence.epoch < session.epoch:
-            return Answer(Verdict.DROPPED, Reason.STALE_EPOCH)
+            return MessageResult(MessageVerdict.DROPPED, RefusalReason.STALE_EPOCH)
         if fence.epoch > session.epoch:
-            return self._resync(session, Reason.UNKNOWN_EPOCH)
+            return self._resync(session, RefusalReason.UNKNOWN_EPOCH)
         if fence.committed_len < session.committed_len:
-            return Answer(Verdict.DROPPED, Reason.LATE)
+            return MessageResult(MessageVerdict.DROPPED, RefusalReason.LATE)
         problem = self._problem(session, commit)
-        if problem is not Reason.NONE:
+        if problem is not RefusalReason.NONE:
             return self._resync(session, problem)
         session.last_used_s = now
         fresh = commit.token_ids[session.committed_len - commit.base_len :]
         prefix_hash = extend_prefix_hash(session.prefix_hash, fresh)
         if prefix_hash != fence.prefix_hash:
-            return self._resync(session, Reason.PREFIX_MISMATCH)
+            return self._resync(session, RefusalReason.PREFIX_MISMATCH)
         session.tokens.extend(fresh)
         session.prefix_hash = prefix_hash
         if (
@@ -224,10 +226,10 @@ class SessionTable:
             and commit.features.shape[0]
             and not session.features.add(commit.base_len - 1, commit.features)
         ):
-            return self._resync(session, Reason.FEATURE_GAP)
+            return self._resync(session, RefusalReason.FEATURE_GAP)
         if ask is not None and not self.allows(ask.shape):
             session.ask = None
-            return Answer(Verdict.REJECTED, Reason.SHAPE)
+            return MessageResult(MessageVerdict.REJECTED, RefusalReason.SHAPE)
         session.ask = ask
         return ACCEPTED
 
@@ -242,11 +244,11 @@ class SessionTable:
             session.ask = None
         return len(cancelled)
 
-    def close(self, peer: PeerId, session_id: int) -> Answer:
+    def close(self, peer: PeerId, session_id: int) -> MessageResult:
         """Stop following a sequence and free its resources."""
         session = self.get(peer, session_id)
         if session is None:
-            return Answer(Verdict.DROPPED, Reason.UNKNOWN_SESSION)
+            return MessageResult(MessageVerdict.DROPPED, RefusalReason.UNKNOWN_SESSION)
         self._forget(session)
         return ACCEPTED
 
@@ -332,52 +334,53 @@ class SessionTable:
     def _valid(self, tokens: Sequence[int]) -> bool:
         return not tokens or (min(tokens) >= 0 and max(tokens) < self.limits.vocab_size)
 
-    def _problem(self, session: Session, commit: Commit) -> Reason:
-        """Return the reason to reject a commit that is not older than the session's state, or `Reason.NONE`.
+    def _problem(self, session: Session, commit: Commit) -> RefusalReason:
+        """Return the reason to reject a commit that is not older than the session's state.
 
-        This check does not compare the hash of the tokens.
+        The result is `RefusalReason.NONE` if there is no such reason. This check does not compare the hash
+        of the tokens.
         """
         fence = commit.fence
         if commit.base_len > session.committed_len:
-            return Reason.GAP
+            return RefusalReason.GAP
         if (
             commit.base_len < 1
             or len(commit.token_ids) != fence.committed_len - commit.base_len
             or not self._valid(commit.token_ids)
         ):
-            return Reason.MALFORMED
+            return RefusalReason.MALFORMED
         if fence.committed_len > self.limits.max_len:
-            return Reason.TOO_LONG
+            return RefusalReason.TOO_LONG
         rows = commit.features
         if rows is None or not rows.shape[0]:
-            return Reason.NONE
+            return RefusalReason.NONE
         fits = (
             rows.dim() == 2
             and rows.shape[1] == self.limits.feature_size
             and rows.shape[0] == len(commit.token_ids)
         )
-        return Reason.NONE if fits else Reason.MALFORMED
+        return RefusalReason.NONE if fits else RefusalReason.MALFORMED
 
     def _make_room(self, now: float) -> bool:
         return len(self) < self.limits.max_sessions or self.evict_idle(now)
 
-    def _reject(self, known: Session | None, reason: Reason) -> Answer:
+    def _reject(self, known: Session | None, reason: RefusalReason) -> MessageResult:
         """Refuse an opening, and forget the session that the opening would replace.
 
         The target no longer uses the session that is forgotten.
         """
         if known is not None:
             self._forget(known)
-        return Answer(
-            Verdict.REJECTED,
+        return MessageResult(
+            MessageVerdict.REJECTED,
             reason,
-            retry_after_ms=NEVER_MS if reason is Reason.TOO_LONG else REFUSED_RETRY_MS,
+            retry_after_ms=NEVER_MS if reason is RefusalReason.TOO_LONG else REFUSED_RETRY_MS,
         )
 
-    def _resync(self, session: Session, reason: Reason) -> Answer:
+    def _resync(self, session: Session, reason: RefusalReason) -> MessageResult:
         session.spoiled = True
         self._forget(session)
-        return Answer(Verdict.RESYNC, reason)
+        return MessageResult(MessageVerdict.RESYNC, reason)
 
     def _forget(self, session: Session) -> None:
         del self._sessions[session.peer, session.session_id]

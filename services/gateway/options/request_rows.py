@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from outrider.services.gateway.options.rows import Group, grpc, option, rest
+from outrider.services.gateway.options.rows import FieldGroup, grpc, option, rest
 
 INPUT_ROWS = (
     option(
@@ -10,14 +10,14 @@ INPUT_ROWS = (
         "Name of the model.",
         grpc("ChatRequest.model", "string", 1),
         grpc("CompleteRequest.model", "string", 1),
-        rest("model", "str", Group.OPENAI, Group.GENERATE),
+        rest("model", "str", FieldGroup.OPENAI, FieldGroup.GENERATE),
         objects="/v1/messages:model",
     ),
     option(
         "messages",
         "The messages of the chat.",
         grpc("ChatRequest.messages", "repeated Message", 2),
-        rest("messages", "list[Message]", Group.CHAT, bounds="min_length=1", required=True),
+        rest("messages", "list[Message]", FieldGroup.CHAT, bounds="min_length=1", required=True),
         objects="/v1/responses:input /v1/responses:instructions /v1/messages:messages /v1/messages:system",
     ),
     option(
@@ -27,17 +27,17 @@ INPUT_ROWS = (
         rest(
             "prompt",
             "str | list[str] | list[int] | list[list[int]]",
-            Group.COMPLETIONS,
+            FieldGroup.COMPLETIONS,
             about="The prompt, or a list of prompts. A prompt is a text or a list of token ids.",
             required=True,
         ),
-        rest("text", "str | list[str]", Group.GENERATE),
+        rest("text", "str | list[str]", FieldGroup.GENERATE),
     ),
     option(
         "token_ids",
         "The prompt as token ids, or a list of such prompts.",
         grpc("CompleteRequest.token_ids", "TokenIds", 3, oneof="prompt"),
-        rest("input_ids", "list[int] | list[list[int]]", Group.GENERATE),
+        rest("input_ids", "list[int] | list[list[int]]", FieldGroup.GENERATE),
     ),
     option(
         "options",
@@ -49,25 +49,25 @@ INPUT_ROWS = (
     option(
         "stream",
         "Whether the reply is a stream.",
-        rest("stream", "bool", Group.OPENAI, Group.MESSAGES, Group.GENERATE),
+        rest("stream", "bool", FieldGroup.OPENAI, FieldGroup.MESSAGES, FieldGroup.GENERATE),
         only="every reply is a stream",
     ),
     option(
         "stream_options",
         "What a stream contains in addition.",
-        rest("stream_options", "StreamOptions", Group.OPENAI),
+        rest("stream_options", "StreamOptions", FieldGroup.OPENAI),
         only="`Finished` always contains the usage",
     ),
     option(
         "rid",
         "SGLang's name for a request id. It becomes the id of the reply.",
         grpc("GenerationOptions.rid", "string", 20, "Name of the request for Abort."),
-        rest("rid", "str", Group.OPENAI, bounds="max_length=128"),
-        rest("request_id", "str", Group.OPENAI, about="vLLM's name of `rid`.", bounds="max_length=128"),
+        rest("rid", "str", FieldGroup.OPENAI, bounds="max_length=128"),
+        rest("request_id", "str", FieldGroup.OPENAI, about="vLLM's name of `rid`.", bounds="max_length=128"),
         rest(
             "rid",
             "RequestName | list[RequestName]",
-            Group.GENERATE,
+            FieldGroup.GENERATE,
             about="Id of the request, or a list with one id per prompt.",
         ),
     ),
@@ -83,7 +83,7 @@ PROMPT_ROWS = (
             22,
             "Keep only this many tokens at the end of the prompt; -1 keeps as many as fit.",
         ),
-        rest("truncate_prompt_tokens", "int", Group.OPENAI, bounds="ge=-1"),
+        rest("truncate_prompt_tokens", "int", FieldGroup.OPENAI, bounds="ge=-1"),
     ),
     option(
         "add_special_tokens",
@@ -100,7 +100,7 @@ PROMPT_ROWS = (
             5,
             "Adds the tokenizer's special tokens to those of the template.",
         ),
-        rest("add_special_tokens", "bool", Group.OPENAI),
+        rest("add_special_tokens", "bool", FieldGroup.OPENAI),
     ),
     option(
         "prompt",
@@ -115,8 +115,8 @@ PROMPT_ROWS = (
         rest(
             "chat_template_kwargs",
             "dict[str, Any]",
-            Group.CHAT,
-            Group.RESPONSES,
+            FieldGroup.CHAT,
+            FieldGroup.RESPONSES,
             about="Allowed keys: enable_thinking, thinking, reasoning_effort.",
         ),
         objects="/v1/messages:thinking",
@@ -125,7 +125,7 @@ PROMPT_ROWS = (
         "reasoning_effort",
         "Variable of the chat template, which determines how long some models reason.",
         grpc("ChatPrompt.reasoning_effort", "string", 2),
-        rest("reasoning_effort", "ReasoningEffort", Group.CHAT),
+        rest("reasoning_effort", "ReasoningEffort", FieldGroup.CHAT),
         objects="/v1/responses:reasoning.effort /v1/messages:output_config.effort",
     ),
     option(
@@ -137,7 +137,7 @@ PROMPT_ROWS = (
             3,
             "Whether the prompt ends with the header of the assistant's answer; absent means true.",
         ),
-        rest("add_generation_prompt", "bool", Group.CHAT),
+        rest("add_generation_prompt", "bool", FieldGroup.CHAT),
     ),
     option(
         "continue_final_message",
@@ -148,7 +148,7 @@ PROMPT_ROWS = (
             4,
             "Continues the last message. Requires add_generation_prompt = false.",
         ),
-        rest("continue_final_message", "bool", Group.CHAT),
+        rest("continue_final_message", "bool", FieldGroup.CHAT),
     ),
 )
 
@@ -157,7 +157,7 @@ TOOL_ROWS = (
         "tools",
         "The functions that the answer may call.",
         grpc("ChatRequest.tools", "repeated Tool", 4),
-        rest("tools", "list[Tool]", Group.CHAT),
+        rest("tools", "list[Tool]", FieldGroup.CHAT),
         objects="/v1/responses:tools /v1/messages:tools",
     ),
     option(
@@ -169,26 +169,26 @@ TOOL_ROWS = (
             9,
             "auto, none, required, or the name of a tool. Empty means auto.",
         ),
-        rest("tool_choice", "ToolChoice", Group.CHAT, Group.RESPONSES),
+        rest("tool_choice", "ToolChoice", FieldGroup.CHAT, FieldGroup.RESPONSES),
         objects="/v1/messages:tool_choice",
     ),
     option(
         "parallel_tool_calls",
         "Whether an answer may contain several tool calls. Default: true.",
         grpc("ChatRequest.parallel_tool_calls", "optional bool", 5),
-        rest("parallel_tool_calls", "bool", Group.CHAT, Group.RESPONSES),
+        rest("parallel_tool_calls", "bool", FieldGroup.CHAT, FieldGroup.RESPONSES),
         objects="/v1/messages:tool_choice.disable_parallel_tool_use",
     ),
     option(
         "separate_reasoning",
         "Whether reasoning is in reasoning_content instead of content. Default: true.",
         grpc("ChatRequest.join_reasoning", "bool", 6, "Puts reasoning into `text` instead of `reasoning`."),
-        rest("separate_reasoning", "bool", Group.CHAT),
+        rest("separate_reasoning", "bool", FieldGroup.CHAT),
     ),
     option(
         "include_reasoning",
         "Whether answers contain their reasoning. Default: true.",
         grpc("ChatRequest.omit_reasoning", "bool", 7, "Leaves reasoning out of the answer."),
-        rest("include_reasoning", "bool", Group.CHAT),
+        rest("include_reasoning", "bool", FieldGroup.CHAT),
     ),
 )

@@ -26,7 +26,7 @@ class Range:
         return self.least <= value <= self.most and not (self.above and value == self.least)
 
 
-class Group(Enum):
+class FieldGroup(Enum):
     """A class of REST fields in the folder `schemas/option_fields`.
 
     The value is the file without its suffix, the name of the class and the docstring of the class. Request
@@ -85,7 +85,7 @@ class RestField:
 
     name: str
     type: str
-    groups: tuple[Group, ...]
+    groups: tuple[FieldGroup, ...]
     about: str = ""
     bounds: str = ""
     default: str = ""
@@ -128,7 +128,7 @@ class Reader(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Option:
+class RequestOption:
     """One option that clients can set.
 
     Attributes:
@@ -180,7 +180,7 @@ class Option:
 def rest(
     name: str,
     kind: str,
-    *groups: Group,
+    *groups: FieldGroup,
     about: str = "",
     bounds: str = "",
     default: str = "",
@@ -196,19 +196,21 @@ def grpc(path: str, kind: str, number: int, comment: str = "", oneof: str = "") 
     return GrpcField(message, name, kind, number, comment, oneof)
 
 
-def option(name: str, about: str, *fields: RestField | GrpcField, objects: str = "", **more: Any) -> Option:
+def option(
+    name: str, about: str, *fields: RestField | GrpcField, objects: str = "", **more: Any
+) -> RequestOption:
     """Return an option with its fields.
 
     Args:
-        name, about: The attributes of `Option`.
+        name, about: The attributes of `RequestOption`.
         fields: The fields of both APIs.
         objects: The entries of the attribute `objects`, with spaces between them.
-        more: Other attributes of `Option`.
+        more: Other attributes of `RequestOption`.
 
     Raises:
         ValueError: If one of the APIs has no field, and no reason is given.
     """
-    return Option(
+    return RequestOption(
         name,
         about,
         tuple(one for one in fields if isinstance(one, GrpcField)),

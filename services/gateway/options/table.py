@@ -11,13 +11,13 @@ from __future__ import annotations
 
 from outrider.services.gateway.options.output_rows import OUTPUT_ROWS
 from outrider.services.gateway.options.request_rows import INPUT_ROWS, PROMPT_ROWS, TOOL_ROWS
-from outrider.services.gateway.options.rows import GrpcField, Option, Reader
+from outrider.services.gateway.options.rows import GrpcField, Reader, RequestOption
 from outrider.services.gateway.options.sampling_rows import SAMPLING_ROWS
 
-OPTIONS: tuple[Option, ...] = (*INPUT_ROWS, *SAMPLING_ROWS, *OUTPUT_ROWS, *PROMPT_ROWS, *TOOL_ROWS)
+OPTIONS: tuple[RequestOption, ...] = (*INPUT_ROWS, *SAMPLING_ROWS, *OUTPUT_ROWS, *PROMPT_ROWS, *TOOL_ROWS)
 """All options."""
 
-READ_OPTIONS: tuple[Option, ...] = tuple(one for one in OPTIONS if one.reader is not Reader.ROUTE)
+READ_OPTIONS: tuple[RequestOption, ...] = tuple(one for one in OPTIONS if one.reader is not Reader.ROUTE)
 """The options that `options.values` reads from REST bodies, and `convert` from gRPC messages."""
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from outrider.services.gateway.options.rows import Option
+from outrider.services.gateway.options.rows import RequestOption
 from outrider.services.gateway.options.table import READ_OPTIONS
 from outrider.shared.base.errors import InvalidRequestError
 
@@ -21,7 +21,7 @@ class OptionValues:
     parameters: dict[str, Any] = field(default_factory=dict)
     rules: dict[str, Any] = field(default_factory=dict)
 
-    def put(self, option: Option, value: Any) -> None:
+    def put(self, option: RequestOption, value: Any) -> None:
         """Add the value of an option. None stands for its default."""
         values = self.rules if option.is_rule else self.parameters
         values[option.name] = option.default if value is None else value

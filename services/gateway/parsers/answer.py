@@ -27,7 +27,7 @@ class CalledTool:
 
 
 @dataclass(slots=True)
-class Answer:
+class ParsedAnswer:
     """The parts of a model's answer that have been read so far: text, reasoning and tool calls.
 
     Attributes:
@@ -76,7 +76,7 @@ class AnswerReader:
 
     def __init__(self, parser: OutputParser | None) -> None:
         self._parser = parser
-        self.answer = Answer()
+        self.answer = ParsedAnswer()
         # Tokens whose text the parser has not returned yet, and the lengths of their texts.
         self._held: list[tuple[int, TokenLogprob, int]] = []
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Split:
+class MarkerSplit:
     """Result of a search for markers, such as the tags around reasoning, in a model's text.
 
     Attributes:
@@ -22,14 +22,14 @@ class Split:
     rest: str
 
 
-def split_at_marker(buffer: str, markers: Sequence[str]) -> Split:
+def split_at_marker(buffer: str, markers: Sequence[str]) -> MarkerSplit:
     """Split `buffer` at the first marker. No marker may be a prefix of another marker."""
     found = [(at, marker) for marker in markers if (at := buffer.find(marker)) >= 0]
     if found:
         at, marker = min(found)
-        return Split(buffer[:at], marker, buffer[at + len(marker) :])
+        return MarkerSplit(buffer[:at], marker, buffer[at + len(marker) :])
     keep = len(buffer) - max((_overlap(buffer, marker) for marker in markers), default=0)
-    return Split(buffer[:keep], None, buffer[keep:])
+    return MarkerSplit(buffer[:keep], None, buffer[keep:])
 
 
 def _overlap(buffer: str, marker: str) -> int:

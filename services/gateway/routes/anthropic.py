@@ -11,7 +11,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from outrider.services.gateway.chat_turn import ChatTurn, TurnEnd
-from outrider.services.gateway.core import GatewayCore, Job, named
+from outrider.services.gateway.core import GatewayCore, Job, naming_field
 from outrider.services.gateway.errors import JsonResponse, anthropic_error_body, anthropic_error_response
 from outrider.services.gateway.guards.parsed_body import ParsedBodyRoute
 from outrider.services.gateway.parameters import ANTHROPIC, Parameters
@@ -55,7 +55,7 @@ async def count_tokens(body: CountTokensRequest, request: Request) -> Response:
     core = core_of(request).of_model(body.model)
     core.builder.check_model(body.model, core.client.info)
     headers = ignored_header(body)
-    (ids,) = await named(_turn(core, body, Parameters()).prompts(), ANTHROPIC.prompt)
+    (ids,) = await naming_field(_turn(core, body, Parameters()).prompts(), ANTHROPIC.prompt)
     return JsonResponse({"input_tokens": len(ids)}, headers=headers)
 
 

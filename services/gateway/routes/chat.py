@@ -14,7 +14,7 @@ from outrider.services.gateway.errors import JsonResponse
 from outrider.services.gateway.generation import collect
 from outrider.services.gateway.guards.parsed_body import ParsedBodyRoute
 from outrider.services.gateway.parameters import CHAT
-from outrider.services.gateway.parsers.answer import Answer, AnswerReader
+from outrider.services.gateway.parsers.answer import AnswerReader, ParsedAnswer
 from outrider.services.gateway.parsers.pieces import Piece, Reasoning, Text, ToolCallArguments, ToolCallStart
 from outrider.services.gateway.render import (
     choice_extras,
@@ -87,7 +87,7 @@ async def create_chat_completion(body: ChatRequest, request: Request) -> Respons
     return JsonResponse(form.reply(head, completions), headers=headers)
 
 
-def read_answer(reader: AnswerReader, completion: Completion) -> Answer:
+def read_answer(reader: AnswerReader, completion: Completion) -> ParsedAnswer:
     """Return the parts of a finished sequence: its text, reasoning and tool calls."""
     for chunk in completion.chunks:
         reader.push(chunk.text, len(chunk.token_ids))
@@ -95,7 +95,7 @@ def read_answer(reader: AnswerReader, completion: Completion) -> Answer:
     return reader.answer
 
 
-def tool_call_objects(answer: Answer) -> list[dict[str, Any]]:
+def tool_call_objects(answer: ParsedAnswer) -> list[dict[str, Any]]:
     """Return OpenAI's `tool_calls` of a message."""
     return [
         {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
@@ -162,7 +162,7 @@ class _Form:
             metadata=metadata_object(self.turn.core.client.info, completions[0].seed),
         )
 
-    def _message(self, answer: Answer) -> dict[str, Any]:
+    def _message(self, answer: ParsedAnswer) -> dict[str, Any]:
         text = self.echo + answer.text
         message: dict[str, Any] = {
             "role": "assistant",

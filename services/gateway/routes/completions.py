@@ -14,7 +14,7 @@ from outrider.services.gateway.errors import JsonResponse
 from outrider.services.gateway.generation import collect
 from outrider.services.gateway.guards.parsed_body import ParsedBodyRoute
 from outrider.services.gateway.parameters import COMPLETIONS, check_prompt_text
-from outrider.services.gateway.parsers.answer import Answer
+from outrider.services.gateway.parsers.answer import ParsedAnswer
 from outrider.services.gateway.parsers.pieces import Piece, Text
 from outrider.services.gateway.render import (
     choice_extras,
@@ -166,7 +166,7 @@ def _reply(
 ) -> dict[str, Any]:
     trace = job.parameters.speculation.trace
     choices = [
-        _choice(index, Text(texts[index]), finish_name(one.finished, Answer()))
+        _choice(index, Text(texts[index]), finish_name(one.finished, ParsedAnswer()))
         | {"logprobs": completion_reply_logprobs(core, job, one) if scored else None}
         | prompt_logprobs_field(core, job, one)
         | choice_extras(one, len(completions) == 1, trace, with_ids)

@@ -12,7 +12,7 @@ from outrider.services.gateway.logprobs import (
     completion_logprobs,
     native_logprobs,
     prompt_logprobs_list,
-    requested_logprobs,
+    token_ids_logprobs,
 )
 from outrider.services.gateway.request import Chunk, Completion
 from outrider.shared.base.logit_rules import LogprobParams, TokenLogprob
@@ -123,7 +123,7 @@ def native_meta(
     if wanted.top:
         meta["output_top_logprobs"] = tops
     if wanted.token_ids:
-        meta["output_token_ids_logprobs"] = requested_logprobs(wanted.token_ids, emitted, bytes_of)
+        meta["output_token_ids_logprobs"] = token_ids_logprobs(wanted.token_ids, emitted, bytes_of)
         meta["input_token_ids_logprobs"] = []
     if wanted.prompt_top is not None:
         scored: list[TokenLogprob | None] = [one for chunk in chunks for one in chunk.prompt_logprobs]
@@ -132,7 +132,7 @@ def native_meta(
         if wanted.prompt_top:
             meta["input_top_logprobs"] = tops
         if wanted.token_ids:
-            found = requested_logprobs(wanted.token_ids, [None, *scored], bytes_of)
+            found = token_ids_logprobs(wanted.token_ids, [None, *scored], bytes_of)
             meta["input_token_ids_logprobs"] = found
     else:
         meta["input_token_logprobs"] = []

@@ -8,7 +8,7 @@ from typing import Any, cast
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from outrider.services.gateway.core import GatewayCore, named
+from outrider.services.gateway.core import GatewayCore, naming_field
 from outrider.services.gateway.errors import JsonResponse
 from outrider.services.gateway.guards.parsed_body import ParsedBodyRoute
 from outrider.services.gateway.parameters import check_prompt_text
@@ -87,7 +87,7 @@ async def _encode_chat(core: GatewayCore, body: TokenizeRequest) -> tuple[int, .
         body.add_generation_prompt is not False, add_special_tokens=bool(body.add_special_tokens)
     )
     codec = core.need_codec("messages")
-    return await named(codec.encode_chat_aside(shown, options, ending), "messages")
+    return await naming_field(codec.encode_chat_aside(shown, options, ending), "messages")
 
 
 @router.post("/v1/detokenize", responses=ERROR_RESPONSES)

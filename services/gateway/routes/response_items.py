@@ -11,9 +11,9 @@ from typing import Any
 from outrider.services.gateway.parsers.pieces import Piece, Reasoning, Text, ToolCallArguments, ToolCallStart
 from outrider.shared.base.logit_rules import TokenLogprob
 
-Event = dict[str, Any]
+ResponseEvent = dict[str, Any]
 Logprobs = list[dict[str, Any]]
-LogprobsOf = Callable[[Sequence[tuple[int, TokenLogprob]]], Logprobs]
+ItemLogprobsOf = Callable[[Sequence[tuple[int, TokenLogprob]]], Logprobs]
 """Returns the `logprobs` of a text's tokens, in the format of a chat reply."""
 
 
@@ -28,11 +28,11 @@ class ItemWriter:
         items: Items in order. The last item stays open until the next item begins or `finish` is called.
     """
 
-    logprobs_of: LogprobsOf = lambda tokens: []
+    logprobs_of: ItemLogprobsOf = lambda tokens: []
     items: list[dict[str, Any]] = field(default_factory=list)
     _open: bool = False
 
-    def push(self, piece: Piece) -> list[Event]:
+    def push(self, piece: Piece) -> list[ResponseEvent]:
         """Add a piece and return its events, without sequence numbers."""
         match piece:
             case Text(text=text, tokens=tokens):
@@ -48,7 +48,7 @@ class ItemWriter:
                 self._item["arguments"] += text
                 return [self._event("response.function_call_arguments.delta", delta=text)]
 
-    def finish(self, status: str = "completed") -> list[Event]:
+    def finish(self, status: str = "completed") -> list[ResponseEvent]:
         """Close the open output item and return its events.
 
         Args:
@@ -78,7 +78,7 @@ class ItemWriter:
     def _item(self) -> dict[str, Any]:
         return self.items[-1]
 
-    def _part(self, kind: str) -> list[Event]:
+    def _part(self, kind: str) -> list[ResponseEvent]:
         """Return the events that open an item of type `kind`. Empty if such an item is open already."""
         if self._open and self._item["type"] == kind:
             return []
@@ -96,7 +96,7 @@ class ItemWriter:
         ]
         return events
 
-    def _begin(self, prefix: str, item: dict[str, Any]) -> Event:
+    def _begin(self, prefix: str, item: dict[str, Any]) -> ResponseEvent:
         self.items.append({"id": f"{prefix}_{uuid.uuid4().hex}", "status": "in_progress", **item})
         self._open = True
         return {
@@ -105,7 +105,7 @@ class ItemWriter:
             "item": copy.deepcopy(self._item),
         }
 
-    def _text(self, text: str, logprobs: Logprobs) -> Event:
+    def _text(self, text: str, logprobs: Logprobs) -> ResponseEvent:
         part = self._item["content"][0]
         part["text"] += text
         part["logprobs"] += logprobs
@@ -113,7 +113,7 @@ class ItemWriter:
             "response.output_text.delta", content_index=0, delta=text, logprobs=_of_event(logprobs)
         )
 
-    def _event(self, kind: str, **fields: Any) -> Event:
+    def _event(self, kind: str, **fields: Any) -> ResponseEvent:
         place: dict[str, Any] = {"output_index": len(self.items) - 1}
         if kind != "response.output_item.done":
             place["item_id"] = self._item["id"]

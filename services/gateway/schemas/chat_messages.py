@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 
 from outrider.services.gateway.parameters import check_prompt_text
 from outrider.services.gateway.schemas.base import Neutral, NeutralOnly, OpenModel
-from outrider.services.gateway.schemas.tools import check_json
+from outrider.services.gateway.schemas.tools import check_json_value
 from outrider.shared.base.errors import InvalidRequestError
 
 TEXT_PARTS = ("text", "input_text", "output_text")
@@ -72,7 +72,7 @@ class ToolCall(OpenModel):
                 arguments = None
         if not isinstance(arguments, dict):
             raise InvalidRequestError(f"{where} must be a JSON object.", field=where)
-        check_json(arguments, where)
+        check_json_value(arguments, where)
         check_prompt_text(self.function.name + (self.id or ""), f"{field}.function.name")
         call: dict[str, Any] = (
             {"type": "function"} if self.id is None else {"id": self.id, "type": "function"}

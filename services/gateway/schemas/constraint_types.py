@@ -8,7 +8,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from outrider.services.gateway.schemas.base import OpenModel
-from outrider.services.gateway.schemas.tools import check_json
+from outrider.services.gateway.schemas.tools import check_json_value
 from outrider.shared.base.constraint import Constraint, ConstraintKind
 from outrider.shared.base.errors import InvalidRequestError
 
@@ -105,7 +105,7 @@ def schema_form(value: str | JsonSchema | None, field: str) -> Constraint | None
         value = {}
     if not isinstance(value, dict):
         raise InvalidRequestError(f"{field} must be a JSON schema, i.e. a JSON object.", field=field)
-    check_json(value, field)
+    check_json_value(value, field)
     return _checked(ConstraintKind.JSON_SCHEMA, json.dumps(value, ensure_ascii=False), field)
 
 

@@ -75,7 +75,7 @@ def template_tools(tools: Sequence[Tool], field: str = "tools") -> list[dict[str
         }
         for tool in tools
     ]
-    check_json(shown, field)
+    check_json_value(shown, field)
     return shown
 
 
@@ -116,7 +116,7 @@ def forced_tools(
     return named
 
 
-def check_json(value: object, field: str) -> None:
+def check_json_value(value: object, field: str) -> None:
     """Reject a JSON value that is nested too deeply or contains lone surrogates."""
     level: list[Any] = [value]
     for _ in range(MAX_JSON_DEPTH):

@@ -11,21 +11,21 @@ from collections.abc import Callable
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from outrider.services.gateway.convert import (
+from outrider.services.gateway.request import GenerationRequest, TargetDelta, TargetFinish
+from outrider.services.gateway.served_target import ServedTarget, TargetStats
+from outrider.services.gateway.target_client.probe import PROBE_TIMEOUT_S, probe_target
+from outrider.services.gateway.target_client.stream import ReaderLimits, TargetStream
+from outrider.services.gateway.target_messages import (
     delta_from_proto,
     finish_from_proto,
     info_from_proto,
     request_to_proto,
     target_stats_from_proto,
 )
-from outrider.services.gateway.request import GenerationRequest, TargetDelta, TargetFinish
-from outrider.services.gateway.served_target import ServedTarget, TargetStats
-from outrider.services.gateway.target_client.probe import PROBE_TIMEOUT_S, probe_target
-from outrider.services.gateway.target_client.stream import ReaderLimits, TargetStream
 from outrider.shared.base.errors import OutriderError, ProtocolError, UnavailableError
 from outrider.shared.obs.logging import get_logger
 from outrider.shared.rpc.client import connect_aio
-from outrider.shared.rpc.convert import error_from_proto
+from outrider.shared.rpc.common_messages import error_from_proto
 from outrider.shared.rpc.interceptors import error_from_rpc
 from outrider.shared.rpc.peer_security import refusal_of
 from outrider.target.v1 import target_pb2, target_pb2_grpc

@@ -28,7 +28,7 @@ MOST_NEW_TOKENS, LEAST_NEW_TOKENS = 1024, 64
 _log = get_logger("outrider.gateway.target")
 
 
-class Placement(Protocol):
+class TargetChooser(Protocol):
     """Chooses targets for sequences."""
 
     def choose(
@@ -76,7 +76,7 @@ class MovableStream:
         UnavailableError: If the first target is not ready.
     """
 
-    def __init__(self, request: GenerationRequest, placement: Placement, member: Member) -> None:
+    def __init__(self, request: GenerationRequest, placement: TargetChooser, member: Member) -> None:
         self.request_id = request.request_id
         self._request = request
         self._placement = placement

@@ -15,7 +15,7 @@ MAX_PREFIXES = 1 << 16
 MAX_LOAD = 1.25
 
 
-class Candidate(Protocol):
+class TargetCandidate(Protocol):
     """A target that could serve a request."""
 
     load: int
@@ -29,7 +29,7 @@ class Candidate(Protocol):
         ...
 
 
-Choice = TypeVar("Choice", bound=Candidate)
+Choice = TypeVar("Choice", bound=TargetCandidate)
 
 
 class Picker:

@@ -194,7 +194,7 @@ class TargetPool:
     def choose(
         self, request: GenerationRequest, model_key: tuple[str, str] | None, left: dict[Member, int]
     ) -> Member | None:
-        """Return a ready target for a request, or None. The arguments are those of `Placement.choose`."""
+        """Return a ready target for a request, or None. The arguments are those of `TargetChooser.choose`."""
         found = [
             one
             for one in self._members.values()

@@ -15,7 +15,7 @@ ASK_AGAIN_S = 1.0
 TIMEOUT_S = 1.0
 
 
-class DraftMetrics:
+class DraftMetricsCache:
     """Stores the metrics that the draft service last reported to this target. Use it on one event loop only.
 
     Args:

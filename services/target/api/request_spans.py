@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
-from outrider.services.target.request import Event, FailedEvent, FinishedEvent, GenerationRequest
+from outrider.services.target.request import EngineRequest, Event, FailedEvent, FinishedEvent
 from outrider.shared.obs.tracing import (
     COMPLETION_TOKENS,
     MODEL,
@@ -17,9 +17,9 @@ from outrider.shared.obs.tracing import (
     OWN,
     PROMPT_TOKENS,
     REASONS,
+    AttributeValue,
     Span,
     Tracer,
-    Value,
     checked_traceparent,
 )
 
@@ -39,7 +39,7 @@ class RequestSpans:
         self._model = model
         self._spans: dict[str, Span] = {}
 
-    def begin(self, request: GenerationRequest, traceparent: str) -> GenerationRequest:
+    def begin(self, request: EngineRequest, traceparent: str) -> EngineRequest:
         """Begin the tracing span of a request.
 
         Args:
@@ -83,7 +83,7 @@ class RequestSpans:
         self._spans.clear()
 
 
-def _attributes(event: FinishedEvent) -> dict[str, Value]:
+def _attributes(event: FinishedEvent) -> dict[str, AttributeValue]:
     report = event.speculation
     return {
         OPERATION: "generate",

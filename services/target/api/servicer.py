@@ -14,24 +14,24 @@ from typing import Any
 
 import grpc
 
-from outrider.services.target.api.convert import (
+from outrider.services.target.api.draft_metrics import DraftMetricsCache
+from outrider.services.target.api.process_metrics import process_metrics
+from outrider.services.target.api.request_messages import (
     decision_to_proto,
     event_to_proto,
     prefix_stats_to_proto,
     request_from_proto,
     resources_to_proto,
 )
-from outrider.services.target.api.draft_metrics import DraftMetrics
-from outrider.services.target.api.process_metrics import process_metrics
 from outrider.services.target.api.request_spans import RequestSpans
 from outrider.services.target.api.stream_sink import StreamSink
 from outrider.services.target.engine.engine import TargetEngine
 from outrider.services.target.grammar.compiler import GrammarCompiler
 from outrider.services.target.request import (
+    EngineRequest,
     Event,
     FailedEvent,
     FinishedEvent,
-    GenerationRequest,
     SpeculationLimits,
     TokensEvent,
 )
@@ -43,7 +43,7 @@ from outrider.shared.nn.decoder import Decoder
 from outrider.shared.obs.metrics import join_expositions
 from outrider.shared.obs.open_tracer import open_tracer
 from outrider.shared.obs.tracing import TRACEPARENT, Tracer, checked_traceparent
-from outrider.shared.rpc.convert import report_to_proto
+from outrider.shared.rpc.common_messages import report_to_proto
 from outrider.shared.rpc.target_version import offer_to
 from outrider.shared.rpc.tensors import split_tensor
 from outrider.shared.spec.drafter import DrafterState
@@ -77,7 +77,7 @@ class Serving:
     grammars: GrammarCompiler
 
 
-def register(servicer: TargetServicer, server: grpc.aio.Server) -> None:
+def register_target(servicer: TargetServicer, server: grpc.aio.Server) -> None:
     """Add `servicer` to `server`."""
     target_pb2_grpc.add_TargetServicer_to_server(servicer, server)
 
@@ -95,7 +95,7 @@ class TargetServicer(target_pb2_grpc.TargetServicer):
         self._serving: Serving | None = None
         self._began_s = time.monotonic()
         self._tracer = tracer or Tracer()
-        self._draft_metrics = DraftMetrics(draft_address)
+        self._draft_metrics = DraftMetricsCache(draft_address)
 
     @classmethod
     def of(cls, settings: TargetSettings) -> TargetServicer:
@@ -329,7 +329,7 @@ class _Session:
                 self._spans.end(event)
             self._refuse(event)
 
-    async def _compile(self, request: GenerationRequest, constraint: Constraint) -> None:
+    async def _compile(self, request: EngineRequest, constraint: Constraint) -> None:
         """Compile the constraint of a request, then submit the request."""
         event: Event | None = None
         try:
@@ -357,7 +357,7 @@ class _Session:
             self.sink.close()
 
 
-def _cancelled(request: GenerationRequest) -> FinishedEvent:
+def _cancelled(request: EngineRequest) -> FinishedEvent:
     """Return the end of a request that was cancelled before it reached the engine."""
     return FinishedEvent(
         request.request_id,

@@ -24,7 +24,7 @@ from outrider.shared.nn.decoder import Decoder
 from outrider.shared.nn.feature_projector import FeatureProjector
 from outrider.shared.rpc.ipc.doorbells import Side
 from outrider.shared.rpc.tensors import join_tensors, split_tensor, wire_dtype
-from outrider.shared.rpc.version import MIN_VERSION, Offer, agree_with_ack
+from outrider.shared.rpc.version import MIN_VERSION, VersionOffer, agree_with_ack
 from outrider.shared.spec.algorithm import FIELD, Algorithm
 from outrider.shared.spec.drafter import FeatureSpec
 
@@ -37,7 +37,7 @@ MAX_PROJECTOR_BYTES = 1 << 30
 
 _log = logging.getLogger("outrider.target.draft")
 
-Weight = Callable[[str], torch.Tensor]
+WeightReader = Callable[[str], torch.Tensor]
 """A function that returns a tensor of the target by name, for drafts that borrow weights."""
 
 
@@ -126,7 +126,7 @@ class DraftLink:
         self,
         address: str,
         identity: TargetIdentity,
-        weight: Weight,
+        weight: WeightReader,
         breaker: Breaker,
         make_carrier: Callable[[], Carrier],
     ) -> None:
@@ -224,7 +224,7 @@ class DraftLink:
             num_layers=identity.num_layers,
             feature_dtype=wire_dtype(identity.feature_dtype),
         )
-        Offer.ours(Side.TARGET).write(hello, MIN_VERSION)
+        VersionOffer.ours(Side.TARGET).write(hello, MIN_VERSION)
         ack = carrier.hello(hello)
         agreed = connection.agreed = agree_with_ack(ack)
         _check_algorithm(identity.algorithm, ack.algorithm)

@@ -24,11 +24,11 @@ from outrider.services.target.draft_client.answer_wait import AnswerWait
 from outrider.services.target.draft_client.breaker import Breaker, BreakerState
 from outrider.services.target.draft_client.connection import Connection
 from outrider.services.target.draft_client.deadlines import AnswerDeadlines
-from outrider.services.target.draft_client.link import DraftLink, TargetIdentity, Weight
+from outrider.services.target.draft_client.link import DraftLink, TargetIdentity, WeightReader
+from outrider.services.target.draft_client.remote_slots import RemoteSlots
 from outrider.services.target.draft_client.session import DraftSession, send_frame
-from outrider.services.target.draft_client.slotted_rounds import SlottedRounds
 from outrider.services.target.draft_client.transport.create import carrier_of
-from outrider.services.target.draft_client.trees import fits
+from outrider.services.target.draft_client.trees import draft_can_grow
 from outrider.shared.base.errors import OutriderError, ProtocolError
 from outrider.shared.rpc.address import IpcAddress
 from outrider.shared.spec.drafter import (
@@ -80,7 +80,7 @@ class RemoteDrafter(Drafter):
         self,
         address: str,
         identity: TargetIdentity,
-        weight: Weight,
+        weight: WeightReader,
         device: torch.device,
         *,
         fault_deadline_s: float = 2.0,
@@ -95,7 +95,7 @@ class RemoteDrafter(Drafter):
         self._hello = draft_pb2.HelloAck()
         self._spec: FeatureSpec | None = None
         self._sessions: dict[int, DraftSession] = {}
-        self.slots: SlottedRounds = SlottedRounds(
+        self.slots: RemoteSlots = RemoteSlots(
             device,
             identity.vocab_size,
             identity.feature_dtype,
@@ -392,7 +392,7 @@ class RemoteDrafter(Drafter):
         refusal = self._breaker.refuses(must_wait=row.must_wait, is_first=not asked)
         if refusal:
             return refusal
-        if not fits(row.shape, self._hello):
+        if not draft_can_grow(row.shape, self._hello):
             return "shape_above_draft"
         if session.fence != row.fence:
             session.lose()

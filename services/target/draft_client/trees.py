@@ -43,7 +43,7 @@ def check_tree(tree: draft_pb2.Tree, root_token: int, shape: DraftShape, vocab_s
     return HostTree(tokens, parents, depths, logprobs, masks)
 
 
-def fits(shape: DraftShape, hello: draft_pb2.HelloAck) -> bool:
+def draft_can_grow(shape: DraftShape, hello: draft_pb2.HelloAck) -> bool:
     """Return True if the draft can make trees of this shape, according to the draft's HelloAck."""
     caps = ((shape.depth, hello.max_steps), (shape.topk, hello.max_topk), (shape.max_nodes, hello.max_nodes))
     return all(not cap or value <= cap for value, cap in caps)

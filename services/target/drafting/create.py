@@ -9,20 +9,20 @@ from outrider.services.target.drafting.host_source import HostSource
 from outrider.services.target.drafting.planner import DraftPlanner
 from outrider.services.target.drafting.resident_source import ResidentSource
 from outrider.services.target.model.model_runner import ModelRunner
-from outrider.services.target.model.round_runner import RoundRunner
+from outrider.services.target.model.step_runner import StepRunner
 from outrider.services.target.policy.controller import SpeculationController
 from outrider.services.target.scheduling.scheduler import Scheduler
 from outrider.shared.spec.drafter import Drafter
 
 
-def source_of(
+def make_draft_source(
     drafter: Drafter,
     sessions: DraftSessions,
     planner: DraftPlanner,
     scheduler: Scheduler,
     controller: SpeculationController,
     runner: ModelRunner,
-    rounds: RoundRunner,
+    rounds: StepRunner,
     *,
     on_device: bool,
 ) -> DraftSource:

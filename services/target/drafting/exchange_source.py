@@ -30,7 +30,7 @@ from outrider.services.target.drafting.shape_groups import (
 )
 from outrider.services.target.model.outcome import Outcome
 from outrider.services.target.model.packed_batch import Entry
-from outrider.services.target.model.round_runner import RoundRunner
+from outrider.services.target.model.step_runner import StepRunner
 from outrider.services.target.policy.controller import SpeculationController
 from outrider.services.target.policy.cost_model import DraftPath
 from outrider.services.target.scheduling.scheduler import PrefillChunk
@@ -39,7 +39,7 @@ from outrider.shared.engine.buckets import batch_buckets
 from outrider.shared.kv.pool import KVPool
 from outrider.shared.kv.upload import upload
 from outrider.shared.spec.drafter import AWAITED
-from outrider.shared.spec.exchanged_slots import ExchangedGroup, ExchangedRound, ExchangedSlots
+from outrider.shared.spec.exchanged_slots import ExchangedGroup, ExchangedSlots, TreeExchange
 from outrider.shared.spec.resident import GroupSize
 from outrider.shared.spec.tree import NO_DRAFT, DraftShape
 
@@ -66,7 +66,7 @@ class ExchangeSource(DraftSource):
         self,
         slots: ExchangedSlots,
         host: HostSource,
-        rounds: RoundRunner,
+        rounds: StepRunner,
         pool: KVPool,
         controller: SpeculationController,
         planner: DraftPlanner,
@@ -241,7 +241,7 @@ class ExchangeSource(DraftSource):
         return shape_groups(drafting, self._batch_sizes)
 
     @torch.inference_mode()
-    def _draft(self, started: ExchangedRound, groups: Seq[ShapeGroup], entries: Seq[Entry]) -> None:
+    def _draft(self, started: TreeExchange, groups: Seq[ShapeGroup], entries: Seq[Entry]) -> None:
         """Enqueue the exchange of a round, and pack the trees."""
         tried = (*((group.shape, group.size) for group in groups), self._rounds.size_of(entries))
         ahead = tried in self._tried and self._rounds.replays(entries)

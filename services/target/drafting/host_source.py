@@ -30,7 +30,7 @@ from outrider.services.target.drafting.planner import DraftPlanner, bound_of
 from outrider.services.target.drafting.shape_groups import pack_drafts
 from outrider.services.target.model.outcome import Outcome
 from outrider.services.target.model.packed_batch import Entry
-from outrider.services.target.model.round_runner import RoundRunner
+from outrider.services.target.model.step_runner import StepRunner
 from outrider.services.target.policy.controller import SpeculationController
 from outrider.services.target.policy.cost_model import DraftPath
 from outrider.services.target.scheduling.scheduler import PrefillChunk, Scheduler
@@ -98,7 +98,7 @@ class HostSource(DraftSource):
         planner: DraftPlanner,
         scheduler: Scheduler,
         controller: SpeculationController,
-        rounds: RoundRunner,
+        rounds: StepRunner,
     ) -> None:
         self._drafter = drafter
         self._sessions = sessions

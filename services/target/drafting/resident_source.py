@@ -30,7 +30,7 @@ from outrider.services.target.model.graph_key import GraphKey
 from outrider.services.target.model.model_runner import ModelRunner
 from outrider.services.target.model.outcome import Outcome
 from outrider.services.target.model.packed_batch import Entry
-from outrider.services.target.model.round_runner import RoundRunner
+from outrider.services.target.model.step_runner import StepRunner
 from outrider.services.target.policy.cost_model import DraftPath
 from outrider.services.target.scheduling.scheduler import PrefillChunk
 from outrider.services.target.scheduling.sequence import Sequence
@@ -65,7 +65,7 @@ class ResidentSource(DraftSource):
         self,
         drafter: DeviceDrafter,
         runner: ModelRunner,
-        rounds: RoundRunner,
+        rounds: StepRunner,
         planner: DraftPlanner,
     ) -> None:
         self._drafter = drafter

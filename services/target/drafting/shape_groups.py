@@ -9,7 +9,7 @@ import torch
 
 from outrider.kernels.packed_round import GroupRows, gather_group, pack_trees
 from outrider.services.target.model.packed_batch import Entry
-from outrider.services.target.model.round_runner import RoundRunner
+from outrider.services.target.model.step_runner import StepRunner
 from outrider.services.target.scheduling.sequence import Sequence
 from outrider.shared.engine.buckets import bucket
 from outrider.shared.spec.resident import GroupSize
@@ -64,7 +64,7 @@ def shape_groups(drafting: Seq[Entry], batch_sizes: Seq[int]) -> list[ShapeGroup
     return groups
 
 
-def gather_rows(rounds: RoundRunner, members: torch.Tensor, rows: GroupRows) -> None:
+def gather_rows(rounds: StepRunner, members: torch.Tensor, rows: GroupRows) -> None:
     """Enqueue the copy of a group's state from the slots to the rows of the group's tensors.
 
     Args:
@@ -76,7 +76,7 @@ def gather_rows(rounds: RoundRunner, members: torch.Tensor, rows: GroupRows) -> 
     gather_group(table.state, table.features, table.sampling, members, batch.entries(batch.rows), rows)
 
 
-def pack_drafts(rounds: RoundRunner, drafts: DraftBatch, members: torch.Tensor) -> None:
+def pack_drafts(rounds: StepRunner, drafts: DraftBatch, members: torch.Tensor) -> None:
     """Enqueue the copy of a group's trees to the packed rows of their entries.
 
     Args:

@@ -35,8 +35,8 @@ from outrider.services.target.engine.prefill import Prefill, PrefillPass
 from outrider.services.target.metrics import TargetMetrics
 from outrider.services.target.model.outcome import Outcome
 from outrider.services.target.model.packed_batch import Entry
-from outrider.services.target.model.round_runner import RoundRunner
-from outrider.services.target.model.rounds import FinishedRound, OpenRound, Round
+from outrider.services.target.model.rounds import PendingVerify, Round, StepOutput
+from outrider.services.target.model.step_runner import StepRunner
 from outrider.services.target.policy.acceptance import SamplingKind
 from outrider.services.target.policy.controller import ExecutedRow, ExecutedStep, SpeculationController
 from outrider.services.target.policy.cost_model import DraftPath
@@ -69,7 +69,7 @@ class DecodeLoop:
 
     def __init__(
         self,
-        rounds: RoundRunner,
+        rounds: StepRunner,
         prefill: Prefill,
         planner: DraftPlanner,
         drafts: DraftSource,
@@ -88,7 +88,7 @@ class DecodeLoop:
         self._controller = controller
         self._metrics = metrics
         self._lookahead = lookahead
-        self._in_flight: deque[Round | OpenRound | PrefillPass] = deque()
+        self._in_flight: deque[Round | PendingVerify | PrefillPass] = deque()
         self._ahead = 0
         self._read_at = 0.0
         # Numbers of the rounds in flight in which the drafter also processes earlier tokens.
@@ -152,7 +152,7 @@ class DecodeLoop:
             if len(self._in_flight) == 1:
                 self._drafts.receive_trees()
             first = self._in_flight.popleft()
-            assert not isinstance(first, OpenRound), "a round is completed when it becomes the first"
+            assert not isinstance(first, PendingVerify), "a round is completed when it becomes the first"
             self._finish(first)
 
     def drain(self) -> None:
@@ -171,8 +171,8 @@ class DecodeLoop:
         return isinstance(self._in_flight[0], Round) and len(self._in_flight) <= self._ahead
 
     def _complete(self) -> None:
-        """Complete an open round once the host has read all earlier passes."""
-        if self._in_flight and isinstance(self._in_flight[0], OpenRound):
+        """Complete a pending round once the host has read all earlier passes."""
+        if self._in_flight and isinstance(self._in_flight[0], PendingVerify):
             self._in_flight[0] = self._rounds.complete(self._in_flight[0])
 
     def _joining(self, launched: PrefillPass) -> list[Sequence]:
@@ -203,7 +203,7 @@ class DecodeLoop:
             self._finish_round(self._rounds.read(launched))
         self._read_at = time.monotonic()
 
-    def _finish_round(self, finished: FinishedRound) -> None:
+    def _finish_round(self, finished: StepOutput) -> None:
         # 1. Commit: advance each sequence and tell the drafter.
         steps: list[tuple[int, Outcome, Advance, int]] = []
         executed: list[ExecutedRow] = []
@@ -256,7 +256,7 @@ class DecodeLoop:
 
     def _observe(
         self,
-        finished: FinishedRound,
+        finished: StepOutput,
         executed: list[ExecutedRow],
         wait: ProposalWait | None,
         caught_up: bool,
@@ -293,7 +293,7 @@ class DecodeLoop:
 
     def _trace(
         self,
-        finished: FinishedRound,
+        finished: StepOutput,
         index: int,
         outcome: Outcome,
         step: Advance,

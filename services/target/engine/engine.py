@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 
-from outrider.services.target.drafting.create import source_of
+from outrider.services.target.drafting.create import make_draft_source
 from outrider.services.target.drafting.draft_sessions import DraftSessions
 from outrider.services.target.drafting.planner import DraftPlanner
 from outrider.services.target.engine.committer import Committer, no_token_error
@@ -27,7 +27,7 @@ from outrider.services.target.engine.inbox import Cancel, FlushPrefixes, Pause, 
 from outrider.services.target.engine.loop_plan import LoopPlan
 from outrider.services.target.engine.output_processor import OutputProcessor
 from outrider.services.target.engine.prefill import Prefill
-from outrider.services.target.engine.recorder import Recorder
+from outrider.services.target.engine.recorder import GraphRecorder
 from outrider.services.target.engine.recordings import Recordings
 from outrider.services.target.engine.resources import measure_resources
 from outrider.services.target.metrics import TargetMetrics
@@ -35,7 +35,7 @@ from outrider.services.target.model.model_runner import ModelRunner
 from outrider.services.target.policy.acceptance import SamplingKind
 from outrider.services.target.policy.controller import SpeculationController
 from outrider.services.target.policy.prefill_budget import PrefillBudget
-from outrider.services.target.request import EventSink, GenerationRequest
+from outrider.services.target.request import EngineRequest, EventSink
 from outrider.services.target.scheduling.limits import EngineLimits
 from outrider.services.target.scheduling.scheduler import Scheduler, StepPlan
 from outrider.services.target.scheduling.sequence import NO_DRAFT_REASON, Sequence, SequenceStatus
@@ -83,7 +83,7 @@ class TargetEngine(Steppable):
         controller: SpeculationController | None = None,
         wake: Callable[[], None] = lambda: None,
         plan: LoopPlan | None = None,
-        recorder: Recorder | None = None,
+        recorder: GraphRecorder | None = None,
     ) -> None:
         self.limits = limits
         self.metrics = metrics or TargetMetrics()
@@ -95,7 +95,7 @@ class TargetEngine(Steppable):
         self._drafter = drafter
         self._drafts = drafter.state() is not DrafterState.NONE
         self._sessions = DraftSessions(drafter, runner, scheduler)
-        self.recorder = recorder or Recorder(runner.graphs)
+        self.recorder = recorder or GraphRecorder(runner.graphs)
         self._output = OutputProcessor(scheduler, self._sessions, self.metrics, self.controller)
         self._inbox: deque[Submit | Cancel | Pause | FlushPrefixes] = deque()
         self._session_ids = itertools.count(1)
@@ -105,7 +105,7 @@ class TargetEngine(Steppable):
         self._budget = PrefillBudget(plan.prefill_budget_s)
         self._rounds = plan.make_rounds(runner, scheduler.limits.max_running, limits.max_model_len)
         self._planner = DraftPlanner(self._sessions, self.controller, self.metrics, self._rounds.max_rows)
-        self._source = source_of(
+        self._source = make_draft_source(
             drafter,
             self._sessions,
             self._planner,
@@ -123,7 +123,7 @@ class TargetEngine(Steppable):
 
     # ---- any thread
 
-    def submit(self, request: GenerationRequest, sink: EventSink) -> int:
+    def submit(self, request: EngineRequest, sink: EventSink) -> int:
         """Queue a request. The engine delivers the request's events to `sink`.
 
         Returns:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from outrider.services.target.policy.speculation_stats import SpeculationStats
-from outrider.services.target.policy.verdict import Verdict
+from outrider.services.target.policy.verdict import AutoVerdict
 from outrider.shared.kv.prefix_cache import PrefixStats
 from outrider.shared.spec.drafter import DrafterState
 
@@ -24,6 +24,6 @@ class EngineStats:
     rounds: int
     speculation: SpeculationStats
     speedup_estimate: float | None
-    verdict: Verdict
+    verdict: AutoVerdict
     looks_lost_s: float
     prefixes: PrefixStats = field(default_factory=PrefixStats)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from outrider.services.target.model.model_runner import ModelRunner
-from outrider.services.target.model.round_runner import RoundRunner
+from outrider.services.target.model.step_runner import StepRunner
 
 MAX_PACKED_ROWS = 2048
 
@@ -34,8 +34,8 @@ class LoopPlan:
     prefill_budget_s: float = 0.02
     recorded_entries: int | None = None
 
-    def make_rounds(self, runner: ModelRunner, slots: int, max_model_len: int) -> RoundRunner:
-        """Make the object that enqueues and reads an engine's rounds (`RoundRunner`).
+    def make_rounds(self, runner: ModelRunner, slots: int, max_model_len: int) -> StepRunner:
+        """Make the object that enqueues and reads an engine's rounds (`StepRunner`).
 
         Args:
             runner: The target's model and its KV pool.
@@ -43,7 +43,7 @@ class LoopPlan:
             max_model_len: Largest number of tokens of a sequence.
         """
         pool = runner.pool
-        return RoundRunner(
+        return StepRunner(
             runner,
             slots=slots,
             columns=self.max_depth + 1,

@@ -52,7 +52,7 @@ class RecordingList:
     further: list[Recording]
 
 
-class Recorder:
+class GraphRecorder:
     """Records an engine's CUDA graphs in advance, one at a time. Engine thread only, except for `ask`.
 
     All graphs that the recorder records are kept. `GraphCache` limits only the number of graphs that are

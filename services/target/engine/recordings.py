@@ -9,7 +9,7 @@ from outrider.services.target.drafting.draft_source import DraftSource
 from outrider.services.target.engine.recorder import Recording
 from outrider.services.target.model.model_runner import ModelRunner
 from outrider.services.target.model.packed_batch import WIDTHS, SamplingMode, width_class
-from outrider.services.target.model.round_runner import RoundRunner
+from outrider.services.target.model.step_runner import StepRunner
 from outrider.services.target.model.verify_pass import PassSize
 from outrider.shared.spec.tree import DraftShape
 
@@ -46,7 +46,7 @@ class Recordings:
     def __init__(
         self,
         runner: ModelRunner,
-        rounds: RoundRunner,
+        rounds: StepRunner,
         drafts: DraftSource,
         *,
         drafting: bool,
@@ -102,7 +102,7 @@ class Recordings:
 
 
 def round_recordings(
-    rounds: RoundRunner,
+    rounds: StepRunner,
     drafts: DraftSource,
     batches: Seq[tuple[int, DraftShape]],
     modes: Seq[SamplingMode] = USUAL_MODES,
@@ -136,7 +136,7 @@ def round_recordings(
                     yield _recording(rounds, size)
 
 
-def mixed_recordings(rounds: RoundRunner, *, captures: bool) -> Iterator[Recording]:
+def mixed_recordings(rounds: StepRunner, *, captures: bool) -> Iterator[Recording]:
     """Yield the recordings of CUDA graphs for rounds with trees, in all sampling modes except `FULL`.
 
     Larger rounds come first, so that the graphs of smaller rounds can reuse the memory of larger graphs.
@@ -153,7 +153,7 @@ def mixed_recordings(rounds: RoundRunner, *, captures: bool) -> Iterator[Recordi
                     yield _recording(rounds, PassSize(rows, width, mode, captures))
 
 
-def masked_recordings(rounds: RoundRunner, *, captures: bool, drafting: bool) -> Iterator[Recording]:
+def masked_recordings(rounds: StepRunner, *, captures: bool, drafting: bool) -> Iterator[Recording]:
     """Yield the recordings of CUDA graphs for rounds with constrained outputs, the largest round first.
 
     Args:
@@ -169,5 +169,5 @@ def masked_recordings(rounds: RoundRunner, *, captures: bool, drafting: bool) ->
                     yield _recording(rounds, PassSize(rows, width, SamplingMode.FULL, capture, masked=True))
 
 
-def _recording(rounds: RoundRunner, size: PassSize) -> Recording:
+def _recording(rounds: StepRunner, size: PassSize) -> Recording:
     return f"rounds of {size.rows} rows", lambda: rounds.capture(size)

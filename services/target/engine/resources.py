@@ -7,14 +7,14 @@ from pathlib import Path
 
 import torch
 
-from outrider.services.target.engine.recorder import Recorder
+from outrider.services.target.engine.recorder import GraphRecorder
 from outrider.services.target.model.model_runner import ModelRunner
 from outrider.shared.base.resources import ResourceStats
 from outrider.shared.spec.drafter import Drafter
 
 
 def measure_resources(
-    runner: ModelRunner, recorder: Recorder, drafter: Drafter, drafted_on_device: bool | None
+    runner: ModelRunner, recorder: GraphRecorder, drafter: Drafter, drafted_on_device: bool | None
 ) -> ResourceStats:
     """Measure the memory and the CUDA graphs of a target now. Thread-safe.
 

@@ -56,11 +56,11 @@ def compile_grammar(constraint: Constraint, vocabulary: Vocabulary, backend: Gra
         from outrider.services.target.grammar import xgrammar
 
         try:
-            return xgrammar.compile_grammar(constraint, vocabulary)
+            return xgrammar.compile_xgrammar(constraint, vocabulary)
         except InvalidRequestError:
             if backend is GrammarBackend.XGRAMMAR:
                 raise
-    return guidance.compile_grammar(constraint, vocabulary)
+    return guidance.compile_guidance(constraint, vocabulary)
 
 
 @cache

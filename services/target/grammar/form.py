@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from outrider.services.target.grammar.matcher import Grammar, Mask, words_of
+from outrider.services.target.grammar.matcher import Grammar, Mask, token_mask_words
 from outrider.shared.base.constraint import Constraint
 
 PROMPT_END_TOKENS = 8
@@ -102,7 +102,7 @@ class OutputForm:
             for token in self.ends:
                 _clear(mask, token)
             if self.vocab_size % 32:
-                mask[words_of(self.vocab_size) - 1] &= (1 << self.vocab_size % 32) - 1
+                mask[token_mask_words(self.vocab_size) - 1] &= (1 << self.vocab_size % 32) - 1
         else:
             self._matcher.fill(mask)
             if self._may_open and self._opening is not None:

@@ -22,7 +22,7 @@ LIMITS = llguidance.LLParserLimits(max_lexer_states=50_000)
 """With these limits, one grammar needs less than about 100 MB, and one token less than about 15 ms."""
 
 
-def source_of(constraint: Constraint) -> str:
+def guidance_source(constraint: Constraint) -> str:
     """Return a constraint in the library's own format.
 
     Raises:
@@ -61,13 +61,13 @@ def with_exact_formats(schema: Any) -> Any:
     return made
 
 
-def compile_grammar(constraint: Constraint, vocabulary: Vocabulary) -> GuidanceGrammar:
+def compile_guidance(constraint: Constraint, vocabulary: Vocabulary) -> GuidanceGrammar:
     """Compile a constraint.
 
     Raises:
         InvalidRequestError: The constraint is malformed, or uses a feature that the library cannot enforce.
     """
-    source = source_of(constraint)
+    source = guidance_source(constraint)
     failed, messages = llguidance.LLMatcher.validate_grammar_with_warnings(
         source, vocabulary.tokenizer, limits=LIMITS
     )

@@ -11,7 +11,7 @@ Mask = npt.NDArray[np.int32]
 """``[words] int32``; bit j of word w is set if token ``32 w + j`` is allowed."""
 
 
-def words_of(vocab_size: int) -> int:
+def token_mask_words(vocab_size: int) -> int:
     """Return the number of words of a mask."""
     return -(-vocab_size // 32)
 

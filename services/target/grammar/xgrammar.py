@@ -10,7 +10,7 @@ import torch
 import xgrammar
 
 from outrider.services.target.grammar import ebnf
-from outrider.services.target.grammar.matcher import Mask, Matcher, words_of
+from outrider.services.target.grammar.matcher import Mask, Matcher, token_mask_words
 from outrider.services.target.grammar.vocabulary import Vocabulary, VocabularyGrammar
 from outrider.shared.base.constraint import Constraint, ConstraintKind, choices_of
 from outrider.shared.base.errors import InvalidRequestError
@@ -21,7 +21,7 @@ MASK_CPU_S = 0.1
 _compilers: WeakKeyDictionary[Vocabulary, xgrammar.GrammarCompiler] = WeakKeyDictionary()
 
 
-def compile_grammar(constraint: Constraint, vocabulary: Vocabulary) -> XGrammar:
+def compile_xgrammar(constraint: Constraint, vocabulary: Vocabulary) -> XGrammar:
     """Compile a constraint.
 
     Raises:
@@ -41,7 +41,7 @@ def compile_grammar(constraint: Constraint, vocabulary: Vocabulary) -> XGrammar:
     except (ebnf.UnsupportedError, RuntimeError) as error:
         raise _invalid(str(error), constraint) from None
     grammar = XGrammar(compiled, vocabulary)
-    mask = np.zeros(words_of(vocabulary.vocab_size), dtype=np.int32)
+    mask = np.zeros(token_mask_words(vocabulary.vocab_size), dtype=np.int32)
     grammar.matcher().fill(mask)
     if not mask.any():
         raise _invalid("it allows no text", constraint)

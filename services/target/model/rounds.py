@@ -1,4 +1,4 @@
-"""Rounds that are open, in flight or read: their entries, their results in host memory, and their times."""
+"""Rounds that are pending, in flight or read: their entries, results in host memory, and times."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from outrider.services.target.model.outcome import Outcome
 from outrider.services.target.model.packed_batch import Entry
 from outrider.services.target.model.scores import unpack_logprobs
-from outrider.services.target.model.token_states import RoundTap
+from outrider.services.target.model.token_states import AcceptedPathTap
 from outrider.services.target.model.verify_pass import PassSize
 from outrider.shared.base.generation import TraceNode
 from outrider.shared.base.logit_rules import TokenLogprob
@@ -70,7 +70,7 @@ class Round:
     marks: Marks
     provisional: bool = False
     logprobs: torch.Tensor | None = None
-    tap: RoundTap | None = None
+    tap: AcceptedPathTap | None = None
 
     def logprobs_of(self, index: int, count: int) -> list[TokenLogprob]:
         """Return the logprobs of the first `count` tokens that the round chose for an entry."""
@@ -97,8 +97,8 @@ class Round:
 
 
 @dataclass(slots=True)
-class OpenRound:
-    """A round whose tokens cannot be chosen until the host has read all earlier rounds.
+class PendingVerify:
+    """A round whose verify pass cannot be completed until the host has read all earlier rounds.
 
     Attributes:
         number, entries, starts, launched_at: As in `Round`.
@@ -117,13 +117,13 @@ class OpenRound:
     size: PassSize
     begun: Moment | None
     provisional_runs: int
-    tap: RoundTap | None = None
+    tap: AcceptedPathTap | None = None
     work: Iterator[None] = field(default_factory=lambda: iter(()))
     drafted: Moment | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class FinishedRound:
+class StepOutput:
     """A round whose results the host has read.
 
     Attributes:
@@ -141,7 +141,7 @@ class FinishedRound:
     verify_s: float
 
 
-def unpack(rows: list[list[int]]) -> list[Outcome | None]:
+def unpack_outcomes(rows: list[list[int]]) -> list[Outcome | None]:
     """Decode the result of `verify_pass` into one outcome per row. The outcome of an idle row is None."""
     if not rows:
         return []

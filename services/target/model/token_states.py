@@ -134,7 +134,7 @@ def take_prompts(
     return found
 
 
-class RoundTap:
+class AcceptedPathTap:
     """Copies data of a round's accepted paths to the host: token states, and logprobs of named tokens.
 
     Args:
@@ -152,7 +152,7 @@ class RoundTap:
         self._requested: dict[int, torch.Tensor] = {}
 
     @classmethod
-    def of(cls, entries: Seq[Entry], starts: Seq[int]) -> RoundTap | None:
+    def of(cls, entries: Seq[Entry], starts: Seq[int]) -> AcceptedPathTap | None:
         """Return the tap of a round, or None if no client wants such data."""
         return cls(entries, starts) if tapped(entries) else None
 

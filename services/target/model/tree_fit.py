@@ -8,7 +8,7 @@ import math
 import numpy as np
 
 from outrider.services.target.grammar.form import OutputForm
-from outrider.services.target.grammar.matcher import words_of
+from outrider.services.target.grammar.matcher import token_mask_words
 from outrider.shared.spec.trees import HostTree
 
 MOST_CHOICES = 16
@@ -121,7 +121,7 @@ def children_of(tree: HostTree) -> list[list[int]]:
 
 def _few(form: OutputForm) -> list[int]:
     """Return the allowed tokens if there are at most `MOST_CHOICES`, otherwise none."""
-    mask = np.zeros(words_of(form.vocab_size), dtype=np.int32)
+    mask = np.zeros(token_mask_words(form.vocab_size), dtype=np.int32)
     form.fill(mask)
     words = np.flatnonzero(mask)
     if len(words) > MOST_CHOICES:

@@ -18,7 +18,7 @@ import torch
 
 from outrider.kernels.packed_round import pack_trees
 from outrider.services.target.grammar.form import OutputForm
-from outrider.services.target.grammar.matcher import Mask, words_of
+from outrider.services.target.grammar.matcher import Mask, token_mask_words
 from outrider.services.target.model.mask_buffer import MaskBuffer
 from outrider.services.target.model.packed_batch import Entry, PackedBatch
 from outrider.services.target.model.tree_fit import children_of, fitted
@@ -63,7 +63,7 @@ class TreeForms:
 
     def __init__(self, batch: PackedBatch, vocab_size: int) -> None:
         self._batch = batch
-        self._words = words_of(vocab_size)
+        self._words = token_mask_words(vocab_size)
         self._buffer: MaskBuffer | None = None
         self._fetched: FetchedTrees | None = None
         self._threads: ThreadPoolExecutor | None = None
@@ -217,7 +217,7 @@ def prompt_masks(sequences: Seq[Sequence], device: torch.device) -> torch.Tensor
     Returns:
         ``[len(sequences), words] int32``, one bit per token.
     """
-    words = max(words_of(one.form.vocab_size) for one in sequences if one.form is not None)
+    words = max(token_mask_words(one.form.vocab_size) for one in sequences if one.form is not None)
     masks = np.full((len(sequences), words), -1, dtype=np.int32)
     for mask, sequence in zip(masks, sequences, strict=True):
         if sequence.form is not None:

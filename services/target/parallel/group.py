@@ -37,7 +37,7 @@ from outrider.services.target.startup.numerics import layer_rounding, prepare_ra
 from outrider.services.target.startup.weight_fit import check_weights_fit
 from outrider.shared.attn.base import AttentionBackend
 from outrider.shared.base.errors import ConfigurationError, OutriderError, UnavailableError
-from outrider.shared.nn.decoder import Progress, default_dtype
+from outrider.shared.nn.decoder import OnProgress, default_dtype
 from outrider.shared.obs.logging import get_logger
 from outrider.shared.obs.queued_stream import exit_now
 from outrider.shared.parallel.channel import (
@@ -166,7 +166,7 @@ def _in(seconds: float, act: Callable[[], None]) -> threading.Timer:
 def start_group(
     settings: TargetSettings,
     on_failure: FailureHandler = end_soon,
-    progress: Progress | None = None,
+    progress: OnProgress | None = None,
     *,
     random: Mapping[str, Any] | None = None,
 ) -> RankGroup:

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from outrider.shared.nn.config.model_config import ModelConfig
-from outrider.shared.nn.decoder import LM_HEAD, Progress
+from outrider.shared.nn.decoder import LM_HEAD, OnProgress
 from outrider.shared.nn.dummy import RandomTensors
 from outrider.shared.nn.open import CheckedSource, checked_source, read_model_config
 from outrider.shared.parallel.decoder import HeadReader
@@ -29,7 +29,11 @@ class Weights(Protocol):
         ...
 
     def open(
-        self, config: ModelConfig, device: torch.device, dtype: torch.dtype, progress: Progress | None = None
+        self,
+        config: ModelConfig,
+        device: torch.device,
+        dtype: torch.dtype,
+        progress: OnProgress | None = None,
     ) -> AbstractContextManager[CheckedSource]:
         """Open the whole, unsharded tensors. The arguments are those of `checked_source`.
 
@@ -49,7 +53,11 @@ class Folder(Weights):
         return read_model_config(self.path)
 
     def open(
-        self, config: ModelConfig, device: torch.device, dtype: torch.dtype, progress: Progress | None = None
+        self,
+        config: ModelConfig,
+        device: torch.device,
+        dtype: torch.dtype,
+        progress: OnProgress | None = None,
     ) -> AbstractContextManager[CheckedSource]:
         return checked_source(self.path, config, device, dtype, progress)
 
@@ -69,7 +77,11 @@ class RandomWeights(Weights):
 
     @contextmanager
     def open(
-        self, config: ModelConfig, device: torch.device, dtype: torch.dtype, progress: Progress | None = None
+        self,
+        config: ModelConfig,
+        device: torch.device,
+        dtype: torch.dtype,
+        progress: OnProgress | None = None,
     ) -> Iterator[CheckedSource]:
         # Nothing is loaded, so `progress` is not called.
         yield CheckedSource(RandomTensors(device, dtype), f"random {config.fingerprint}")

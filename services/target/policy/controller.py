@@ -2,7 +2,7 @@
 
 An `auto` request is a request in speculation mode `auto`. The controller maximises the expected tokens per
 second of the whole batch. `partition` divides the requests of the batch among tree shapes and plain decoding.
-`RoundCosts` estimates the seconds of a round, and `DrafterAcceptance` estimates its tokens. Both learn from
+`StepCosts` estimates the seconds of a round, and `DrafterAcceptance` estimates its tokens. Both learn from
 executed rounds (`observe`).
 
 A decision is kept for several rounds, because a change of shape needs other CUDA graphs. Estimates become
@@ -19,15 +19,15 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from outrider.services.target.policy.acceptance import DrafterAcceptance, SamplingKind
-from outrider.services.target.policy.cost_model import SHORTEST_S, DraftPath, RoundCosts
+from outrider.services.target.policy.cost_model import SHORTEST_S, DraftPath, StepCosts
 from outrider.services.target.policy.decision import Decision, assign_shapes
-from outrider.services.target.policy.expectations import Expectations, Tokens, expected_tokens
+from outrider.services.target.policy.expectations import Expectations, ExpectedTokens, expected_tokens
 from outrider.services.target.policy.look_options import LookOptions
 from outrider.services.target.policy.looks import Look, Looks
 from outrider.services.target.policy.offered_shapes import cut
 from outrider.services.target.policy.partition import Others, Partition, Partitions
 from outrider.services.target.policy.row_state import ExecutedRow, ExecutedStep, RowBound, RowState
-from outrider.services.target.policy.verdict import DecisionLog, Reason, Verdict
+from outrider.services.target.policy.verdict import AutoReason, AutoVerdict, DecisionLog
 from outrider.services.target.policy.wait_cap import wait_cap_s
 from outrider.shared.engine.buckets import power_of_2
 from outrider.shared.spec.tree import NO_DRAFT, DraftShape
@@ -61,8 +61,8 @@ class SpeculationController:
     """
 
     def __init__(self, log: DecisionLog | None = None) -> None:
-        self.costs = RoundCosts()
-        self.verdict = Verdict()
+        self.costs = StepCosts()
+        self.verdict = AutoVerdict()
         self._log = log or DecisionLog()
         self._identity = ""
         self._drafter = DrafterAcceptance()
@@ -94,7 +94,7 @@ class SpeculationController:
         self._drafters = {self._identity: self._drafter}
         self._looks = Looks()
         self._draft_rate = None
-        self.verdict = Verdict()
+        self.verdict = AutoVerdict()
         self._log.forget()
         self._end_decision()
 
@@ -135,8 +135,8 @@ class SpeculationController:
 
     def draft_away(self, rows: int, batch_size: int) -> None:
         """Note that the draft cannot draft for any of the `auto` rows of a round."""
-        if self.verdict.reason is not Reason.DRAFT_AWAY:
-            self.verdict = Verdict(Reason.DRAFT_AWAY, plain_rows=rows, batch_size=batch_size)
+        if self.verdict.reason is not AutoReason.DRAFT_AWAY:
+            self.verdict = AutoVerdict(AutoReason.DRAFT_AWAY, plain_rows=rows, batch_size=batch_size)
             self._log.note(self.verdict)
 
     def _shape(self, row: RowBound, decision: Decision) -> DraftShape:
@@ -185,13 +185,13 @@ class SpeculationController:
         self._previous, self._decision = self._decision, decision
         # 4. Report the reason.
         if look is not None:
-            reason = Reason.PROBING
+            reason = AutoReason.PROBING
         elif unmeasured or not drafter.known:
-            reason = Reason.UNMEASURED
+            reason = AutoReason.UNMEASURED
         else:
-            reason = Reason.PAYS if best.shapes else Reason.DOES_NOT_PAY
+            reason = AutoReason.PAYS if best.shapes else AutoReason.DOES_NOT_PAY
         shapes = Counter(row.state.shape for row in rows if row.state.shape.drafts)
-        self.verdict = Verdict(
+        self.verdict = AutoVerdict(
             reason,
             dict(shapes),
             len(rows) - sum(shapes.values()),
@@ -212,7 +212,7 @@ class SpeculationController:
     def _add_look(
         self,
         rows: Sequence[RowBound],
-        expected: Sequence[Tokens],
+        expected: Sequence[ExpectedTokens],
         best: Partition,
         partitions: Partitions,
         others: Others,

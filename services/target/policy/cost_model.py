@@ -59,7 +59,7 @@ Groups = Mapping[DraftShape, int]
 """Number of sequences that draft with each shape."""
 
 
-class RoundCosts:
+class StepCosts:
     """Durations in seconds, learned from executed rounds."""
 
     def __init__(self) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from outrider.services.target.policy.cost_model import DraftPath
-from outrider.services.target.policy.expectations import Tokens
+from outrider.services.target.policy.expectations import ExpectedTokens
 from outrider.services.target.policy.looks import Look
 from outrider.services.target.policy.partition import Partition
 from outrider.services.target.policy.row_state import ExecutedStep, RowBound
@@ -74,7 +74,7 @@ class Decision:
 
 
 def assign_shapes(
-    rows: Sequence[RowBound], expected: Sequence[Tokens], partition: Partition, number: int
+    rows: Sequence[RowBound], expected: Sequence[ExpectedTokens], partition: Partition, number: int
 ) -> None:
     """Assign a tree shape to each `auto` request of a round. The number of requests per shape is limited.
 

@@ -10,7 +10,7 @@ from outrider.services.target.policy.partition import RowClass
 from outrider.services.target.policy.row_state import RowBound
 from outrider.shared.spec.tree import DraftShape
 
-Tokens = Mapping[DraftShape, float]
+ExpectedTokens = Mapping[DraftShape, float]
 """Expected tokens of one row in a round, for each shape that the row may have."""
 
 
@@ -28,7 +28,7 @@ class Expectations:
     """
 
     def __init__(self, rows: Sequence[RowBound]) -> None:
-        self._alike: dict[object, Tokens] = {}
+        self._alike: dict[object, ExpectedTokens] = {}
         self.tokens = [self._of(row) for row in rows]
 
     def classes(self) -> list[RowClass]:
@@ -38,7 +38,7 @@ class Expectations:
             counts[id(tokens)] = counts.get(id(tokens), 0) + 1
         return [RowClass(tokens, counts[id(tokens)]) for tokens in self._alike.values()]
 
-    def _of(self, row: RowBound) -> Tokens:
+    def _of(self, row: RowBound) -> ExpectedTokens:
         acceptance, useful = row.state.acceptance, max(0, min(row.useful_depth, MAX_DEPTH))
         key = (row.forms, acceptance.kind, acceptance.level, useful)
         if key not in self._alike:

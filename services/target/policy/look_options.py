@@ -6,8 +6,8 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 
-from outrider.services.target.policy.cost_model import RoundCosts
-from outrider.services.target.policy.expectations import Tokens
+from outrider.services.target.policy.cost_model import StepCosts
+from outrider.services.target.policy.expectations import ExpectedTokens
 from outrider.services.target.policy.looks import LookOption
 from outrider.services.target.policy.partition import Others, Partition, Partitions
 from outrider.services.target.policy.row_state import RowBound
@@ -36,11 +36,11 @@ class LookOptions:
     def __init__(
         self,
         rows: Sequence[RowBound],
-        expected: Sequence[Tokens],
+        expected: Sequence[ExpectedTokens],
         best: Partition,
         partitions: Partitions,
         others: Others,
-        costs: RoundCosts,
+        costs: StepCosts,
         *,
         known: bool,
     ) -> None:

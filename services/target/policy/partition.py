@@ -2,7 +2,7 @@
 
 The objective is the largest number of expected tokens per second of the round:
 
-    expected tokens, summed over all requests  /  seconds of the round (`RoundCosts.round`)
+    expected tokens, summed over all requests  /  seconds of the round (`StepCosts.round`)
 
 Each node of a tree makes the round longer. The *price* of a node is the number of tokens that the round could
 produce in this additional time. Each request gets the shape with the most expected tokens after the price of
@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
-from outrider.services.target.policy.cost_model import DraftPath, RoundCosts
+from outrider.services.target.policy.cost_model import DraftPath, StepCosts
 from outrider.services.target.policy.offered_shapes import MOST_ROWS
 from outrider.shared.spec.tree import NO_DRAFT, DraftShape
 
@@ -122,7 +122,7 @@ class Partitions:
     """
 
     def __init__(
-        self, classes: Sequence[RowClass], others: Others, costs: RoundCosts, path: DraftPath
+        self, classes: Sequence[RowClass], others: Others, costs: StepCosts, path: DraftPath
     ) -> None:
         self._classes = classes
         self._others = others

@@ -16,7 +16,7 @@ LOG_INTERVAL_S = 10.0
 _log = get_logger("outrider.target")
 
 
-class Reason(Enum):
+class AutoReason(Enum):
     """The reason why requests in mode `auto` draft or decode plainly.
 
     - PAYS: Some requests draft, because drafting is estimated to be faster.
@@ -36,7 +36,7 @@ class Reason(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class AutoVerdict:
     """The speculation controller's last decision.
 
     Attributes:
@@ -49,7 +49,7 @@ class Verdict:
         round_s: Estimated duration of a round, in seconds. None if there is no estimate.
     """
 
-    reason: Reason = Reason.IDLE
+    reason: AutoReason = AutoReason.IDLE
     shapes: Mapping[DraftShape, int] = field(default_factory=dict)
     plain_rows: int = 0
     batch_size: int = 0
@@ -77,7 +77,7 @@ class DecisionLog:
     def __init__(
         self,
         now: Callable[[], float] = time.monotonic,
-        write: Callable[[Verdict], None] | None = None,
+        write: Callable[[AutoVerdict], None] | None = None,
     ) -> None:
         self._now = now
         self._write = write or _write
@@ -88,9 +88,9 @@ class DecisionLog:
         """Log the next decision in any case."""
         self._written_at, self._written = None, None
 
-    def note(self, verdict: Verdict) -> None:
+    def note(self, verdict: AutoVerdict) -> None:
         """Log a decision if it differs from the last logged one and `LOG_INTERVAL_S` has passed since."""
-        if verdict.reason in (Reason.PROBING, Reason.UNMEASURED, Reason.IDLE):
+        if verdict.reason in (AutoReason.PROBING, AutoReason.UNMEASURED, AutoReason.IDLE):
             return
         key = (verdict.reason, frozenset(verdict.shapes))
         now = self._now()
@@ -101,7 +101,7 @@ class DecisionLog:
         self._write(verdict)
 
 
-def _write(verdict: Verdict) -> None:
+def _write(verdict: AutoVerdict) -> None:
     _log.info(
         "auto has decided",
         reason=verdict.reason.value,

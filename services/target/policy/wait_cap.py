@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from outrider.services.target.policy.cost_model import RoundCosts
+from outrider.services.target.policy.cost_model import StepCosts
 from outrider.services.target.policy.expectations import expected_tokens
 from outrider.services.target.policy.row_state import RowBound
 
@@ -25,7 +25,7 @@ The first proposals are slow because caches and buffers of target and draft are 
 """
 
 
-def wait_cap_s(rows: Sequence[RowBound], batch_size: int, costs: RoundCosts, *, known: bool) -> float:
+def wait_cap_s(rows: Sequence[RowBound], batch_size: int, costs: StepCosts, *, known: bool) -> float:
     """Return the maximum time in seconds that a round waits for the trees of its `auto` requests.
 
     The limit is the smaller of two values:

@@ -25,7 +25,7 @@ from enum import Enum
 from outrider.services.target.grammar.form import OutputForm
 from outrider.services.target.policy.controller import RowState
 from outrider.services.target.policy.speculation_stats import SpeculationStats
-from outrider.services.target.request import EventSink, GenerationRequest
+from outrider.services.target.request import EngineRequest, EventSink
 from outrider.shared.base.generation import RoundTrace, SpeculationMode
 from outrider.shared.kv.pages import PageLease
 from outrider.shared.spec.fence import FNV_OFFSET, Fence, extend_prefix_hash
@@ -138,7 +138,7 @@ class Sequence:
 
     def __init__(
         self,
-        request: GenerationRequest,
+        request: EngineRequest,
         sink: EventSink,
         *,
         session_id: int,

@@ -18,7 +18,7 @@ from outrider.shared.attn.library import Library, prepare_within
 from outrider.shared.attn.triton import KernelAttention
 from outrider.shared.base.errors import ConfigurationError
 from outrider.shared.nn.config.model_config import ModelConfig
-from outrider.shared.nn.decoder import Decoder, OnLayer, Progress, default_dtype
+from outrider.shared.nn.decoder import Decoder, OnLayer, OnProgress, default_dtype
 from outrider.shared.nn.deterministic import deterministic
 from outrider.shared.nn.fused import FusedForward
 from outrider.shared.nn.fused.trial import BUDGET_S, try_products
@@ -59,7 +59,7 @@ def prepare_decoder(settings: TargetSettings, decoder: Decoder) -> Decoder:
     return decoder
 
 
-def load_target_model(settings: TargetSettings, progress: Progress | None = None) -> Decoder:
+def load_target_model(settings: TargetSettings, progress: OnProgress | None = None) -> Decoder:
     """Load the target model in one process. Call `prepare_decoder` on the result before serving.
 
     With FP8, each layer is rounded as it is loaded.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 
 from outrider.services.target.model.model_runner import ModelRunner
-from outrider.services.target.request import Event, EventSink, GenerationRequest, SpeculationParams
+from outrider.services.target.request import EngineRequest, Event, EventSink, SpeculationParams
 from outrider.services.target.scheduling.sequence import Sequence
 from outrider.shared.base.errors import OutriderError
 from outrider.shared.base.generation import SamplingParams, SpeculationMode
@@ -30,7 +30,7 @@ def trial_sequence(runner: ModelRunner, attempt: int, length: int = PROMPT_LEN) 
         OutriderError: The KV cache is too small.
     """
     vocab_size = runner.decoder.config.vocab_size
-    request = GenerationRequest(
+    request = EngineRequest(
         request_id="warm-up",
         prompt_ids=[(7 + 13 * index + 31 * attempt) % vocab_size for index in range(length)],
         max_new_tokens=1 << 16,

@@ -15,9 +15,9 @@ from outrider.services.target.engine.engine import TargetEngine
 from outrider.services.target.model.model_runner import ModelRunner
 from outrider.services.target.policy.offered_shapes import offered_shapes
 from outrider.services.target.request import (
+    EngineRequest,
     Event,
     EventSink,
-    GenerationRequest,
     SpeculationLimits,
     SpeculationParams,
     TokensEvent,
@@ -81,7 +81,7 @@ def run_through(engine: TargetEngine, limits: SpeculationLimits) -> None:
             continue
         sink = _EndSink()
         length = min(RUN_THROUGH_PROMPT, engine.limits.max_model_len // 2)
-        request = GenerationRequest(
+        request = EngineRequest(
             request_id="warm-up",
             prompt_ids=[(7 + 13 * index) % engine.limits.vocab_size for index in range(length)],
             max_new_tokens=min(one.tokens, length),

@@ -18,12 +18,12 @@ import torch
 from outrider.shared.base.errors import CheckpointError
 from outrider.shared.nn.checkpoint.checkpoint_files import CheckpointFiles
 from outrider.shared.nn.checkpoint.read_ahead import ReadAhead
-from outrider.shared.nn.checkpoint.tensor_file import Shape, TensorFile, TensorInfo
+from outrider.shared.nn.checkpoint.tensor_file import TensorFile, TensorInfo, TensorShape
 from outrider.shared.nn.checkpoint.tensor_source import TensorSource
 from outrider.shared.nn.checkpoint.weight_staging import WeightStaging, make_staging
 from outrider.shared.obs.logging import get_logger
 
-__all__ = ["CheckpointReader", "Shape", "dtype_name", "is_weight"]
+__all__ = ["CheckpointReader", "TensorShape", "dtype_name", "is_weight"]
 
 FINGERPRINT_SAMPLE_BYTES = 4096
 STAGED_BYTES = 1 << 20
@@ -118,7 +118,7 @@ class CheckpointReader(TensorSource):
 
     def check(
         self,
-        expected: Mapping[str, Shape],
+        expected: Mapping[str, TensorShape],
         *,
         ignored: Collection[str] = (),
         floating: bool = True,
@@ -186,7 +186,12 @@ class CheckpointReader(TensorSource):
             self._ahead = ReadAhead(self._files.file_of[name].read(name) for name in names)
 
     def take(
-        self, name: str, shape: Shape, *, dtype: torch.dtype | None = None, to: torch.dtype | None = None
+        self,
+        name: str,
+        shape: TensorShape,
+        *,
+        dtype: torch.dtype | None = None,
+        to: torch.dtype | None = None,
     ) -> torch.Tensor:
         """Copy one tensor to the device; see `TensorSource.take`.
 
@@ -196,7 +201,7 @@ class CheckpointReader(TensorSource):
 
     def take_rows(
         self,
-        parts: Sequence[tuple[str, Shape]],
+        parts: Sequence[tuple[str, TensorShape]],
         *,
         dtype: torch.dtype | None = None,
         to: torch.dtype | None = None,
@@ -304,7 +309,7 @@ class CheckpointReader(TensorSource):
                 gb_per_s=round(rate, 2),
             )
 
-    def _require(self, name: str, shape: Shape, dtype: torch.dtype | None) -> TensorInfo:
+    def _require(self, name: str, shape: TensorShape, dtype: torch.dtype | None) -> TensorInfo:
         info = self.tensors.get(name)
         if info is None:
             raise self._error([("missing", [name])], field=name)

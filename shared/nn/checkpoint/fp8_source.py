@@ -13,7 +13,7 @@ import torch
 
 from outrider.shared.nn.checkpoint.json_config import ConfigReader
 from outrider.shared.nn.checkpoint.tensor_file import TensorInfo
-from outrider.shared.nn.checkpoint.tensor_source import ExpectedTensors, Shape, TensorSource
+from outrider.shared.nn.checkpoint.tensor_source import ExpectedTensors, TensorShape, TensorSource
 
 STORED = torch.float8_e4m3fn
 SCALE_SUFFIX = "_scale_inv"
@@ -72,14 +72,19 @@ class Fp8Source(TensorSource):
         self._dtype = dtype
 
     def take(
-        self, name: str, shape: Shape, *, dtype: torch.dtype | None = None, to: torch.dtype | None = None
+        self,
+        name: str,
+        shape: TensorShape,
+        *,
+        dtype: torch.dtype | None = None,
+        to: torch.dtype | None = None,
     ) -> torch.Tensor:
         """Return one tensor, widened if it is stored in FP8."""
         return self.take_rows([(name, shape)], dtype=dtype, to=to)
 
     def take_rows(
         self,
-        parts: Sequence[tuple[str, Shape]],
+        parts: Sequence[tuple[str, TensorShape]],
         *,
         dtype: torch.dtype | None = None,
         to: torch.dtype | None = None,
@@ -102,7 +107,7 @@ class Fp8Source(TensorSource):
         info = self._stored.get(name)  # the other source reports a missing tensor
         return info is not None and info.dtype == STORED
 
-    def _widened(self, name: str, shape: Shape) -> torch.Tensor:
+    def _widened(self, name: str, shape: TensorShape) -> torch.Tensor:
         """Return the fp32 matrix of this shape: the stored matrix multiplied by its scales."""
         weight = self._source.take(name, shape, dtype=STORED).float()
         scales = self._source.take(name + SCALE_SUFFIX, _scale_shape(shape, self._block), to=torch.float32)
@@ -112,5 +117,5 @@ class Fp8Source(TensorSource):
         return weight
 
 
-def _scale_shape(shape: Shape, block: Block) -> Shape:
+def _scale_shape(shape: TensorShape, block: Block) -> TensorShape:
     return -(-shape[0] // block[0]), -(-shape[1] // block[1])

@@ -17,7 +17,7 @@ import torch
 from outrider.shared.base.errors import CheckpointError
 from outrider.shared.base.model_paths import dangling_link
 
-Shape = tuple[int, ...]
+TensorShape = tuple[int, ...]
 
 MAX_HEADER_BYTES = 100_000_000  # the limit that the format defines
 DTYPES = {
@@ -40,7 +40,7 @@ DTYPES = {
 class TensorInfo:
     """Shape and dtype of a stored tensor. For a safetensors file, also the byte range of the tensor."""
 
-    shape: Shape
+    shape: TensorShape
     dtype: torch.dtype
     begin: int = 0
     end: int = 0

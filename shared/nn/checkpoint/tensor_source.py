@@ -7,16 +7,21 @@ from typing import Protocol
 
 import torch
 
-from outrider.shared.nn.checkpoint.tensor_file import Shape
+from outrider.shared.nn.checkpoint.tensor_file import TensorShape
 
-__all__ = ["ExpectedTensors", "Shape", "TensorSource"]
+__all__ = ["ExpectedTensors", "TensorShape", "TensorSource"]
 
 
 class TensorSource(Protocol):
     """Supplies named tensors to the functions that load layers."""
 
     def take(
-        self, name: str, shape: Shape, *, dtype: torch.dtype | None = None, to: torch.dtype | None = None
+        self,
+        name: str,
+        shape: TensorShape,
+        *,
+        dtype: torch.dtype | None = None,
+        to: torch.dtype | None = None,
     ) -> torch.Tensor:
         """Return one tensor of the model on this source's device.
 
@@ -36,7 +41,7 @@ class TensorSource(Protocol):
 
     def take_rows(
         self,
-        parts: Sequence[tuple[str, Shape]],
+        parts: Sequence[tuple[str, TensorShape]],
         *,
         dtype: torch.dtype | None = None,
         to: torch.dtype | None = None,
@@ -67,18 +72,23 @@ class ExpectedTensors(TensorSource):
     """
 
     def __init__(self) -> None:
-        self.shapes: dict[str, Shape] = {}
+        self.shapes: dict[str, TensorShape] = {}
         self.dtypes: dict[str, torch.dtype] = {}
 
     def take(
-        self, name: str, shape: Shape, *, dtype: torch.dtype | None = None, to: torch.dtype | None = None
+        self,
+        name: str,
+        shape: TensorShape,
+        *,
+        dtype: torch.dtype | None = None,
+        to: torch.dtype | None = None,
     ) -> torch.Tensor:
         """Record one tensor."""
         return self.take_rows([(name, shape)], dtype=dtype, to=to)
 
     def take_rows(
         self,
-        parts: Sequence[tuple[str, Shape]],
+        parts: Sequence[tuple[str, TensorShape]],
         *,
         dtype: torch.dtype | None = None,
         to: torch.dtype | None = None,

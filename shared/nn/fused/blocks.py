@@ -1,7 +1,7 @@
 """The attention block and the MLP block of a decoder layer, built from fused kernels.
 
-Each block takes the residual stream as a `Stream` and returns the next `Stream`. The norms need no separate
-kernels. They are computed by the kernels that write and read the residual stream.
+Each block takes a `ResidualStream` and returns the next `ResidualStream`. The norms need no separate kernels.
+They are computed by the kernels that write and read the residual stream.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from outrider.kernels.skinny_gemm import (
     project_gated,
     project_rotated,
 )
-from outrider.kernels.stream import FEW_ROWS, MANY_ROWS, Stream
+from outrider.kernels.stream import FEW_ROWS, MANY_ROWS, ResidualStream
 from outrider.shared.attn.stored import StoredAttention
 from outrider.shared.kv.pool import KVPool
 from outrider.shared.nn.config.model_config import Activation
@@ -44,7 +44,7 @@ class ResidualReduce(Protocol):
         *,
         bias: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
-    ) -> Stream:
+    ) -> ResidualStream:
         """Return the residual stream ``residual + (sum of parts over the ranks) + bias``.
 
         The arguments are those of the kernel `add_sums`.
@@ -54,7 +54,7 @@ class ResidualReduce(Protocol):
 
 def attention_block(
     block: Attention,
-    stream: Stream,
+    stream: ResidualStream,
     rotation: Rotation,
     attention: StoredAttention,
     pool: KVPool,
@@ -62,7 +62,7 @@ def attention_block(
     *,
     reduce: ResidualReduce | None = None,
     lookup: Lookup | None = None,
-) -> Stream:
+) -> ResidualStream:
     """Run a layer's attention, and return the residual stream in the form that the norm `following` needs.
 
     Args:
@@ -101,12 +101,12 @@ def attention_block(
 
 def mlp_block(
     block: GatedMLP,
-    stream: Stream,
+    stream: ResidualStream,
     following: RMSNorm,
     *,
     reduce: ResidualReduce | None = None,
     out: torch.Tensor | None = None,
-) -> Stream:
+) -> ResidualStream:
     """Run a layer's MLP, and return the residual stream in the form that the norm `following` needs.
 
     Args:
@@ -154,7 +154,7 @@ def _add(
     norm: RMSNorm,
     reduce: ResidualReduce | None,
     out: torch.Tensor | None,
-) -> Stream:
+) -> ResidualStream:
     if reduce is None and _own(Epilogue.ADD, x, linear):
         return project_add(
             x, linear.weight, residual, norm.weight, norm.eps, scales=linear.scales, bias=linear.bias, out=out

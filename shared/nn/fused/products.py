@@ -26,7 +26,7 @@ from outrider.kernels.skinny_gemm import (
     project_rotated,
 )
 from outrider.kernels.skinny_gemm.table import Product
-from outrider.kernels.stream import Stream, normed_on_write
+from outrider.kernels.stream import ResidualStream, normed_on_write
 from outrider.shared.nn.config.model_config import Activation
 from outrider.shared.nn.layers.linear import Linear
 from outrider.shared.nn.layers.modules import Attention, GatedMLP
@@ -34,12 +34,15 @@ from outrider.shared.nn.layers.modules import Attention, GatedMLP
 _PAGE = 16
 _EPS = 1e-5
 _FEW_SUMS, _MANY_SUMS = 64, 4
-"""Columns per partial sum of squares in a `Stream`: `_MANY_SUMS` with one or two rows, else `_FEW_SUMS`."""
+"""Columns per partial sum of squares in a `ResidualStream`.
 
-Run = Callable[[torch.Tensor, torch.Tensor | None, Tile], object]
+`_MANY_SUMS` is used with one or two rows, and `_FEW_SUMS` with more rows.
+"""
+
+RunTile = Callable[[torch.Tensor, torch.Tensor | None, Tile], object]
 """A function that computes a product. It takes a weight ``[out, in]``, its scales, and the tile to use."""
-Prepare = Callable[[int], Run]
-"""A function that creates the inputs for a number of rows, and returns a `Run` function to time."""
+Prepare = Callable[[int], RunTile]
+"""A function that creates the inputs for a number of rows, and returns a `RunTile` function to time."""
 
 
 @runtime_checkable
@@ -119,16 +122,16 @@ def _rows(rows: int, width: int, linear: Linear, dtype: torch.dtype) -> torch.Te
     )
 
 
-def _stream(rows: int, linear: Linear, dtype: torch.dtype) -> Stream:
+def _stream(rows: int, linear: Linear, dtype: torch.dtype) -> ResidualStream:
     width = linear.in_features
     x = _rows(rows, width, linear, dtype)
     if normed_on_write(rows, dtype):
-        return Stream(x, x, None, _EPS)
+        return ResidualStream(x, x, None, _EPS)
     parts = ceil_div(width, _MANY_SUMS if rows <= 2 else _FEW_SUMS)
-    return Stream(x, x, torch.full((parts, rows), width / parts, device=x.device), _EPS)
+    return ResidualStream(x, x, torch.full((parts, rows), width / parts, device=x.device), _EPS)
 
 
-def _prepare_qkv(block: Attention, dtype: torch.dtype, rows: int) -> Run:
+def _prepare_qkv(block: Attention, dtype: torch.dtype, rows: int) -> RunTile:
     stream, bias, norm = _stream(rows, block.qkv, dtype), block.qkv.bias, block.head_norm
     device, dim = stream.scaled.device, block.head_dim
     planes = torch.zeros(2, ceil_div(rows, _PAGE), _PAGE, block.num_kv_heads, dim, dtype=dtype, device=device)
@@ -148,14 +151,14 @@ def _prepare_qkv(block: Attention, dtype: torch.dtype, rows: int) -> Run:
     return run
 
 
-def _prepare_added(linear: Linear, dtype: torch.dtype, epilogue: Epilogue, rows: int) -> Run:
+def _prepare_added(linear: Linear, dtype: torch.dtype, epilogue: Epilogue, rows: int) -> RunTile:
     x, residual = (
         _rows(rows, linear.in_features, linear, dtype),
         _rows(rows, linear.out_features, linear, dtype),
     )
     norm, bias = torch.ones_like(residual[0]), linear.bias
 
-    def run(weight: torch.Tensor, scales: torch.Tensor | None, tile: Tile) -> Stream:
+    def run(weight: torch.Tensor, scales: torch.Tensor | None, tile: Tile) -> ResidualStream:
         if epilogue is Epilogue.ADD:
             return project_add(x, weight, residual, norm, _EPS, scales=scales, bias=bias, tile=tile)
         return add_sums(project(x, weight, scales=scales, tile=tile), residual, norm, _EPS, bias=bias)
@@ -163,7 +166,7 @@ def _prepare_added(linear: Linear, dtype: torch.dtype, epilogue: Epilogue, rows:
     return run
 
 
-def _prepare_gated(block: GatedMLP, dtype: torch.dtype, rows: int) -> Run:
+def _prepare_gated(block: GatedMLP, dtype: torch.dtype, rows: int) -> RunTile:
     stream, bias, gelu = (
         _stream(rows, block.gate_up, dtype),
         block.gate_up.bias,
@@ -174,7 +177,7 @@ def _prepare_gated(block: GatedMLP, dtype: torch.dtype, rows: int) -> Run:
     )
 
 
-def _prepare_head(linear: Linear, dtype: torch.dtype, rows: int) -> Run:
+def _prepare_head(linear: Linear, dtype: torch.dtype, rows: int) -> RunTile:
     x = _rows(rows, linear.in_features, linear, dtype)
 
     def run(weight: torch.Tensor, scales: torch.Tensor | None, tile: Tile) -> torch.Tensor:

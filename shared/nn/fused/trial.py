@@ -24,7 +24,7 @@ from outrider.kernels.skinny_gemm.candidates import candidates
 from outrider.kernels.skinny_gemm.kept import Tried, keep_tiles, read_tiles, tiles_file, trying_alone
 from outrider.kernels.skinny_gemm.table import Product, device_name, guess_tile, needs_trial, remember
 from outrider.kernels.skinny_gemm.types import LIBRARY
-from outrider.shared.nn.fused.products import ProductUse, Run, merged
+from outrider.shared.nn.fused.products import ProductUse, RunTile, merged
 from outrider.shared.nn.layers.linear import Linear
 from outrider.shared.obs.logging import get_logger
 
@@ -221,7 +221,7 @@ class _Trial:
             times.setdefault(tile, []).append(span.microseconds() / self._launches(ring))
         return {tile: statistics.median(samples) for tile, samples in times.items()}
 
-    def _compiled(self, use: ProductUse, rows: int, run: Run) -> list[Tile]:
+    def _compiled(self, use: ProductUse, rows: int, run: RunTile) -> list[Tile]:
         """Return the tiles whose kernels are compiled. If a kernel is not compiled yet, return no tiles."""
         linear = use.linears[0]
         states = {
@@ -241,7 +241,7 @@ class _Trial:
     def _launches(self, ring: Sequence[Weight]) -> int:
         return max(_LAUNCHES, len(ring))
 
-    def _record(self, run: Run, tile: Tile, ring: Sequence[Weight]) -> torch.cuda.CUDAGraph | None:
+    def _record(self, run: RunTile, tile: Tile, ring: Sequence[Weight]) -> torch.cuda.CUDAGraph | None:
         """Record launches with these weights in a CUDA graph. Return None if the tile fails on this GPU."""
         try:
             # The first launches compile the kernel and create cached data for each weight. Neither may happen
@@ -322,7 +322,8 @@ def _log_choice(tried: Sequence[Tried]) -> None:
         epilogue, out_features, in_features = shape
         rows = {
             entry.product.rows: (
-                f"{describe(entry.tile)} {entry.microseconds} us (rule {entry.rule}, library {entry.library})"
+                f"{describe_tile(entry.tile)} {entry.microseconds} us "
+                f"(rule {entry.rule}, library {entry.library})"
             )
             for entry in tried
             if (entry.product.shape, entry.product.dtype) == (shape, dtype)
@@ -330,7 +331,7 @@ def _log_choice(tried: Sequence[Tried]) -> None:
         _log.info("tiles", product=epilogue.name.lower(), shape=f"{out_features}x{in_features}", rows=rows)
 
 
-def describe(tile: Tile) -> str:
+def describe_tile(tile: Tile) -> str:
     """Return a short description of a tile."""
     if tile.method is Method.LIBRARY:
         return "library"

@@ -123,7 +123,7 @@ class Call:
     options: Mapping[str, object]
 
 
-class Recorder:
+class CallRecorder:
     """Collects the attention calls of the running probe. Probes run one at a time, at start-up."""
 
     def __init__(self) -> None:
@@ -147,7 +147,7 @@ class Recorder:
         return MaskRule(mask_function)
 
 
-RECORDER = Recorder()
+RECORDER = CallRecorder()
 
 # For an attention name without a mask function, `transformers` makes no masks. Only the name that the probe
 # uses has a mask function.

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from outrider.shared.attn.base import AttentionBackend
 from outrider.shared.base.errors import CheckpointError
 from outrider.shared.kv.pool import KVPool
-from outrider.shared.nn.decoder import LM_HEAD, Decoder, DecoderOutput, Progress
+from outrider.shared.nn.decoder import LM_HEAD, Decoder, DecoderOutput, OnProgress
 from outrider.shared.nn.generic.attention import Site, Step, bind
 from outrider.shared.nn.generic.layout import GenericConfig
 from outrider.shared.nn.generic.output_head import OutputHead
@@ -62,7 +62,7 @@ class GenericDecoder(Decoder):
         config: GenericConfig,
         device: torch.device,
         dtype: torch.dtype,
-        progress: Progress | None = None,
+        progress: OnProgress | None = None,
     ) -> GenericDecoder:
         """Load the weights of a folder with the given configuration; see `load_decoder`."""
         model, weights = load_weights(path, config, device, dtype, progress)

@@ -27,7 +27,7 @@ from outrider.shared.nn.checkpoint.checkpoint_reader import (
 )
 from outrider.shared.nn.checkpoint.tensor_file import TensorInfo
 from outrider.shared.nn.config.model_config import CONFIG_FILE, ConfigReader, read_json
-from outrider.shared.nn.decoder import Progress
+from outrider.shared.nn.decoder import OnProgress
 from outrider.shared.nn.generic.attention import PAGED
 from outrider.shared.nn.generic.config import find_class
 from outrider.shared.nn.generic.layout import GenericConfig
@@ -44,7 +44,7 @@ def load_weights(
     config: GenericConfig,
     device: torch.device,
     dtype: torch.dtype,
-    progress: Progress | None,
+    progress: OnProgress | None,
 ) -> tuple[PreTrainedModel, str]:
     """Load the weights of a `transformers` model whose configuration has been probed.
 

@@ -19,7 +19,7 @@ FREE_SHARE = 0.5
 CHUNK_ROWS = 8192
 
 
-def fits(nbytes: int, free: int, total: int) -> bool:
+def table_fits(nbytes: int, free: int, total: int) -> bool:
     """Return True if a table of `nbytes` may be allocated on a device with `free` of `total` bytes free."""
     return nbytes <= min(FREE_SHARE * free, MEMORY_SHARE * total)
 
@@ -33,7 +33,7 @@ def token_products(embedding: torch.Tensor, norm: RMSNorm, weight: torch.Tensor)
         weight: ``[out, hidden]``, the q-k-v weight of the first layer. The rows may be strided.
     """
     vocabulary, out = embedding.shape[0], weight.shape[0]
-    if embedding.device.type == "cuda" and not fits(
+    if embedding.device.type == "cuda" and not table_fits(
         vocabulary * out * weight.element_size(), *torch.cuda.mem_get_info(embedding.device)
     ):
         return None

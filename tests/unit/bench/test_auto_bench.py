@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from outrider.bench.measure.auto import LAW_DEPTH, check_lengths, law_of
+from outrider.bench.measure.auto import LAW_DEPTH, law_of, parse_accept_lengths
 from outrider.services.cli.commands import app
 from outrider.shared.base.errors import ConfigurationError
 
@@ -44,4 +44,4 @@ def test_auto_is_compared_with_the_best_choice(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["0.5", "7", "two", ""])
 def test_wrong_accept_lengths_are_refused(text: str) -> None:
     with pytest.raises(ConfigurationError, match="--accept-length"):
-        check_lengths(text)
+        parse_accept_lengths(text)

@@ -15,11 +15,11 @@ from outrider.bench.measure.near_tie import NEAR_TIE, Judge
 from outrider.bench.measure.prompts import HELDOUT_PROMPTS, load_prompts
 from outrider.bench.measure.speculation import (
     TEMPERATURES,
-    Kind,
-    Run,
+    MeasuredRequest,
+    RunKind,
     Runs,
     first_differences,
-    summarise,
+    summarise_runs,
 )
 from outrider.bench.options import result_file
 from outrider.bench.report.machine import describe_machine
@@ -28,10 +28,10 @@ from outrider.services.hub.pair import DEMO_TARGET
 from outrider.shared.base.errors import ConfigurationError
 
 
-def runs_of(speeds: dict[Kind, list[float]]) -> Runs:
+def runs_of(speeds: dict[RunKind, list[float]]) -> Runs:
     """Return runs of 100 tokens at the given speeds, the same at both temperatures."""
     return {
-        (index, temperature, kind): Run(
+        (index, temperature, kind): MeasuredRequest(
             index, temperature, kind, 100, 100 / speed, 0.01, 3.0 + index, 30, [index]
         )
         for kind, values in speeds.items()
@@ -44,13 +44,13 @@ def test_ratios_are_paired_by_prompt() -> None:
     # The machine is half as fast for the second and third prompts, which distorts medians but not ratios.
     runs = runs_of(
         {
-            Kind.ON: [200, 100, 130],
-            Kind.AUTO: [150, 50, 50],
-            Kind.OFF: [100, 50, 50],
-            Kind.NO_DRAFT: [100, 50, 40],
+            RunKind.ON: [200, 100, 130],
+            RunKind.AUTO: [150, 50, 50],
+            RunKind.OFF: [100, 50, 50],
+            RunKind.NO_DRAFT: [100, 50, 40],
         }
     )
-    row = summarise(runs, 3)[0]
+    row = summarise_runs(runs, 3)[0]
     assert row["temperature"] == 0.0
     assert row["on_over_off"] == {"median": 2.0, "p25": 2.0, "p75": 2.3, "floor": 4.0, "ratio": 2.0}, (
         "the ratio cannot exceed the accept length"
@@ -64,22 +64,22 @@ def test_ratios_are_paired_by_prompt() -> None:
 
 
 def test_different_texts_are_counted() -> None:
-    runs = runs_of({kind: [10.0, 10.0] for kind in Kind})
-    runs[1, 1.0, Kind.OFF] = Run(1, 1.0, Kind.OFF, 100, 10.0, 0.01, 0.0, 100, [9])
-    assert [row["same_text"]["on"] for row in summarise(runs, 2)] == [2, 1]
+    runs = runs_of({kind: [10.0, 10.0] for kind in RunKind})
+    runs[1, 1.0, RunKind.OFF] = MeasuredRequest(1, 1.0, RunKind.OFF, 100, 10.0, 0.01, 0.0, 100, [9])
+    assert [row["same_text"]["on"] for row in summarise_runs(runs, 2)] == [2, 1]
 
 
 def test_where_greedy_answers_part_the_logits_are_told() -> None:
     prompts = load_prompts(HELDOUT_PROMPTS, 2)
-    runs = runs_of({kind: [10.0, 10.0] for kind in Kind})
+    runs = runs_of({kind: [10.0, 10.0] for kind in RunKind})
     assert first_differences(runs, prompts, DEMO_TARGET) == []
     ids = TextCodec.load(DEMO_TARGET).encode_chat(prompts[1], {})
     best, second, *_, worst = (
         int(token) for token in Judge(DEMO_TARGET).next_logits(ids).argsort(descending=True)
     )
-    for kind, tokens in ((Kind.OFF, [best, 7]), (Kind.ON, [second, 9]), (Kind.AUTO, [worst, 7])):
+    for kind, tokens in ((RunKind.OFF, [best, 7]), (RunKind.ON, [second, 9]), (RunKind.AUTO, [worst, 7])):
         runs[1, 0.0, kind] = replace(runs[1, 0.0, kind], token_ids=tokens)
-    runs[0, 1.0, Kind.ON] = replace(runs[0, 1.0, Kind.ON], token_ids=[1])
+    runs[0, 1.0, RunKind.ON] = replace(runs[0, 1.0, RunKind.ON], token_ids=[1])
     on, auto, sampled = sorted(
         first_differences(runs, prompts, DEMO_TARGET),
         key=lambda one: (one["temperature"], one["kind"] == "auto"),

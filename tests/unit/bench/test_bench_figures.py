@@ -11,11 +11,11 @@ import torch
 
 from outrider.bench.load.open_loop import Experience, Load, summarise_load
 from outrider.bench.load.serve import serve_rows
-from outrider.bench.measure.clock import measure, percentile, summarise
+from outrider.bench.measure.clock import measure, percentile, summarise_times
 from outrider.bench.measure.floors import (
     QuantizedSizes,
     draft_step,
-    forward_pass,
+    forward_work,
     prefill,
     speculative_round,
     target_parameters,
@@ -35,16 +35,16 @@ def test_the_floor_of_the_8b_shape_is_the_measured_one() -> None:
     config = LLAMA.model_config()
     assert target_parameters(config) * 2 == pytest.approx(15.01e9, rel=1e-3)
     assert draft_step(LLAMA.head, 1, 2).nbytes == pytest.approx(0.699e9, rel=1e-3)
-    step = forward_pass(config, rows=1, sequences=1, context=0, itemsize=2)
+    step = forward_work(config, rows=1, sequences=1, context=0, itemsize=2)
     assert Ceilings(4.53e12, 8e14).seconds(step.nbytes, step.flops) * 1e3 == pytest.approx(3.31, abs=0.01)
-    cached = forward_pass(config, 1, 1, 1000, 2).nbytes - step.nbytes
+    cached = forward_work(config, 1, 1, 1000, 2).nbytes - step.nbytes
     assert cached == 1000 * 32 * 2 * 8 * 128 * 2
 
 
 def test_narrow_numbers_are_read_as_such() -> None:
     config = LLAMA.model_config()
     wide, narrow = (
-        forward_pass(config, 1, 1, 1000, 2, sizes) for sizes in (None, QuantizedSizes(products=1, cache=1))
+        forward_work(config, 1, 1, 1000, 2, sizes) for sizes in (None, QuantizedSizes(products=1, cache=1))
     )
     assert narrow.nbytes == wide.nbytes / 2, "including the output head"
     assert narrow.flops == wide.flops
@@ -110,7 +110,7 @@ def test_percentiles_interpolate() -> None:
     assert percentile([4.0, 1.0, 3.0, 2.0], 50) == 2.5
     assert percentile([1.0], 99) == 1.0
     assert percentile([0.0, 10.0], 99) == pytest.approx(9.9)
-    assert summarise([3.0, 1.0, 2.0]).median == 2.0
+    assert summarise_times([3.0, 1.0, 2.0]).median == 2.0
 
 
 def test_work_is_timed_per_copy() -> None:

@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from outrider.bench.load import shared_prefix
-from outrider.bench.load.lone import Reply
+from outrider.bench.load.lone import TimedReply
 from outrider.bench.load.shared_prefix import Chats, PrefixOptions
 from outrider.services.cli.commands import app
 from outrider.services.stack.options import StackOptions
@@ -81,7 +81,7 @@ def test_prefix_tells_its_progress_after_each_answer(
 
     client = partial(httpx.AsyncClient, transport=httpx.MockTransport(answer))
     monkeypatch.setattr(shared_prefix.httpx, "AsyncClient", client)
-    monkeypatch.setattr(shared_prefix.LoneConnection, "post", lambda *_arguments: Reply(0.001, 200, b""))
+    monkeypatch.setattr(shared_prefix.LoneConnection, "post", lambda *_arguments: TimedReply(0.001, 200, b""))
     chats = Chats(count=2, turns=1, system=4, turn=1, answer=1, vocab=100)
     options = PrefixOptions(StackOptions(), None, None, chats, 8, 1, None)
     asyncio.run(shared_prefix._measure(options, "http://server"))

@@ -17,8 +17,8 @@ import pytest
 from support.fake_openai import FakeServer
 
 from outrider.bench.faults import leftovers, move, overload, soak, stall
-from outrider.bench.faults.answers import Asker, AskFailedError, Outcome, Part, check
-from outrider.bench.faults.processes import Usage, cpu_seconds, survivors, usage_of
+from outrider.bench.faults.answers import AnswerPart, Asker, AskFailedError, RequestEnding, check
+from outrider.bench.faults.processes import ProcessUsage, cpu_seconds, survivors, usage_of
 from outrider.bench.faults.questions import CHAT, COMPLETIONS, GENERATE, Question, soak_questions
 from outrider.bench.load.open_loop import Experience, LoadRequest, ask
 from outrider.bench.load.rest import RestLoad
@@ -27,51 +27,51 @@ from outrider.gateway.v1 import gateway_pb2
 from outrider.services.stack.options import StackOptions
 
 QUESTION = Question("chat", CHAT, {})
-EXPECTED: dict[int, Part] = {0: "hello", 1: (1, 2, 3)}
+EXPECTED: dict[int, AnswerPart] = {0: "hello", 1: (1, 2, 3)}
 
 
 class ScriptedAsker:
     """Answers with the given parts, and then fails if there is an error."""
 
-    def __init__(self, *parts: Mapping[int, Part], error: str = "") -> None:
+    def __init__(self, *parts: Mapping[int, AnswerPart], error: str = "") -> None:
         self._parts = parts
         self._error = error
 
-    async def whole(self, question: Question, speculation: Mapping[str, Any]) -> Mapping[int, Part]:
+    async def whole(self, question: Question, speculation: Mapping[str, Any]) -> Mapping[int, AnswerPart]:
         if self._error:
             raise AskFailedError(self._error)
         return self._parts[-1]
 
     async def pieces(
         self, question: Question, speculation: Mapping[str, Any]
-    ) -> AsyncGenerator[Mapping[int, Part], None]:
+    ) -> AsyncGenerator[Mapping[int, AnswerPart], None]:
         for parts in self._parts:
             yield parts
         if self._error:
             raise AskFailedError(self._error, self._parts[-1])
 
 
-def verdict(asker: ScriptedAsker, *, stream: bool = True, cancel_after: int | None = None) -> Outcome:
+def verdict(asker: ScriptedAsker, *, stream: bool = True, cancel_after: int | None = None) -> RequestEnding:
     found = check(asker, QUESTION, EXPECTED, {}, stream, cancel_after)  # type: ignore[arg-type]
     return asyncio.run(found).outcome
 
 
 def test_an_answer_is_right_only_if_it_is_complete() -> None:
     whole = dict(EXPECTED)
-    assert verdict(ScriptedAsker(whole), stream=False) is Outcome.RIGHT
-    assert verdict(ScriptedAsker({0: "he"}, whole)) is Outcome.RIGHT
-    assert verdict(ScriptedAsker({0: "he"})) is Outcome.WRONG
-    assert verdict(ScriptedAsker({**whole, 2: "more"})) is Outcome.WRONG
-    assert verdict(ScriptedAsker({0: "hello", 1: (1, 2, 4)}), stream=False) is Outcome.WRONG
+    assert verdict(ScriptedAsker(whole), stream=False) is RequestEnding.RIGHT
+    assert verdict(ScriptedAsker({0: "he"}, whole)) is RequestEnding.RIGHT
+    assert verdict(ScriptedAsker({0: "he"})) is RequestEnding.WRONG
+    assert verdict(ScriptedAsker({**whole, 2: "more"})) is RequestEnding.WRONG
+    assert verdict(ScriptedAsker({0: "hello", 1: (1, 2, 4)}), stream=False) is RequestEnding.WRONG
 
 
 def test_a_part_of_an_answer_must_be_its_beginning() -> None:
     right, wrong = {0: "hel", 1: (1, 2)}, {0: "hel", 1: (2,)}
-    assert verdict(ScriptedAsker(right, EXPECTED), cancel_after=1) is Outcome.CANCELLED
-    assert verdict(ScriptedAsker(wrong, EXPECTED), cancel_after=1) is Outcome.WRONG
-    assert verdict(ScriptedAsker(right, error="503")) is Outcome.FAILED
-    assert verdict(ScriptedAsker(wrong, error="503")) is Outcome.WRONG
-    assert verdict(ScriptedAsker(error="503"), stream=False) is Outcome.FAILED
+    assert verdict(ScriptedAsker(right, EXPECTED), cancel_after=1) is RequestEnding.CANCELLED
+    assert verdict(ScriptedAsker(wrong, EXPECTED), cancel_after=1) is RequestEnding.WRONG
+    assert verdict(ScriptedAsker(right, error="503")) is RequestEnding.FAILED
+    assert verdict(ScriptedAsker(wrong, error="503")) is RequestEnding.WRONG
+    assert verdict(ScriptedAsker(error="503"), stream=False) is RequestEnding.FAILED
 
 
 def test_the_requests_of_a_soak_are_the_same_every_time_and_differ_in_kind() -> None:
@@ -91,7 +91,7 @@ def test_streams_of_all_routes_are_read() -> None:
     server = FakeServer("outrider")
     try:
 
-        async def read(question: Question) -> Mapping[int, Part]:
+        async def read(question: Question) -> Mapping[int, AnswerPart]:
             asker = Asker(server.url)
             found = [dict(parts) async for parts in asker.pieces(question, {"mode": "off"})]
             await asker.close()
@@ -147,8 +147,8 @@ def test_only_processes_that_ran_all_the_time_are_compared() -> None:
     assert own.rss_mib > 10
     assert own.descriptors >= 3
     assert usage_of(2**22 + 1) is None
-    other = Usage((1, 2), 5.0, 3, 1)
-    again = Usage((1, 3), 5.0, 3, 1)
+    other = ProcessUsage((1, 2), 5.0, 3, 1)
+    again = ProcessUsage((1, 3), 5.0, 3, 1)
     assert survivors({"a": own, "b": other, "c": other}, {"a": own, "b": again}) == {"a": (own, own)}
 
 
@@ -166,7 +166,7 @@ def test_the_time_of_all_threads_counts() -> None:
 
 
 def test_failures_are_excused_only_while_a_service_is_down() -> None:
-    tally = soak.Tally(down=[[10.0, 12.0], [20.0, float("inf")]])
+    tally = soak.FaultTally(down=[[10.0, 12.0], [20.0, float("inf")]])
     assert [tally.is_excused(*times) for times in ((8, 9), (9, 10.5), (12.5, 15), (11, 30), (25, 26))] == [
         *(False, True, False, True, True)
     ]
@@ -199,7 +199,7 @@ def test_the_expensive_bodies_have_the_size_they_should() -> None:
 def offer(count: int, first_token_s: float, refused: int = 0, retry_after_s: float | None = 1.0) -> Any:
     answered = [Experience(0.0, [first_token_s], 1.0, 5) for _ in range(count)]
     refusals = [Experience(0.0, [], 0.1, error="429", status=429, retry_after_s=retry_after_s)] * refused
-    return overload.Offer(5.0, [*answered, *refusals], (10.0, 12.0), {"target": 100.0})
+    return overload.LoadResult(5.0, [*answered, *refusals], (10.0, 12.0), {"target": 100.0})
 
 
 @pytest.mark.parametrize(("retry_after_s", "code"), [(1.0, 0), (None, 1)])

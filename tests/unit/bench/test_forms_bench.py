@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from outrider.bench.measure.form_parts import Part, parts_of
 from outrider.bench.measure.forms import (
     FORM_PROMPTS,
-    Answer,
+    FormAnswer,
     FormPrompt,
     load_form_prompts,
     rows_of,
@@ -64,9 +64,9 @@ def test_an_incomplete_answer_has_the_parts_of_its_beginning(length: int) -> Non
 def test_the_accept_length_counts_the_tokens_of_rounds_only() -> None:
     prompt = FormPrompt("t", "p", {"type": "object", "properties": {"n": {"type": "integer"}}})
     answers = [
-        Answer(prompt, False, "Yes it is.", [[" it", " is"], [".", ""]], True),
-        Answer(prompt, True, '{"n": 12}', [['"', "n", '": '], ["1", "2", "}", ""]], True),
-        Answer(prompt, True, '{"n": 34', [['"n', '": ', "3", "4"]], False),
+        FormAnswer(prompt, False, "Yes it is.", [[" it", " is"], [".", ""]], True),
+        FormAnswer(prompt, True, '{"n": 12}', [['"', "n", '": '], ["1", "2", "}", ""]], True),
+        FormAnswer(prompt, True, '{"n": 34', [['"n', '": ', "3", "4"]], False),
     ]
     rows = {row.case: row for row in rows_of(answers)}
     assert rows["free"].value == 2.0

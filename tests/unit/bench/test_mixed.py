@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from outrider.bench.mixed import command, pauses, ratios, soak
 from outrider.bench.mixed.cases import AUTO, MIXES, PAIRINGS, PLAIN, Section
-from outrider.bench.mixed.figures import Figure
+from outrider.bench.mixed.figures import MixedFigure
 from outrider.services.cli.commands import app
 from outrider.services.stack.options import StackOptions
 from outrider.shared.base.errors import ConfigurationError, OutriderError, UnavailableError
@@ -168,10 +168,10 @@ def test_streams_that_end_are_followed_by_others(gateway: FakeServer, tmp_path: 
 
 
 def test_goals_are_limits_from_either_side() -> None:
-    assert Figure(Section.ODD, "a", 100.0, "tok/s", 0.96, 0.95).met is True
-    assert Figure(Section.ODD, "a", 100.0, "tok/s", 0.94, 0.95).met is False
-    assert Figure(Section.SOAK, "a", 1.0, "requests", goal=0, at_least=False).met is False
-    assert Figure(Section.TTFT, "a", 1.0, "ms").met is None
+    assert MixedFigure(Section.ODD, "a", 100.0, "tok/s", 0.96, 0.95).met is True
+    assert MixedFigure(Section.ODD, "a", 100.0, "tok/s", 0.94, 0.95).met is False
+    assert MixedFigure(Section.SOAK, "a", 1.0, "requests", goal=0, at_least=False).met is False
+    assert MixedFigure(Section.TTFT, "a", 1.0, "ms").met is None
 
 
 def test_a_case_that_fails_leaves_the_others(gateway: FakeServer, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from outrider.bench.plot.canvas import DARK, LIGHT, Theme
 from outrider.bench.plot.charts import Axis
-from outrider.bench.plot.pictures import MIXED, PICTURES, ROUND, round_tree
+from outrider.bench.plot.pictures import MIXED, PICTURES, ROUND, round_tree_picture
 from outrider.services.cli import commands as cli
 from outrider.shared.base.errors import ConfigurationError
 
@@ -71,11 +71,11 @@ def test_text_and_data_stand_out(theme: Theme) -> None:
 
 def test_the_tree_shows_the_accepted_path_and_the_targets_own_token() -> None:
     one = json.loads((RESULTS / ROUND).read_text())["round"]
-    shown = texts(round_tree(RESULTS, LIGHT))
+    shown = texts(round_tree_picture(RESULTS, LIGHT))
     assert [text.replace(" ", "·") for text in one["emitted_text"]] == [
         text for text in shown if text.replace("·", " ") in one["emitted_text"]
     ][-len(one["emitted_text"]) :]
-    picture = ElementTree.fromstring(round_tree(RESULTS, LIGHT))
+    picture = ElementTree.fromstring(round_tree_picture(RESULTS, LIGHT))
     filled = [node for node in picture.iter(f"{SVG}rect") if node.attrib["fill"] == LIGHT.series[0]]
     assert len(filled) == len(one["accepted"]) + 1, "the root too"
     boxes = [node for node in picture.iter(f"{SVG}rect") if "stroke" in node.attrib]

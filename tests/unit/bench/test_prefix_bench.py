@@ -11,7 +11,7 @@ import httpx
 import pytest
 from typer.testing import CliRunner
 
-from outrider.bench.load.shared_prefix import TALKS, accept_lengths
+from outrider.bench.load.shared_prefix import TALKS, measure_accept_lengths
 from outrider.services.cli.commands import app
 from outrider.shared.obs.progress import Progress
 
@@ -53,7 +53,7 @@ def served(reports: list[dict[str, Any]]) -> tuple[tuple[float, float] | None, l
         async with httpx.AsyncClient(
             transport=httpx.MockTransport(answer), base_url="http://server"
         ) as client:
-            return await accept_lengths(client, Progress("prefix"))
+            return await measure_accept_lengths(client, Progress("prefix"))
 
     return asyncio.run(ask()), bodies
 

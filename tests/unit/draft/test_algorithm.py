@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 from support.toys import make_toy_eagle3, make_toy_target
 
-from outrider.services.draft.algorithm import Algorithm, check_head, choose, identify
+from outrider.services.draft.algorithm import Algorithm, check_head, choose_algorithm, identify
 from outrider.services.draft.settings import DraftSettings
 from outrider.services.stack.launch import check_options, plan_stack
 from outrider.services.stack.options import StackOptions, Transport
@@ -52,17 +52,17 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 )
 def test_a_checkpoint_shows_what_it_is(folders: dict[str, Path], name: str, expected: Algorithm) -> None:
     assert identify(folders[name]) is expected
-    assert choose(Algorithm.AUTO, folders[name], None).algorithm is expected
+    assert choose_algorithm(Algorithm.AUTO, folders[name], None).algorithm is expected
 
 
 @pytest.mark.parametrize("asked", [Algorithm.AUTO, Algorithm.EAGLE, Algorithm.MTP, Algorithm.NEXTN])
 def test_without_a_draft_the_targets_own_layers_are_meant(folders: dict[str, Path], asked: Algorithm) -> None:
-    choice = choose(asked, None, folders["mimo"])
+    choice = choose_algorithm(asked, None, folders["mimo"])
     assert (choice.algorithm, choice.folder) == (Algorithm.MTP, folders["mimo"])
     with pytest.raises(ConfigurationError, match="no MTP layers"):
-        choose(asked, None, folders["model"])
+        choose_algorithm(asked, None, folders["model"])
     with pytest.raises(ConfigurationError, match="--target-weights"):
-        choose(asked, None, None)
+        choose_algorithm(asked, None, None)
 
 
 def test_what_contradicts_itself_is_refused(folders: dict[str, Path]) -> None:
@@ -73,7 +73,7 @@ def test_what_contradicts_itself_is_refused(folders: dict[str, Path]) -> None:
         (Algorithm.EAGLE3, None, "select MTP"),
     ):
         with pytest.raises(ConfigurationError, match=match):
-            choose(asked, folders[draft] if draft else None, folders["model"])
+            choose_algorithm(asked, folders[draft] if draft else None, folders["model"])
     for asked, draft, match in (
         (Algorithm.STANDALONE, "eagle3", "draft head"),
         (Algorithm.EAGLE3, "model", "STANDALONE"),
@@ -82,20 +82,20 @@ def test_what_contradicts_itself_is_refused(folders: dict[str, Path]) -> None:
         (Algorithm.NEXTN, "eagle3", "no MTP layers"),
     ):
         with pytest.raises(CheckpointError, match=match) as caught:
-            choose(asked, folders[draft], None)
+            choose_algorithm(asked, folders[draft], None)
         assert caught.value.field == "speculative_algorithm"
 
 
 def test_the_kind_of_a_head_must_be_the_one_asked_for(folders: dict[str, Path]) -> None:
-    check_head(choose(Algorithm.AUTO, folders["eagle3"], None), "EAGLE3")
-    check_head(choose(Algorithm.EAGLE3, folders["eagle3"], None), "EAGLE3")
+    check_head(choose_algorithm(Algorithm.AUTO, folders["eagle3"], None), "EAGLE3")
+    check_head(choose_algorithm(Algorithm.EAGLE3, folders["eagle3"], None), "EAGLE3")
     with pytest.raises(CheckpointError, match="--speculative-algorithm EAGLE3"):
-        check_head(choose(Algorithm.EAGLE, folders["eagle3"], None), "EAGLE3")
+        check_head(choose_algorithm(Algorithm.EAGLE, folders["eagle3"], None), "EAGLE3")
 
 
 def test_ngrams_read_no_folder(folders: dict[str, Path]) -> None:
-    assert choose(Algorithm.NGRAM, None, None).folder is None
-    assert choose(Algorithm.NGRAM, None, folders["model"]).folder is None
+    assert choose_algorithm(Algorithm.NGRAM, None, None).folder is None
+    assert choose_algorithm(Algorithm.NGRAM, None, folders["model"]).folder is None
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from support.toys import make_toy_eagle3, make_toy_target
 from outrider.services.draft.build import build_engine
 from outrider.services.draft.engine import Drafted, DraftEngine
 from outrider.services.draft.inproc import HOST_PEER, InprocDrafter, drafter_beside
-from outrider.services.draft.sessions.session import Ask, PeerId, Reason, Verdict
+from outrider.services.draft.sessions.session import Ask, MessageVerdict, PeerId, RefusalReason
 from outrider.services.draft.settings import DraftSettings, plan_pages, plan_threads
 from outrider.services.draft.warmup import warm_up
 from outrider.shared.base.errors import CheckpointError, ConfigurationError
@@ -68,7 +68,7 @@ def follow(engine: DraftEngine, session_id: int, length: int = 6, ask: Ask | Non
     rows = features(tokens)
     assert (
         engine.open(PEER, SequenceOpen(fence_of(session_id, tokens[:-1]), tokens[:-1], 0, 0.0)).verdict
-        is Verdict.ACCEPTED
+        is MessageVerdict.ACCEPTED
     )
     engine.add_features(PEER, session_id, 1, 0, rows)
     engine.commit(
@@ -149,7 +149,8 @@ def test_a_failed_step_costs_the_sessions_in_hand_only(
     monkeypatch.undo()
     tokens = [*prompt_of(1), 5]
     assert (
-        engine.commit(PEER, Commit(fence_of(2, tokens), 6, [5], None), None).reason is Reason.UNKNOWN_SESSION
+        engine.commit(PEER, Commit(fence_of(2, tokens), 6, [5], None), None).reason
+        is RefusalReason.UNKNOWN_SESSION
     )
     engine.check()
 

@@ -15,7 +15,7 @@ from outrider.services.draft import app, warmup
 from outrider.services.draft.build import build_engine
 from outrider.services.draft.engine import DraftEngine
 from outrider.services.draft.growth.draft_graph import DraftGraph, DraftGraphs
-from outrider.services.draft.peers.slotted_rounds import SlottedRounds
+from outrider.services.draft.peers.peer_slots import PeerSlots
 from outrider.services.draft.serving import protocol
 from outrider.services.draft.serving.loop import DraftLoop
 from outrider.services.draft.settings import DraftSettings
@@ -86,7 +86,7 @@ def test_all_rounds_of_a_draft_share_one_cache_that_can_be_turned_off(pair: tupl
     engine = engine_of(pair)
     rounds = engine.strategy.rounds
     assert rounds is not None
-    assert SlottedRounds(engine, CPU).graphs is rounds.graphs.cache
+    assert PeerSlots(engine, CPU).graphs is rounds.graphs.cache
     for disabled in (False, True):
         graphs = DraftGraphs(CPU)
         graphs.cache.enabled = True  # as on a GPU

@@ -8,7 +8,7 @@ import pytest
 
 from outrider.services.gateway.chat_template import ChatTemplate
 from outrider.services.gateway.schemas.chat_messages import Message
-from outrider.services.gateway.schemas.tools import Tool, check_json, template_tools
+from outrider.services.gateway.schemas.tools import Tool, check_json_value, template_tools
 from outrider.shared.base.errors import InvalidRequestError
 
 CALL = {
@@ -76,7 +76,7 @@ def test_tools_have_the_canonical_order_and_no_other_fields() -> None:
 @pytest.mark.parametrize("value", [{"a": "\ud800"}, ["\ud800"]])
 def test_json_that_is_no_text_is_refused(value: Any) -> None:
     with pytest.raises(InvalidRequestError, match="surrogate"):
-        check_json(value, "tools")
+        check_json_value(value, "tools")
 
 
 def test_deep_json_is_refused() -> None:
@@ -84,4 +84,4 @@ def test_deep_json_is_refused() -> None:
     for _ in range(100):
         value = [value]
     with pytest.raises(InvalidRequestError, match="nested too deeply"):
-        check_json(value, "tools")
+        check_json_value(value, "tools")

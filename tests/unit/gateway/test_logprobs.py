@@ -12,7 +12,7 @@ from outrider.services.gateway.logprobs import (
     chat_logprobs,
     completion_logprobs,
     native_logprobs,
-    token_bytes,
+    token_bytes_of,
 )
 from outrider.shared.base.logit_rules import TokenLogprob
 
@@ -60,10 +60,10 @@ def test_json_gets_numbers(logprob: float) -> None:
 def test_the_bytes_of_partial_characters_come_from_the_vocabulary() -> None:
     byte_level = Tokenizer(models.WordLevel({"Ã": 0, "©": 1, "Ġb": 2}, unk_token=None))
     byte_level.decoder = decoders.ByteLevel()
-    found = token_bytes(byte_level)
+    found = token_bytes_of(byte_level)
     assert found(0) + found(1) == "é".encode()
     assert found(2) == b" b"
     fallback = Tokenizer(models.WordLevel({"<0xC3>": 0, "▁x": 1, "y": 2}, unk_token=None))
     fallback.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Strip(" ", 1, 0)])
-    assert [token_bytes(fallback)(token) for token in (0, 1, 2)] == [b"\xc3", b" x", b"y"]
-    assert token_bytes(None)(7) == b""
+    assert [token_bytes_of(fallback)(token) for token in (0, 1, 2)] == [b"\xc3", b" x", b"y"]
+    assert token_bytes_of(None)(7) == b""

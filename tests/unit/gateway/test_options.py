@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from outrider.gateway.v1 import gateway_pb2
-from outrider.services.gateway.convert import options_from_proto
 from outrider.services.gateway.options.table import READ_OPTIONS, grpc_path
 from outrider.services.gateway.parameters import Parameters
 from outrider.services.gateway.requested_rules import RequestedRules
@@ -18,6 +17,7 @@ from outrider.services.gateway.schemas.completions import CompletionRequest
 from outrider.services.gateway.schemas.native import NativeRequest
 from outrider.services.gateway.schemas.responses import ResponsesRequest
 from outrider.services.gateway.schemas.template_options import TEMPLATE_OPTIONS
+from outrider.services.gateway.target_messages import options_from_proto
 from outrider.shared.base.errors import InvalidRequestError
 
 VALUES: dict[str, Any] = {

@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 from pydantic import ValidationError
 
-from outrider.services.gateway.options.rows import Group, Option, grpc, option, rest
+from outrider.services.gateway.options.rows import FieldGroup, RequestOption, grpc, option, rest
 from outrider.services.gateway.options.table import OPTIONS, grpc_path
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -19,8 +19,8 @@ WARMTH = option(
     "warmth",
     "How warm the answer is, 0 to 9.",
     grpc("SamplingOptions.warmth", "optional uint32", 90, "0 is cold."),
-    rest("warmth", "int", Group.SAMPLING, bounds="ge=0, le=9"),
-    rest("heat", "int", Group.CHAT, about="Another name of `warmth`."),
+    rest("warmth", "int", FieldGroup.SAMPLING, bounds="ge=0, le=9"),
+    rest("heat", "int", FieldGroup.CHAT, about="Another name of `warmth`."),
 )
 
 
@@ -108,19 +108,19 @@ def test_an_option_of_one_api_needs_a_reason(field: object) -> None:
     ],
 )
 def test_a_grpc_field_is_listed_once(more: object, message: str) -> None:
-    added: Option = option("warmth", "How warm the answer is.", more, only="a reason")
+    added: RequestOption = option("warmth", "How warm the answer is.", more, only="a reason")
     with pytest.raises(ValueError, match=message):
         SCRIPT.proto("", (*OPTIONS, added))
 
 
 def test_a_rest_field_is_listed_once() -> None:
-    added = option("warmth", "Warm.", rest("top_p", "int", Group.SAMPLING), only="a reason")
+    added = option("warmth", "Warm.", rest("top_p", "int", FieldGroup.SAMPLING), only="a reason")
     with pytest.raises(ValueError, match="same name"):
         SCRIPT.module("sampling", (*OPTIONS, added))
 
 
 def test_a_type_needs_a_module() -> None:
-    added = option("warmth", "Warm.", rest("warmth", "Warmth", Group.SAMPLING), only="a reason")
+    added = option("warmth", "Warm.", rest("warmth", "Warmth", FieldGroup.SAMPLING), only="a reason")
     with pytest.raises(ValueError, match="TYPES: Warmth"):
         SCRIPT.module("sampling", (*OPTIONS, added))
 

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from outrider.common.v1 import common_pb2
-from outrider.services.target.api.convert import request_from_proto
+from outrider.services.target.api.request_messages import request_from_proto
 from outrider.services.target.request import SpeculationLimits
 from outrider.services.target.settings import TargetSettings
 from outrider.shared.base.errors import ConfigurationError, InvalidRequestError

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from outrider.train.corpus.schemas import random_schema
 from outrider.train.forms import FORBIDDEN, FormedAnswers, Forms, TokenSets, restricted
 from outrider.train.generate import continue_rows
-from outrider.train.model import Llama, load_target
+from outrider.train.model import Llama, read_trained_target
 from outrider.train.tokenizer import END, START, render_prompt
 
 torch.set_num_threads(1)
@@ -23,7 +23,7 @@ VOCAB = 4096
 
 @pytest.fixture(scope="module")
 def target() -> Llama:
-    return load_target(TARGET)
+    return read_trained_target(TARGET)
 
 
 @pytest.fixture(scope="module")

@@ -16,14 +16,27 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from outrider.shared.obs import progress
 from outrider.train import eagle3, evaluate, prompts, target
 from outrider.train.corpus import gsm8k
-from outrider.train.corpus.base import Split
-from outrider.train.corpus.conversations import TOPICS, Message, Mix, conversation, heldout_prompts
+from outrider.train.corpus.base import CorpusSplit
+from outrider.train.corpus.conversations import (
+    TOPICS,
+    QuestionAnswer,
+    TopicMix,
+    conversation,
+    heldout_prompts,
+)
 from outrider.train.corpus.country_table import COUNTRIES, HELDOUT_COUNTRIES, TRAIN_COUNTRIES
 from outrider.train.corpus.noise import perturb
 from outrider.train.data import build_rows, read_rows
-from outrider.train.head import Eagle3Head
-from outrider.train.model import LlamaShape, load_target, rope_tables
-from outrider.train.reference import ReferenceHead, ReferenceTarget, Sampling, TreeShape, plain, speculate
+from outrider.train.head import TrainableEagle3Head
+from outrider.train.model import LlamaShape, read_trained_target, rope_tables
+from outrider.train.reference import (
+    ReferenceHead,
+    ReferenceTarget,
+    Sampling,
+    TreeShape,
+    generate_without_draft,
+    speculate,
+)
 from outrider.train.tokenizer import BOS_ID, render_prompt, segments
 
 TREES = [TreeShape(5, 4, 16), TreeShape(4, 1, 5), TreeShape(3, 3, 8)]
@@ -75,15 +88,15 @@ def test_countries_are_complete_and_split() -> None:
 def test_heldout_questions_never_appear_in_training(topic: object) -> None:
     make = topic.make  # type: ignore[attr-defined]
     held, train = Random(3), Random(4)
-    heldout = {make(held, Split.HELDOUT)[0][0] for _ in range(200)}
-    training = {make(train, Split.TRAIN)[0][0] for _ in range(2000)}
+    heldout = {make(held, CorpusSplit.HELDOUT)[0][0] for _ in range(200)}
+    training = {make(train, CorpusSplit.TRAIN)[0][0] for _ in range(2000)}
     assert len(heldout) >= 5
     assert not heldout & training
 
 
 def test_heldout_countries_are_absent_from_training_text() -> None:
     rng = Random(8)
-    mix = Mix(Split.TRAIN)
+    mix = TopicMix(CorpusSplit.TRAIN)
     text = " ".join(m.question + " " + m.answer for _ in range(60) for m in conversation(rng, mix, 4000)[1])
     assert "Zambia" in text or "Kenya" in text
     for country in HELDOUT_COUNTRIES:
@@ -91,7 +104,7 @@ def test_heldout_countries_are_absent_from_training_text() -> None:
 
 
 def test_corpus_is_a_function_of_the_seed() -> None:
-    mix = Mix(Split.TRAIN)
+    mix = TopicMix(CorpusSplit.TRAIN)
     assert conversation(Random(1), mix, 2000) == conversation(Random(1), mix, 2000)
     assert conversation(Random(1), mix, 2000) != conversation(Random(2), mix, 2000)
 
@@ -118,14 +131,14 @@ def test_gsm8k_is_cleaned_and_bad_lines_are_named(tmp_path: Path) -> None:
 
 
 def test_reworded_questions_carry_no_loss() -> None:
-    parts = segments("S", [Message("seen", "A", True), Message("hidden", "B", False)])
+    parts = segments("S", [QuestionAnswer("seen", "A", True), QuestionAnswer("hidden", "B", False)])
     assert ("hidden", False) in parts
     assert "seen" in "".join(text for text, predict in parts if predict)
 
 
 def test_rows_do_not_depend_on_the_number_of_workers(pair: Path) -> None:
     file = pair / "target" / "tokenizer.json"
-    one, two = (build_rows(file, 700, 48, 5, Split.TRAIN, None, 0.0, workers) for workers in (1, 2))
+    one, two = (build_rows(file, 700, 48, 5, CorpusSplit.TRAIN, None, 0.0, workers) for workers in (1, 2))
     assert torch.equal(one, two)
     ids, predict = read_rows(one)
     assert ids.min() >= 0
@@ -137,7 +150,7 @@ def test_target_loads_in_transformers_with_equal_logits(pair: Path) -> None:
     ids = torch.randint(3, 500, (2, 40), generator=torch.Generator().manual_seed(0))
     theirs = AutoModelForCausalLM.from_pretrained(pair / "target", dtype=torch.float32).eval()
     with torch.no_grad():
-        ours, features = load_target(pair / "target")(ids)
+        ours, features = read_trained_target(pair / "target")(ids)
         out = theirs(ids, output_hidden_states=True)
     torch.testing.assert_close(ours, out.logits, rtol=1e-4, atol=1e-5)
     n = theirs.config.num_hidden_layers
@@ -187,7 +200,7 @@ def test_training_time_test_equals_step_by_step_drafting() -> None:
     """
     torch.manual_seed(0)
     shape = LlamaShape(64, 32, 8, 4, 2, 8, 48)
-    head = Eagle3Head(shape, torch.arange(40))
+    head = TrainableEagle3Head(shape, torch.arange(40))
     features, embeddings = torch.randn(1, 9, 96), torch.randn(1, 11, 32)
     steps = head.unroll(features, embeddings, 3)
     for t in (0, 3, 8):
@@ -198,7 +211,7 @@ def test_training_time_test_equals_step_by_step_drafting() -> None:
 
 
 def _sequential(
-    head: Eagle3Head, features: torch.Tensor, embeddings: torch.Tensor, steps: int
+    head: TrainableEagle3Head, features: torch.Tensor, embeddings: torch.Tensor, steps: int
 ) -> list[torch.Tensor]:
     rows = head.fc(features)
     length = rows.shape[1]
@@ -210,7 +223,7 @@ def _sequential(
     return out
 
 
-def _causal(head: Eagle3Head, rows: torch.Tensor, embeddings: torch.Tensor) -> torch.Tensor:
+def _causal(head: TrainableEagle3Head, rows: torch.Tensor, embeddings: torch.Tensor) -> torch.Tensor:
     layer = head.midlayer
     cos, sin = rope_tables(torch.arange(rows.shape[1]), layer.self_attn.dim, head.shape.rope_theta)
     x = torch.cat((layer.input_layernorm(embeddings), layer.hidden_norm(rows)), -1)
@@ -228,7 +241,7 @@ def test_reference_speculation_emits_the_plain_tokens(
     reference, head = _reference(pair)
     prompt = [0, 1, 30, 40, 50, 60, 2]
     run = speculate(reference, head, prompt, 24, shape, sampling)
-    assert run.tokens == plain(reference, prompt, 24, sampling)
+    assert run.tokens == generate_without_draft(reference, prompt, 24, sampling)
     assert all(1 <= n <= shape.num_steps + 1 for n in run.emitted)
 
 

@@ -14,7 +14,7 @@ from outrider.kernels import _launch
 from outrider.kernels.silu_mul.triton import gate
 from outrider.kernels.skinny_gemm.types import Tile
 from outrider.kernels.skinny_gemm.wide.maps import tiles_of
-from outrider.kernels.stream import Stream
+from outrider.kernels.stream import ResidualStream
 
 
 @triton.jit(do_not_specialize=("rows", "parts"))
@@ -53,7 +53,7 @@ def _gated_tiles(
 
 
 def project_gated(
-    stream: Stream, weight: torch.Tensor, bias: torch.Tensor | None, gelu: bool, tile: Tile
+    stream: ResidualStream, weight: torch.Tensor, bias: torch.Tensor | None, gelu: bool, tile: Tile
 ) -> torch.Tensor:
     x, sums = stream.scaled, stream.sums
     (rows, columns), size = x.shape, weight.shape[0] // 2

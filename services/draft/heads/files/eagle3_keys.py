@@ -18,7 +18,7 @@ from outrider.services.draft.heads.files.hot_vocab import HOT_IDS, take_hot_ids
 from outrider.services.draft.heads.files.keys import HeadKeys, canonical_names, layer_shapes
 from outrider.services.draft.vocab import DraftVocabulary
 from outrider.shared.base.errors import CheckpointError
-from outrider.shared.nn.checkpoint.checkpoint_reader import CheckpointReader, Shape
+from outrider.shared.nn.checkpoint.checkpoint_reader import CheckpointReader, TensorShape
 
 LEGACY_FC_NORMS = ("aux_norm_low.weight", "aux_norm_mid.weight", "aux_norm_high.weight")
 INTEGERS = ("d2t", "t2d", HOT_IDS)
@@ -100,16 +100,16 @@ def _rename(name: str) -> str:
 
 def _projector_shapes(
     config: Eagle3Config, stored: Mapping[str, str], ignored: dict[str, str]
-) -> dict[str, Shape]:
+) -> dict[str, TensorShape]:
     """Return the shapes of the projector; add the parts that the configuration disables to `ignored`."""
     hidden, features = config.layer.hidden_size, config.aux.count * config.target_hidden_size
     if config.final_hidden:
         unused = [name for name in stored if name.startswith(("fc.", "fc_norm.", "input_norm."))]
         ignored |= dict.fromkeys(unused, "config.json sets use_aux_hidden_state: false")
         return {}
-    shapes: dict[str, Shape] = {"fc.weight": (hidden, features)}
+    shapes: dict[str, TensorShape] = {"fc.weight": (hidden, features)}
     fc_norms = {f"fc_norm.{index}.weight": (config.target_hidden_size,) for index in range(config.aux.count)}
-    parts: list[tuple[str, bool | None, dict[str, Shape]]] = [
+    parts: list[tuple[str, bool | None, dict[str, TensorShape]]] = [
         ("fc_norm", config.fc_norm, fc_norms),  # type: ignore[list-item]
         ("norm_before_fc", config.input_norm, {"input_norm.weight": (features,)}),
         ("bias", config.fc_bias, {"fc.bias": (hidden,)}),
@@ -125,7 +125,7 @@ def _projector_shapes(
 
 def _layer_shapes(
     config: Eagle3Config, index: int, stored: Mapping[str, str], ignored: dict[str, str]
-) -> dict[str, Shape]:
+) -> dict[str, TensorShape]:
     layer = config.layer
     prefix, norm = f"layers.{index}.", (layer.hidden_size,)
     shapes = layer_shapes(
@@ -142,9 +142,9 @@ def _layer_shapes(
 
 def _vocabulary_shapes(
     reader: CheckpointReader, config: Eagle3Config, stored: Mapping[str, str], ignored: dict[str, str]
-) -> dict[str, Shape]:
+) -> dict[str, TensorShape]:
     vocab, hidden = config.layer.vocab_size, config.layer.hidden_size
-    shapes: dict[str, Shape] = {"norm.weight": (hidden,)}
+    shapes: dict[str, TensorShape] = {"norm.weight": (hidden,)}
     if "embed_tokens.weight" in stored:
         shapes["embed_tokens.weight"] = (vocab, hidden)
     if "t2d" in stored:

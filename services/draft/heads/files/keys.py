@@ -20,7 +20,7 @@ from outrider.services.draft.heads.files.mistral_format import ACTIVATION_SCALES
 from outrider.services.draft.heads.files.mistral_format import rename as native_rename
 from outrider.services.draft.heads.files.mistral_format import spell as native_spell
 from outrider.shared.base.errors import CheckpointError
-from outrider.shared.nn.checkpoint.checkpoint_reader import CheckpointReader, Shape
+from outrider.shared.nn.checkpoint.checkpoint_reader import CheckpointReader, TensorShape
 from outrider.shared.nn.checkpoint.fp8_source import STORED as FP8
 from outrider.shared.nn.layers.modules import Attention, AttentionBlock, GatedMLP, HeadNorm, Linear, RMSNorm
 
@@ -49,7 +49,7 @@ class HeadKeys:
     """
 
     actual: Mapping[str, str]
-    shapes: Mapping[str, Shape]
+    shapes: Mapping[str, TensorShape]
     dialect: str
     ignored: Mapping[str, str]
     pairs: int = 0
@@ -60,7 +60,7 @@ class HeadKeys:
         cls,
         reader: CheckpointReader,
         stored: Mapping[str, str],
-        shapes: Mapping[str, Shape],
+        shapes: Mapping[str, TensorShape],
         ignored: Mapping[str, str],
         integers: Sequence[str] = (),
         head_dim: int = 0,
@@ -109,7 +109,7 @@ class HeadKeys:
     def __contains__(self, name: str) -> bool:
         return name in self.shapes
 
-    def named(self, name: str) -> tuple[str, Shape]:
+    def named(self, name: str) -> tuple[str, TensorShape]:
         """Return the name in the file and the shape of the tensor with this canonical name."""
         return self.actual[name], self.shapes[name]
 
@@ -248,7 +248,7 @@ def canonical_names(
 
 def layer_shapes(
     config: HeadConfig, layer: int, input_size: int, stored: Mapping[str, str], *, qkv_bias: bool = False
-) -> dict[str, Shape]:
+) -> dict[str, TensorShape]:
     """Return the names and shapes of one layer's projections and of its norm post_attention_layernorm.
 
     Args:
@@ -265,7 +265,7 @@ def layer_shapes(
         {"mlp.gate_proj": (inner, hidden), "mlp.up_proj": (inner, hidden)},
         {"mlp.down_proj": (hidden, inner)},
     ]
-    shapes: dict[str, Shape] = {f"{prefix}post_attention_layernorm.weight": (hidden,)}
+    shapes: dict[str, TensorShape] = {f"{prefix}post_attention_layernorm.weight": (hidden,)}
     if config.latent is None:
         queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         groups.append({"self_attn.o_proj": (hidden, queries)})
@@ -290,7 +290,7 @@ def layer_shapes(
 
 
 def _scales(
-    reader: CheckpointReader, stored: Mapping[str, str], shapes: Mapping[str, Shape]
+    reader: CheckpointReader, stored: Mapping[str, str], shapes: Mapping[str, TensorShape]
 ) -> dict[str, str]:
     """Return a mapping from the canonical name of each FP8 matrix to the name of the matrix's scale.
 

@@ -10,13 +10,15 @@ from collections.abc import Callable
 import torch
 
 from outrider.services.draft.heads.files.head_config import HeadConfig
-from outrider.shared.nn.checkpoint.checkpoint_reader import Shape
+from outrider.shared.nn.checkpoint.checkpoint_reader import TensorShape
 from outrider.shared.nn.families.traits import LatentConfig
 from outrider.shared.nn.layers.latent_attention import LATENT_NORM_EPS, LatentAttention
 from outrider.shared.nn.layers.modules import Linear, RMSNorm
 
 
-def latent_shapes(config: HeadConfig, latent: LatentConfig, prefix: str, input_size: int) -> dict[str, Shape]:
+def latent_shapes(
+    config: HeadConfig, latent: LatentConfig, prefix: str, input_size: int
+) -> dict[str, TensorShape]:
     """Return the name and shape of each tensor of one layer's multi-head latent attention.
 
     Args:
@@ -26,7 +28,7 @@ def latent_shapes(config: HeadConfig, latent: LatentConfig, prefix: str, input_s
         input_size: Width of the input of the query projection and of the latent projection.
     """
     head_rows = config.num_heads * (latent.nope_dim + latent.rope_dim)
-    shapes: dict[str, Shape] = {
+    shapes: dict[str, TensorShape] = {
         f"{prefix}kv_a_proj_with_mqa.weight": (latent.rank + latent.rope_dim, input_size),
         f"{prefix}kv_a_layernorm.weight": (latent.rank,),
         f"{prefix}kv_b_proj.weight": (config.num_heads * (latent.nope_dim + latent.value_dim), latent.rank),

@@ -9,7 +9,7 @@ from typing import TypeGuard
 
 import numpy as np
 
-from outrider.services.draft.strategies.ngram.match import SEPARATOR, Match, Tokens, rank_matches
+from outrider.services.draft.strategies.ngram.match import SEPARATOR, Match, TokenArray, rank_matches
 from outrider.shared.base.errors import ConfigurationError
 
 TOKENIZER_FILE = "tokenizer.json"
@@ -28,7 +28,7 @@ class Corpus:
 
     def __init__(self, texts: list[list[int]]) -> None:
         flat = [token for text in texts for token in (*text, SEPARATOR)]
-        self.tokens: Tokens = np.array(flat or [SEPARATOR], dtype=np.int32)
+        self.tokens: TokenArray = np.array(flat or [SEPARATOR], dtype=np.int32)
         keys = _pairs(self.tokens)
         self._order = np.argsort(keys, kind="stable")
         self._keys = keys[self._order]
@@ -38,7 +38,7 @@ class Corpus:
         """The highest token id."""
         return int(self.tokens.max())
 
-    def find(self, suffix: Tokens, min_match: int, max_match: int) -> list[Match]:
+    def find(self, suffix: TokenArray, min_match: int, max_match: int) -> list[Match]:
         """Return occurrences of the last tokens of `suffix`, longest match first."""
         if len(suffix) < MIN_CORPUS_MATCH or max_match < MIN_CORPUS_MATCH:
             return []
@@ -70,7 +70,7 @@ class Corpus:
         return cls([document for document in documents if isinstance(document, list)])
 
 
-def _pairs(tokens: Tokens) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+def _pairs(tokens: TokenArray) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
     wide = tokens.astype(np.int64)
     pairs: np.ndarray[tuple[int], np.dtype[np.int64]] = (wide[:-1] << PAIR_SHIFT) + wide[1:]
     return pairs

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from outrider.shared.spec.tree import DraftShape
 from outrider.shared.spec.trees import HostTree
 
-Tokens = NDArray[np.int32]
+TokenArray = NDArray[np.int32]
 
 MAX_MATCHES = 48
 """Maximum number of occurrences in a trie. The longest matches are kept; among equally long matches, the
@@ -31,17 +31,17 @@ SEPARATOR = -1
 """Marks the end of a document. No token id has this value."""
 
 
-class History:
+class TokenHistory:
     """The tokens of one sequence so far, in a growing buffer."""
 
     __slots__ = ("_buffer", "length")
 
     def __init__(self) -> None:
-        self._buffer: Tokens = np.empty(64, dtype=np.int32)
+        self._buffer: TokenArray = np.empty(64, dtype=np.int32)
         self.length = 0
 
     @property
-    def tokens(self) -> Tokens:
+    def tokens(self) -> TokenArray:
         """All tokens, as a view of the buffer."""
         return self._buffer[: self.length]
 
@@ -69,7 +69,7 @@ class Match:
             text then continues with its own first tokens.
     """
 
-    text: Tokens
+    text: TokenArray
     end: int
     length: int
     weight: float
@@ -91,7 +91,7 @@ class Match:
             yield token
 
 
-def find_matches(text: Tokens, min_match: int, max_match: int) -> list[Match]:
+def find_matches(text: TokenArray, min_match: int, max_match: int) -> list[Match]:
     """Find earlier occurrences of the last tokens of `text`.
 
     The longest matches come first. Among matches of equal length, later occurrences come first. A match must
@@ -104,7 +104,13 @@ def find_matches(text: Tokens, min_match: int, max_match: int) -> list[Match]:
 
 
 def rank_matches(
-    text: Tokens, ends: NDArray[np.int64], suffix: Tokens, min_match: int, max_match: int, *, repeats: bool
+    text: TokenArray,
+    ends: NDArray[np.int64],
+    suffix: TokenArray,
+    min_match: int,
+    max_match: int,
+    *,
+    repeats: bool,
 ) -> list[Match]:
     """Measure the lengths of the matches that end at given tokens, and return the best `MAX_MATCHES` matches.
 

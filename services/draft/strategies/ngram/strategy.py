@@ -20,7 +20,7 @@ from outrider.services.draft.strategies.ngram.corpus import Corpus
 from outrider.services.draft.strategies.ngram.match import (
     MAX_MATCHES,
     ContinuationTrie,
-    History,
+    TokenHistory,
     find_matches,
 )
 from outrider.services.draft.target_info import TargetInfo
@@ -62,7 +62,7 @@ class NgramStrategy(DraftStrategy):
         self._options = options
         self._corpus = corpus
         self._device = device
-        self._histories: dict[tuple[PeerId, int], tuple[int, History]] = {}
+        self._histories: dict[tuple[PeerId, int], tuple[int, TokenHistory]] = {}
         if corpus is not None and vocab_size is not None:
             _check_corpus(corpus, vocab_size)
         digest = hashlib.sha256(
@@ -122,11 +122,11 @@ class NgramStrategy(DraftStrategy):
             matches = sorted([*matches, *found], key=lambda match: -match.weight)[:MAX_MATCHES]
         return ContinuationTrie(matches, shape.depth).tree(session.tokens[-1], shape)
 
-    def _history(self, session: Session) -> History:
+    def _history(self, session: Session) -> TokenHistory:
         key = (session.peer, session.session_id)
-        epoch, history = self._histories.get(key, (-1, History()))
+        epoch, history = self._histories.get(key, (-1, TokenHistory()))
         if epoch != session.epoch:
-            history = History()
+            history = TokenHistory()
             self._histories[key] = session.epoch, history
         history.extend(session.tokens[history.length :])
         return history

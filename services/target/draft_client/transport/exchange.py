@@ -42,7 +42,7 @@ class Exchange(Protocol):
                 another number are not used.
             limit_s: Longest wait for the trees, in seconds, counted from the time when the state is complete.
             ahead: True if the device may wait until the host has sent or received a message. See
-                `ExchangedRound.exchange`.
+                `TreeExchange.exchange`.
         """
         ...
 

@@ -28,7 +28,7 @@ from outrider.services.target.draft_client.transport.carrier import (
     ConnectionLost,
 )
 from outrider.services.target.draft_client.transport.exchange import Exchange
-from outrider.services.target.draft_client.transport.rows_outbox import parts_of
+from outrider.services.target.draft_client.transport.rows_outbox import split_feature_rows
 from outrider.services.target.draft_client.transport.stream_exchange import StreamExchange
 from outrider.shared.base.errors import ProtocolError
 from outrider.shared.obs.logging import get_logger
@@ -194,7 +194,7 @@ class GrpcCarrier(Carrier):
         if self._stream is None or self._bulk is None:
             return
         short = rows.nbytes <= MAX_SHORT_BYTES
-        for part, some in parts_of(message, on_host(rows), MAX_CHUNK_BYTES):
+        for part, some in split_feature_rows(message, on_host(rows), MAX_CHUNK_BYTES):
             request = draft_pb2.SessionRequest(rows=part)
             fill_tensor(request.rows.features, some)
             if short:

@@ -32,7 +32,7 @@ from outrider.shared.base.errors import ProtocolError
 from outrider.shared.obs.logging import get_logger
 from outrider.shared.rpc.address import IpcAddress
 from outrider.shared.rpc.client import open_channel
-from outrider.shared.rpc.convert import error_from_proto
+from outrider.shared.rpc.common_messages import error_from_proto
 from outrider.shared.rpc.ipc.blob_mailbox import BlobMailbox
 from outrider.shared.rpc.ipc.cuda import CudaError
 from outrider.shared.rpc.ipc.frames import EndOfStream, FrameKind, FrameSocket

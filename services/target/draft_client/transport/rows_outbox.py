@@ -24,7 +24,7 @@ MAX_WAITING_BYTES = 1 << 30
 """Limit in bytes for rows that the draft has not read. Above this limit, the draft counts as disconnected."""
 
 
-def parts_of(
+def split_feature_rows(
     message: draft_pb2.BulkRequest, rows: torch.Tensor, most_bytes: int
 ) -> Iterator[tuple[draft_pb2.BulkRequest, torch.Tensor]]:
     """Split feature rows into messages of at most `most_bytes`. Each message has at least one row.
@@ -94,7 +94,8 @@ class RowsOutbox:
         if self._waiting_bytes > MAX_WAITING_BYTES:
             raise EndOfStream("the draft does not read its feature rows")
         self._parts.extend(
-            _Waiting(part, some, made) for part, some in parts_of(message, rows, self._tensors.slot_bytes)
+            _Waiting(part, some, made)
+            for part, some in split_feature_rows(message, rows, self._tensors.slot_bytes)
         )
         self.pump()
 

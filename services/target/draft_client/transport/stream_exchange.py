@@ -81,7 +81,7 @@ log = get_logger("outrider.target.draft")
 
 
 @dataclass(frozen=True, slots=True)
-class _Round:
+class _PendingExchange:
     """The data of one exchange that is known before the state is complete.
 
     Attributes:
@@ -133,7 +133,7 @@ class StreamExchange(Exchange):
         self._arrived: deque[draft_pb2.RoundTrees] = deque()
         # The round whose exchange `send_state` and `receive_trees` complete, and the time until which to wait
         # for the trees. None if no round is enqueued ahead, or if enqueuing failed.
-        self._enqueued: _Round | None = None
+        self._enqueued: _PendingExchange | None = None
         self._until = 0.0
         # The times when the last state was sent and when the last trees were written, and the measured
         # durations of the draft's part and of the target's part of a round.
@@ -167,7 +167,9 @@ class StreamExchange(Exchange):
     ) -> None:
         self._look()
         self._stream.send(draft_pb2.SessionRequest(rounds_next=message).SerializeToString())
-        coming = _Round(message.number, state.packed, state.layout, BlobEnvelopes.of(message), limit_s)
+        coming = _PendingExchange(
+            message.number, state.packed, state.layout, BlobEnvelopes.of(message), limit_s
+        )
         if ahead and self._relay is not None and self._relay.fits(state.packed, trees):
             self._enqueue(self._relay, coming, trees, expected)
             return
@@ -248,7 +250,7 @@ class StreamExchange(Exchange):
     def _enqueue(
         self,
         relay: StreamRelay,
-        coming: _Round,
+        coming: _PendingExchange,
         trees: torch.Tensor,
         expected: torch.Tensor,
     ) -> None:
@@ -265,7 +267,7 @@ class StreamExchange(Exchange):
             self._relay, self._enqueued = None, None
             self._missed = True
 
-    def _post(self, coming: _Round, state: NDArray[np.uint8]) -> None:
+    def _post(self, coming: _PendingExchange, state: NDArray[np.uint8]) -> None:
         """Send a state, and start to measure the wait for its trees."""
         whole = state.data
         parts = coming.layout.compact(whole) if self._compact else [whole[: coming.layout.used_bytes(whole)]]
@@ -275,7 +277,7 @@ class StreamExchange(Exchange):
         self._sent_at = time.monotonic()
         self._until = self._sent_at + coming.limit_s
 
-    def _announce(self, relay: StreamRelay, coming: _Round) -> None:
+    def _announce(self, relay: StreamRelay, coming: _PendingExchange) -> None:
         """Send the early notice shortly before the state is complete. See `LEAD`."""
         if not self._verified_s:
             return
@@ -295,7 +297,7 @@ class StreamExchange(Exchange):
             give_way()
         relay.call()
 
-    def _await_trees(self, coming: _Round) -> bytes | memoryview:
+    def _await_trees(self, coming: _PendingExchange) -> bytes | memoryview:
         """Return the trees for a state that was sent. Return empty bytes if there are no trees in time."""
         trees = self._await(coming, max(self._until, time.monotonic() + LOOK_S))
         if trees is None:
@@ -303,7 +305,7 @@ class StreamExchange(Exchange):
             return b""
         return trees
 
-    def _await(self, coming: _Round, until: float) -> bytes | memoryview | None:
+    def _await(self, coming: _PendingExchange, until: float) -> bytes | memoryview | None:
         """Return the trees of a round, or None if they are late. Drop late trees of earlier rounds."""
         while True:
             while self._arrived:

@@ -25,7 +25,7 @@ from support.toy_heads import (
     write_head,
 )
 
-from outrider.services.convert.head import HeadLayout, convert_head
+from outrider.services.convert.head import HeadLayout, rewrite_head
 from outrider.services.draft.algorithm import Algorithm, identify
 from outrider.services.draft.growth.recurrent_head import RecurrentHead
 from outrider.services.draft.heads.registry import HeadKind, head_kind, load_head
@@ -247,14 +247,14 @@ def test_missing_tensors_are_named_as_mistral_spells_them(tmp_path: Path) -> Non
 @pytest.mark.parametrize("fp8", [False, True])
 def test_a_converted_head_computes_the_same(fp8: bool, tmp_path: Path) -> None:
     stored, worth = quantised(mistral_tensors()) if fp8 else (native(mistral_tensors()), mistral_tensors())
-    convert_head(write_native(tmp_path / "head", stored), tmp_path / "ours", HeadLayout.OUTRIDER)
+    rewrite_head(write_native(tmp_path / "head", stored), tmp_path / "ours", HeadLayout.OUTRIDER)
     tensors = {
         name: tensor.bfloat16().float() if fp8 and tensor.dim() == 2 else tensor
         for name, tensor in worth.items()
     }
     assert_computes(load_head(tmp_path / "ours", CPU, torch.float32), tensors, **MISTRAL_PLAIN)
     with pytest.raises(CheckpointError, match=r"norm\.weight"):
-        convert_head(tmp_path / "head", tmp_path / "official", HeadLayout.EAGLE)
+        rewrite_head(tmp_path / "head", tmp_path / "official", HeadLayout.EAGLE)
 
 
 def test_a_folder_with_params_is_taken_as_a_draft_by_up(tmp_path: Path) -> None:
@@ -318,7 +318,7 @@ def test_an_eagle2_head_with_frequent_tokens_drafts_these(tmp_path: Path) -> Non
     assert_computes(head, eagle_tensors())
     mapped = load_head(write_head(tmp_path / "map", config, eagle_tensors()), CPU, torch.float32, HOT)
     assert mapped.vocabulary.target_ids(CPU).tolist() == sorted(HOT.tolist())
-    convert_head(tmp_path / "head", tmp_path / "ours", HeadLayout.OUTRIDER)
+    rewrite_head(tmp_path / "head", tmp_path / "ours", HeadLayout.OUTRIDER)
     assert load_head(tmp_path / "ours", CPU, torch.float32).vocabulary.size == len(HOT)
 
 

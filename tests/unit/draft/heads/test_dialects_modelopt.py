@@ -20,7 +20,7 @@ from support.toy_heads import (
 )
 from test_dialects_mistral import assert_computes
 
-from outrider.services.convert.head import HeadLayout, convert_head
+from outrider.services.convert.head import HeadLayout, rewrite_head
 from outrider.services.draft.heads.registry import load_head
 from outrider.services.draft.target_info import TargetInfo
 from outrider.shared.base.errors import CheckpointError
@@ -125,10 +125,10 @@ def test_an_eagle1_head_has_the_norm_of_its_first_layer_where_it_says_so(tmp_pat
         load_head(write_head(tmp_path / "without", without, eagle_tensors()), CPU, torch.float32),
         eagle_tensors(),
     )
-    convert_head(folder, tmp_path / "ours", HeadLayout.OUTRIDER)
+    rewrite_head(folder, tmp_path / "ours", HeadLayout.OUTRIDER)
     assert_computes(load_head(tmp_path / "ours", CPU, torch.float32), eagle1_tensors())
     with pytest.raises(CheckpointError, match="no such tensor") as caught:
-        convert_head(folder, tmp_path / "official", HeadLayout.EAGLE)
+        rewrite_head(folder, tmp_path / "official", HeadLayout.EAGLE)
     assert caught.value.field == "layers.0.input_layernorm.weight"
 
 

@@ -12,7 +12,7 @@ from support.toy_heads import HIDDEN, VOCAB, base_config, eagle3_tensors, eagle_
 from support.toys import make_toy_target
 from test_dialects_mistral import assert_computes
 
-from outrider.services.convert.head import HeadLayout, convert_head
+from outrider.services.convert.head import HeadLayout, rewrite_head
 from outrider.services.doctor.examine import examine
 from outrider.services.doctor.pair import Pair
 from outrider.services.draft.algorithm import Algorithm
@@ -49,7 +49,7 @@ def test_a_dynamic_rotary_embedding_is_told_and_kept_by_conversion(tmp_path: Pat
     head = write_head(tmp_path / "head", base_config(rope_scaling=DYNAMIC), eagle_tensors())
     findings = examine(Pair(target, head, Algorithm.AUTO, CPU, torch.float32)).findings
     assert any(finding.field == "rope_scaling" and "beyond" in finding.message for finding in findings)
-    convert_head(head, tmp_path / "official", HeadLayout.EAGLE)
+    rewrite_head(head, tmp_path / "official", HeadLayout.EAGLE)
     assert json.loads((tmp_path / "official" / "config.json").read_text())["rope_scaling"] == DYNAMIC
 
 

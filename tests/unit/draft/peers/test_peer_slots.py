@@ -12,9 +12,9 @@ from support.toys import make_toy_eagle3, make_toy_target
 from outrider.draft.v1 import draft_pb2
 from outrider.services.draft.build import build_engine
 from outrider.services.draft.engine import DraftEngine
-from outrider.services.draft.peers import slotted_rounds
-from outrider.services.draft.peers.replies import NeedResync, Rejected, RoundsEnded, SlotReady
-from outrider.services.draft.peers.slotted_rounds import SlottedRounds
+from outrider.services.draft.peers import peer_slots
+from outrider.services.draft.peers.peer_slots import PeerSlots
+from outrider.services.draft.peers.replies import ExchangeEnded, NeedResync, Rejected, SlotReady
 from outrider.services.draft.settings import DraftSettings
 from outrider.shared.spec.tree import DraftShape
 
@@ -43,12 +43,12 @@ def engine(pair: tuple[Path, Path]) -> DraftEngine:
 
 
 @pytest.fixture
-def rounds(engine: DraftEngine) -> SlottedRounds:
-    return SlottedRounds(engine, CPU)
+def rounds(engine: DraftEngine) -> PeerSlots:
+    return PeerSlots(engine, CPU)
 
 
 @pytest.fixture
-def target(engine: DraftEngine, rounds: SlottedRounds) -> Target:
+def target(engine: DraftEngine, rounds: PeerSlots) -> Target:
     made = Target(engine, rounds)
     assert made.open_slots() == ""
     return made
@@ -217,7 +217,7 @@ def test_another_target_ends_the_rounds_and_none_begin_while_it_has_sessions(
     other = Target(engine, target.rounds, 2)
     assert other.open_slots() == ""
     target.rounds.make_way(other.peer)
-    assert target.replies[-1] == RoundsEnded(1, "busy")
+    assert target.replies[-1] == ExchangeEnded(1, "busy")
     assert target.rounds.peer is None
     other.follow(7)
     for one in (target, other):
@@ -239,7 +239,7 @@ def test_when_all_sessions_have_left_no_target_holds_the_device(engine: DraftEng
 def test_sizes_beyond_the_limit_run_in_memory_of_their_own(
     engine: DraftEngine, target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(slotted_rounds, "MAX_SIZES", 1)
+    monkeypatch.setattr(peer_slots, "MAX_SIZES", 1)
     target.follow(7)
     target.choose(7, 11)
     target.round(2, [(SHAPE, {0: (7, 1)})], joins={0: 7})

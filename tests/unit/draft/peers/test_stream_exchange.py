@@ -14,12 +14,12 @@ from support.toys import make_toy_eagle3, make_toy_target
 from outrider.draft.v1 import draft_pb2
 from outrider.services.draft.build import build_engine
 from outrider.services.draft.peers.peer import Peer
-from outrider.services.draft.peers.replies import Reply, RoundTaken, RoundTrees
+from outrider.services.draft.peers.replies import Reply, StateTaken, TreesReply
 from outrider.services.draft.peers.stream_exchange import StreamExchange
-from outrider.services.draft.serving.convert import reply_to
 from outrider.services.draft.serving.loop import DraftLoop
 from outrider.services.draft.serving.protocol import DraftProtocol
 from outrider.services.draft.serving.servicer import StreamOutlet
+from outrider.services.draft.serving.session_messages import reply_to
 from outrider.services.draft.sessions.session import PeerId
 from outrider.services.draft.settings import DraftSettings
 from outrider.services.target.draft_client.transport.stream_exchange import SOON, TAKEN
@@ -87,7 +87,7 @@ def test_a_state_starts_the_round_that_waits_and_its_trees_are_sent(draft: Draft
         assert draft.relay.waits == {number}
         assert draft.finish(number, bytes([number]) * SIZE)
         assert draft.relay.came[number] == bytes([number]) * SIZE
-        assert draft.outlet.said[-1] == RoundTrees(1, number, bytes([1]) * SIZE)
+        assert draft.outlet.said[-1] == TreesReply(1, number, bytes([1]) * SIZE)
     assert not draft.exchange.broken
 
 
@@ -104,7 +104,7 @@ def test_a_sealed_state_starts_the_round_that_waits_and_nothing_else_does(draft:
     assert draft.exchange.finish_sealed(sealed(1))
     assert draft.relay.came == {1: bytes([1]) * SIZE}
     said = draft.outlet.said[-1]
-    assert isinstance(said, RoundTrees)
+    assert isinstance(said, TreesReply)
     assert said.envelope is not None
     assert said.envelope.seal(said.trees) == reply_to(said).SerializeToString()
     assert not draft.exchange.finish_sealed(sealed(1)), "the round has ended"
@@ -133,15 +133,15 @@ def test_the_target_of_a_state_that_was_announced_hears_that_it_came_before_its_
         draft.exchange.state_coming()
         assert draft.exchange.finish_sealed(sealed(number))
         (taken,) = draft.outlet.said
-        assert isinstance(taken, RoundTaken)
+        assert isinstance(taken, StateTaken)
         assert reply_to(taken).WhichOneof("message") == "round_taken"
         assert draft.relay.came[number] == bytes([number]) * SIZE, "the state must reach the device first"
         taken.then()
-        assert draft.outlet.said[1:] == [RoundTrees(1, number, bytes([1]) * SIZE)]
+        assert draft.outlet.said[1:] == [TreesReply(1, number, bytes([1]) * SIZE)]
     draft.outlet.said.clear()
     assert draft.enqueue(4)
     assert draft.exchange.finish_sealed(sealed(4))
-    assert draft.outlet.said == [RoundTrees(1, 4, bytes([1]) * SIZE)], "not announced: no RoundTaken"
+    assert draft.outlet.said == [TreesReply(1, 4, bytes([1]) * SIZE)], "not announced: no RoundTaken"
 
 
 def test_what_follows_the_message_that_a_state_came_is_left_to_its_stream() -> None:
@@ -155,7 +155,7 @@ def test_what_follows_the_message_that_a_state_came_is_left_to_its_stream() -> N
 
     outlet = StreamOutlet(lambda: None)
     outlet.open(Stream())  # type: ignore[arg-type]
-    outlet.send(RoundTaken(then))
+    outlet.send(StateTaken(then))
     assert sent == [(TAKEN, then)]
 
 
@@ -166,8 +166,8 @@ def test_trees_that_are_owed_are_sent_before_another_round_is_waited_for(draft: 
     assert draft.exchange.finish_sealed(sealed(1))
     assert draft.enqueue(2)
     taken, trees = draft.outlet.said
-    assert trees == RoundTrees(1, 1, bytes([1]) * SIZE)
-    assert isinstance(taken, RoundTaken)
+    assert trees == TreesReply(1, 1, bytes([1]) * SIZE)
+    assert isinstance(taken, StateTaken)
     taken.then()
     assert len(draft.outlet.said) == 2, "the trees must be sent only once"
     assert draft.relay.waits == {2}
@@ -231,7 +231,7 @@ def test_a_round_that_failed_half_way_is_released_and_answered(draft: Draft) -> 
     draft.take(message)
     draft.exchange.skip(1, 3)
     assert not draft.relay.waits
-    assert draft.outlet.said == [RoundTrees(1, 3, b"")]
+    assert draft.outlet.said == [TreesReply(1, 3, b"")]
 
 
 @pytest.mark.parametrize("number", [0, 2, 1 << 31, (1 << 32) - 1])
@@ -262,7 +262,7 @@ def test_a_round_may_wait_for_its_state_on_the_host(ahead: bool, tried: bool, ro
     draft.exchange.send_trees(message, draft.trees)
     assert draft.relay.came == {1: state} if room else draft.blob[4:].tolist() == [5] * (SIZE - 4)
     assert not draft.relay.waits
-    assert draft.outlet.said == [RoundTrees(1, 1, bytes([1]) * SIZE)]
+    assert draft.outlet.said == [TreesReply(1, 1, bytes([1]) * SIZE)]
 
 
 def test_a_draft_whose_driver_cannot_wait_goes_on_without(draft: Draft) -> None:
@@ -279,7 +279,7 @@ def test_a_draft_whose_driver_cannot_wait_goes_on_without(draft: Draft) -> None:
     draft.take(message)
     draft.exchange.send_trees(message, draft.trees)
     assert draft.blob[4:].tolist() == [5] * (SIZE - 4)
-    assert draft.outlet.said == [RoundTrees(1, 1, b""), RoundTrees(1, 2, bytes([1]) * SIZE)]
+    assert draft.outlet.said == [TreesReply(1, 1, b""), TreesReply(1, 2, bytes([1]) * SIZE)]
 
 
 def test_a_malformed_state_of_a_round_that_is_new_is_refused_and_releases(draft: Draft) -> None:

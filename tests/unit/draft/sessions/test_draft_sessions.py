@@ -25,7 +25,7 @@ from outrider.services.draft.sessions.feature_queue import (
     MAX_ROWS_AHEAD,
     FeatureQueue,
 )
-from outrider.services.draft.sessions.session import Reason, RowSource, Verdict
+from outrider.services.draft.sessions.session import MessageVerdict, RefusalReason, RowSource
 from outrider.services.draft.sessions.session_table import SessionLimits
 from outrider.shared.spec.drafter import Commit, SequenceOpen
 from outrider.shared.spec.tree import DraftShape
@@ -39,7 +39,7 @@ def table() -> Table:
 def test_a_session_is_ready_when_its_features_reach_the_root(table: Table) -> None:
     tokens = [1, 2, 3, 4]
     table.open(PEER, opening(tokens[:3]), 0.0)
-    expect(table.commit(PEER, commit_of(tokens, 3), ask(), 0.0), Verdict.ACCEPTED)
+    expect(table.commit(PEER, commit_of(tokens, 3), ask(), 0.0), MessageVerdict.ACCEPTED)
     assert table.ready() == []
     table.add_features(PEER, 1, 1, 0, rows_of(tokens, 0, 2), 0.0)
     assert [session.session_id for session in table.ready()] == [1]
@@ -51,9 +51,11 @@ def test_the_latest_commit_wins_and_repeats_are_idempotent(table: Table) -> None
     tokens = [1, 2, 3, 4, 5, 6]
     session = started(table, tokens[:3])
     for _ in range(2):
-        expect(table.commit(PEER, commit_of(tokens[:4], 3), ask(1), 0.0), Verdict.ACCEPTED)
-    expect(table.commit(PEER, commit_of(tokens, 3), ask(2), 0.0), Verdict.ACCEPTED)
-    expect(table.commit(PEER, commit_of(tokens[:4], 3), ask(1), 0.0), Verdict.DROPPED, Reason.LATE)
+        expect(table.commit(PEER, commit_of(tokens[:4], 3), ask(1), 0.0), MessageVerdict.ACCEPTED)
+    expect(table.commit(PEER, commit_of(tokens, 3), ask(2), 0.0), MessageVerdict.ACCEPTED)
+    expect(
+        table.commit(PEER, commit_of(tokens[:4], 3), ask(1), 0.0), MessageVerdict.DROPPED, RefusalReason.LATE
+    )
     assert session.tokens == tokens
     assert session.ask is not None
     assert session.ask.round == 2
@@ -64,25 +66,25 @@ def test_the_latest_commit_wins_and_repeats_are_idempotent(table: Table) -> None
 @pytest.mark.parametrize(
     ("commit", "reason"),
     [
-        (commit_of([1, 2, 3, 4, 5], 4), Reason.GAP),
-        (commit_of([1, 2, 9, 4], 3), Reason.PREFIX_MISMATCH),
-        (commit_of([1, 2, 3, VOCAB], 3), Reason.MALFORMED),
-        (Commit(fence_of([1, 2, 3, 4]), 3, [4, 5], None), Reason.MALFORMED),
-        (Commit(fence_of([1, 2, 3, 4]), 0, [1, 2, 3, 4], None), Reason.MALFORMED),
-        (Commit(fence_of([1, 2, 3, 4]), 3, [4], torch.zeros(1, WIDTH + 1)), Reason.MALFORMED),
-        (Commit(fence_of([1, 2, 3, 4]), 3, [4], torch.zeros(2, WIDTH)), Reason.MALFORMED),
-        (commit_of([1] * 61, 3, features=False), Reason.TOO_LONG),
-        (commit_of([1, 2, 3, 4], 3, epoch=2), Reason.UNKNOWN_EPOCH),
-        (commit_of([1, 2, 3, 4], 3, session_id=9), Reason.UNKNOWN_SESSION),
+        (commit_of([1, 2, 3, 4, 5], 4), RefusalReason.GAP),
+        (commit_of([1, 2, 9, 4], 3), RefusalReason.PREFIX_MISMATCH),
+        (commit_of([1, 2, 3, VOCAB], 3), RefusalReason.MALFORMED),
+        (Commit(fence_of([1, 2, 3, 4]), 3, [4, 5], None), RefusalReason.MALFORMED),
+        (Commit(fence_of([1, 2, 3, 4]), 0, [1, 2, 3, 4], None), RefusalReason.MALFORMED),
+        (Commit(fence_of([1, 2, 3, 4]), 3, [4], torch.zeros(1, WIDTH + 1)), RefusalReason.MALFORMED),
+        (Commit(fence_of([1, 2, 3, 4]), 3, [4], torch.zeros(2, WIDTH)), RefusalReason.MALFORMED),
+        (commit_of([1] * 61, 3, features=False), RefusalReason.TOO_LONG),
+        (commit_of([1, 2, 3, 4], 3, epoch=2), RefusalReason.UNKNOWN_EPOCH),
+        (commit_of([1, 2, 3, 4], 3, session_id=9), RefusalReason.UNKNOWN_SESSION),
     ],
 )
 def test_what_does_not_fit_asks_for_a_resync_and_frees_that_session_only(
-    table: Table, commit: Commit, reason: Reason
+    table: Table, commit: Commit, reason: RefusalReason
 ) -> None:
     started(table, [1, 2, 3])
     started(table, [4, 5], session_id=2)
     table.extend_all()
-    expect(table.commit(PEER, commit, ask(), 0.0), Verdict.RESYNC, reason)
+    expect(table.commit(PEER, commit, ask(), 0.0), MessageVerdict.RESYNC, reason)
     assert (table.get(PEER, 1) is None) == (commit.fence.session_id == 1)
     assert table.get(PEER, 2) is not None
     table.check()
@@ -91,14 +93,18 @@ def test_what_does_not_fit_asks_for_a_resync_and_frees_that_session_only(
 def test_older_epochs_are_dropped_everywhere(table: Table) -> None:
     started(table, [1, 2, 3])
     table.open(PEER, opening([1, 2, 3], epoch=5), 0.0)
-    expect(table.open(PEER, opening([1, 2, 3], epoch=4), 0.0), Verdict.DROPPED, Reason.STALE_EPOCH)
     expect(
-        table.commit(PEER, commit_of([1, 2, 3, 4], 3, epoch=4), ask(), 0.0),
-        Verdict.DROPPED,
-        Reason.STALE_EPOCH,
+        table.open(PEER, opening([1, 2, 3], epoch=4), 0.0), MessageVerdict.DROPPED, RefusalReason.STALE_EPOCH
     )
     expect(
-        table.add_features(PEER, 1, 4, 0, rows_of([1, 2, 3], 0, 3), 0.0), Verdict.DROPPED, Reason.STALE_EPOCH
+        table.commit(PEER, commit_of([1, 2, 3, 4], 3, epoch=4), ask(), 0.0),
+        MessageVerdict.DROPPED,
+        RefusalReason.STALE_EPOCH,
+    )
+    expect(
+        table.add_features(PEER, 1, 4, 0, rows_of([1, 2, 3], 0, 3), 0.0),
+        MessageVerdict.DROPPED,
+        RefusalReason.STALE_EPOCH,
     )
     session = table.get(PEER, 1)
     assert session is not None
@@ -122,8 +128,16 @@ def test_reopening_keeps_the_rows_of_the_common_prefix_but_the_last(table: Table
 
 def test_features_may_overtake_their_open(table: Table) -> None:
     tokens = [1, 2, 3, 4]
-    expect(table.add_features(PEER, 1, 1, 0, rows_of(tokens, 0, 2), 0.0), Verdict.DROPPED, Reason.EARLY)
-    expect(table.add_features(PEER, 1, 1, 2, rows_of(tokens, 2, 4), 0.0), Verdict.DROPPED, Reason.EARLY)
+    expect(
+        table.add_features(PEER, 1, 1, 0, rows_of(tokens, 0, 2), 0.0),
+        MessageVerdict.DROPPED,
+        RefusalReason.EARLY,
+    )
+    expect(
+        table.add_features(PEER, 1, 1, 2, rows_of(tokens, 2, 4), 0.0),
+        MessageVerdict.DROPPED,
+        RefusalReason.EARLY,
+    )
     table.open(PEER, opening(tokens), 0.1)
     table.extend_all()
     session = table.get(PEER, 1)
@@ -146,8 +160,8 @@ def test_a_gap_in_the_bulk_stream_asks_for_a_resync(table: Table) -> None:
     table.open(PEER, opening([1, 2, 3, 4]), 0.0)
     expect(
         table.add_features(PEER, 1, 1, 1, rows_of([1, 2, 3, 4], 1, 3), 0.0),
-        Verdict.RESYNC,
-        Reason.FEATURE_GAP,
+        MessageVerdict.RESYNC,
+        RefusalReason.FEATURE_GAP,
     )
 
 
@@ -156,10 +170,10 @@ def test_a_full_table_evicts_the_least_recently_used_idle_session_or_rejects(tab
         started(table, [1, 2], session_id)
     table.extend_all()
     answer = table.open(PEER, opening([1], 4), 0.5)
-    expect(answer, Verdict.REJECTED, Reason.FULL)
+    expect(answer, MessageVerdict.REJECTED, RefusalReason.FULL)
     assert answer.retry_after_ms > 0
     table.commit(PEER, commit_of([1, 2, 3], 2, 1), None, 0.9)
-    expect(table.open(PEER, opening([1], 4), 1.2), Verdict.ACCEPTED)
+    expect(table.open(PEER, opening([1], 4), 1.2), MessageVerdict.ACCEPTED)
     assert {session.session_id for session in table} == {1, 3, 4}
     table.check()
 
@@ -187,8 +201,12 @@ def test_sessions_of_a_silent_peer_expire_and_others_stay(table: Table) -> None:
 )
 def test_shapes_above_the_limits_are_rejected_and_the_session_lives(table: Table, shape: DraftShape) -> None:
     started(table, [1, 2])
-    expect(table.commit(PEER, commit_of([1, 2, 3], 2), ask(shape=shape), 0.0), Verdict.REJECTED, Reason.SHAPE)
-    expect(table.commit(PEER, commit_of([1, 2, 3, 4], 3), ask(), 0.0), Verdict.ACCEPTED)
+    expect(
+        table.commit(PEER, commit_of([1, 2, 3], 2), ask(shape=shape), 0.0),
+        MessageVerdict.REJECTED,
+        RefusalReason.SHAPE,
+    )
+    expect(table.commit(PEER, commit_of([1, 2, 3, 4], 3), ask(), 0.0), MessageVerdict.ACCEPTED)
     assert len(table.ready()) == 1
 
 
@@ -204,15 +222,15 @@ def test_cancel_forgets_the_asks_of_that_round(table: Table) -> None:
 @pytest.mark.parametrize(
     ("bad", "reason"),
     [
-        (SequenceOpen(fence_of([1, 2]), [1, 3], 0, 0.0), Reason.PREFIX_MISMATCH),
-        (SequenceOpen(fence_of([1, 2]), [1, 2, 3], 0, 0.0), Reason.MALFORMED),
-        (SequenceOpen(fence_of([]), [], 0, 0.0), Reason.MALFORMED),
-        (opening([VOCAB]), Reason.MALFORMED),
-        (opening([1] * 61), Reason.TOO_LONG),
+        (SequenceOpen(fence_of([1, 2]), [1, 3], 0, 0.0), RefusalReason.PREFIX_MISMATCH),
+        (SequenceOpen(fence_of([1, 2]), [1, 2, 3], 0, 0.0), RefusalReason.MALFORMED),
+        (SequenceOpen(fence_of([]), [], 0, 0.0), RefusalReason.MALFORMED),
+        (opening([VOCAB]), RefusalReason.MALFORMED),
+        (opening([1] * 61), RefusalReason.TOO_LONG),
     ],
 )
-def test_bad_openings_are_rejected(table: Table, bad: SequenceOpen, reason: Reason) -> None:
-    expect(table.open(PEER, bad, 0.0), Verdict.REJECTED, reason)
+def test_bad_openings_are_rejected(table: Table, bad: SequenceOpen, reason: RefusalReason) -> None:
+    expect(table.open(PEER, bad, 0.0), MessageVerdict.REJECTED, reason)
     assert len(table) == 0
 
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, rule
 from support.session_table import PEER, VOCAB, Table, ask, commit_of, opening, rows_of
 
-from outrider.services.draft.sessions.session import Verdict
+from outrider.services.draft.sessions.session import MessageVerdict
 from outrider.shared.spec.drafter import Commit, SequenceOpen
 
 
@@ -37,7 +37,7 @@ class Sessions(RuleBasedStateMachine):
         elif kind == "commit":
             assert isinstance(message, Commit)
             answer = self.table.commit(PEER, message, ask(), self.now)
-            if answer.verdict is Verdict.RESYNC:
+            if answer.verdict is MessageVerdict.RESYNC:
                 assert self.table.get(PEER, message.fence.session_id) is None
         else:
             session_id, epoch, base, rows = message  # type: ignore[misc]

@@ -12,7 +12,7 @@ import torch
 from outrider.services.draft.sessions.session import Ask, PeerId
 from outrider.services.draft.sessions.session_table import SessionLimits, SessionTable
 from outrider.services.draft.strategies.ngram.corpus import Corpus
-from outrider.services.draft.strategies.ngram.match import ContinuationTrie, History, find_matches
+from outrider.services.draft.strategies.ngram.match import ContinuationTrie, TokenHistory, find_matches
 from outrider.services.draft.strategies.ngram.strategy import NgramOptions, NgramStrategy
 from outrider.shared.base.errors import CheckpointError, ConfigurationError
 from outrider.shared.spec.drafter import Commit, SequenceOpen
@@ -96,7 +96,7 @@ def test_trees_keep_to_the_shape_and_put_parents_first() -> None:
 
 
 def test_history_grows() -> None:
-    history = History()
+    history = TokenHistory()
     for start in range(0, 1000, 7):
         history.extend(list(range(start, start + 7)))
     assert history.tokens.tolist() == list(range(1001))

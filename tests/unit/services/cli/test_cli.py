@@ -131,7 +131,7 @@ def test_serve_help_lists_the_settings_of_the_service(service: str, monkeypatch:
 @pytest.mark.parametrize("service", ["target", "draft"])
 def test_serve_accepts_sglangs_flag_for_the_draft(service: str, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
-    monkeypatch.setattr(cli.entrypoints, f"serve_{service}", lambda settings: seen.append(settings) or 0)
+    monkeypatch.setattr(cli.entrypoints, f"run_{service}", lambda settings: seen.append(settings) or 0)
     required = ["--model", "/m"] if service == "target" else []
     result = RUNNER.invoke(
         cli.app, ["serve", service, *required, "--speculative-draft-model-path", "unix:/d.sock"]

@@ -219,7 +219,7 @@ FLAGS = [(service, name) for service, (settings, _) in SERVICES.items() for name
 def test_a_setting_arrives_by_its_flag(service: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     settings, required = SERVICES[service]
     seen: list[ServiceSettings] = []
-    monkeypatch.setattr(cli.entrypoints, f"serve_{service}", lambda given: seen.append(given) or 0)
+    monkeypatch.setattr(cli.entrypoints, f"run_{service}", lambda given: seen.append(given) or 0)
     for flag in (flag_name(name), *ALIASES.get(name, ())):
         before = [] if name == "model" else list(required)
         result = RUNNER.invoke(cli.app, ["serve", service, *before, flag, *sample(settings, name)])
@@ -238,7 +238,7 @@ def test_help_names_every_setting(service: str, monkeypatch: pytest.MonkeyPatch)
 
 def test_a_service_reads_its_settings_from_a_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     seen: list[DraftSettings] = []
-    monkeypatch.setattr(cli.entrypoints, "serve_draft", lambda given: seen.append(given) or 0)
+    monkeypatch.setattr(cli.entrypoints, "run_draft", lambda given: seen.append(given) or 0)
     (tmp_path / "draft.json").write_text('{"max_sessions": 3}')
     assert RUNNER.invoke(cli.app, ["serve", "draft", "--config", str(tmp_path / "draft.json")]).exit_code == 0
     assert seen[0].max_sessions == 3

@@ -16,7 +16,7 @@ def watch_sockets():
     raise SystemExit
 
 entrypoints.watch_sockets = watch_sockets
-entrypoints.serve_{service}(None)
+entrypoints.run_{service}(None)
 """
 
 

@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from outrider.services.cli import commands as cli
-from outrider.services.cli.info import describe
+from outrider.services.cli.info import describe_installation
 from outrider.shared.base.version import installed_version
 
 RUNNER = CliRunner()
@@ -38,7 +38,7 @@ def test_secrets_are_hidden() -> None:
         "AWS_ANYTHING": "s3cret",
         "OUTRIDER_URL": "http://host:8000",
     }
-    shown = describe(given)["environment"]
+    shown = describe_installation(given)["environment"]
     assert "s3cret" not in json.dumps(shown)
     assert shown["OTEL_EXPORTER_OTLP_ENDPOINT"] == "https://***@host:4318"
     assert shown["OUTRIDER_URL"] == "http://host:8000"
@@ -51,15 +51,15 @@ def test_gpus_come_from_nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     program.write_text("#!/bin/sh\necho '0, NVIDIA H200, 143771 MiB, 3 MiB, 580.95.05'\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert describe({})["gpus"] == ["0, NVIDIA H200, 143771 MiB, 3 MiB, 580.95.05"]
+    assert describe_installation({})["gpus"] == ["0, NVIDIA H200, 143771 MiB, 3 MiB, 580.95.05"]
     program.write_text("#!/bin/sh\nexit 9\n")
-    assert describe({})["gpus"] == []
+    assert describe_installation({})["gpus"] == []
     assert "gpus: none\n" in RUNNER.invoke(cli.app, ["info"]).output
 
 
 def test_it_imports_no_torch() -> None:
     program = (
-        "import sys; from outrider.services.cli.info import describe; describe({}); "
+        "import sys; from outrider.services.cli.info import describe_installation as describe; describe({}); "
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

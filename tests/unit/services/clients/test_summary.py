@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from outrider.services.clients.rest import Reply
+from outrider.services.clients.rest import StreamedReply
 from outrider.services.clients.summary import drafting_rounds, speculation_summary
 
 
-def reply(tokens: int, rounds: int, drafting: int, accepted: int) -> Reply:
+def reply(tokens: int, rounds: int, drafting: int, accepted: int) -> StreamedReply:
     """Return an answer with the numbers that a server reports for it."""
     speculation: dict[str, Any] = {
         "rounds": rounds,
@@ -18,7 +18,7 @@ def reply(tokens: int, rounds: int, drafting: int, accepted: int) -> Reply:
         "accepted_tokens": accepted,
         "accept_length": round(1 + accepted / drafting, 6) if drafting else 1.0,
     }
-    return Reply(completion_tokens=tokens, speculation=speculation)
+    return StreamedReply(completion_tokens=tokens, speculation=speculation)
 
 
 @pytest.mark.parametrize(
@@ -36,10 +36,10 @@ def reply(tokens: int, rounds: int, drafting: int, accepted: int) -> Reply:
         (reply(5, 4, 0, 0), "5 tokens in 4 rounds without drafts"),
         (reply(5, 4, 2, 0), "5 tokens in 4 rounds; no drafted token was accepted"),
         (reply(1, 0, 0, 0), "1 token"),
-        (Reply(completion_tokens=7), "7 tokens"),
+        (StreamedReply(completion_tokens=7), "7 tokens"),
     ],
 )
-def test_the_numbers_of_the_line_agree(given: Reply, line: str) -> None:
+def test_the_numbers_of_the_line_agree(given: StreamedReply, line: str) -> None:
     assert speculation_summary(given) == line
 
 
@@ -56,5 +56,7 @@ def test_the_speed_counts_the_tokens_after_the_first_one(
     first_s: float, last_s: float, speed: float | None
 ) -> None:
     """The prompt's time does not count, as in the playground (`speed` in `record.js`)."""
-    given = Reply(completion_tokens=11, first_token_s=first_s, last_token_s=last_s, total_s=last_s + 1.0)
+    given = StreamedReply(
+        completion_tokens=11, first_token_s=first_s, last_token_s=last_s, total_s=last_s + 1.0
+    )
     assert given.stream_speed == speed

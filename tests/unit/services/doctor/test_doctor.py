@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from outrider.services.cli import commands as cli
 from outrider.services.doctor.finding import Severity
-from outrider.services.doctor.memory import check_memory, plan_memory, table_bytes
+from outrider.services.doctor.memory import check_memory, estimate_memory, table_bytes
 from outrider.services.doctor.pair import Pair
 from outrider.services.doctor.probe import Measured, judge_probe, run_probe
 from outrider.services.draft.algorithm import Algorithm
@@ -150,7 +150,7 @@ def test_a_rotary_base_missing_from_the_head_is_reported(tmp_path: Path) -> None
 
 def test_memory_adds_up(target: Path, tmp_path: Path) -> None:
     head = make_toy_eagle3(tmp_path / "head", target)
-    plan = plan_memory(Pair(target, head, Algorithm.AUTO, torch.device("cpu"), torch.bfloat16))
+    plan = estimate_memory(Pair(target, head, Algorithm.AUTO, torch.device("cpu"), torch.bfloat16))
     weights = load_file(target / "model.safetensors")
     assert plan.target_weights == sum(2 * tensor.numel() for tensor in weights.values())
     assert plan.target_kv_per_token == 2 * (
@@ -191,7 +191,7 @@ def test_a_gpu_that_is_too_small_is_refused_as_by_the_target(
         torch.bfloat16,
     )
     monkeypatch.setattr("outrider.services.doctor.memory.device_memory", lambda device: (4 << 30, 5 << 30))
-    plan = plan_memory(pair)
+    plan = estimate_memory(pair)
     settings = TargetSettings.load({"model": target, "device": "cuda", "max_running_requests": 256})
     weights = plan.target_weights + plan.draft_weights
     memory = Memory(5 << 30, (4 << 30) - weights, plan.target_weights, plan.draft_weights)
@@ -202,7 +202,7 @@ def test_a_gpu_that_is_too_small_is_refused_as_by_the_target(
 
     fits = plan.minimum
     monkeypatch.setattr("outrider.services.doctor.memory.device_memory", lambda device: (fits, 100 * fits))
-    assert plan_memory(pair).kv_tokens == 0
+    assert estimate_memory(pair).kv_tokens == 0
     refused = list(check_memory(pair))[-1]
     assert refused.severity is Severity.REFUSED, (
         "the memory is free, but --mem-fraction-static does not allow its use"

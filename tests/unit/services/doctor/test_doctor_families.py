@@ -17,7 +17,7 @@ from support.toy_mtp import save as save_mtp
 from outrider.services.doctor.examine import examine
 from outrider.services.doctor.finding import DoctorReport, Severity
 from outrider.services.doctor.generic_tensors import model_of, saved_shapes
-from outrider.services.doctor.memory import plan_memory
+from outrider.services.doctor.memory import estimate_memory
 from outrider.services.doctor.pair import Pair
 from outrider.services.doctor.probe import judge_probe, run_probe
 from outrider.services.draft.build import build_engine
@@ -53,7 +53,7 @@ def assert_right(target: Path) -> None:
     """
     pair = pair_of(target)
     assert refused(examine(pair)) == []
-    plan, decoder = plan_memory(pair), load_decoder(target, "cpu", torch.float32)
+    plan, decoder = estimate_memory(pair), load_decoder(target, "cpu", torch.float32)
     # The decoder counts a tied embedding twice.
     tied = decoder.lm_head.nbytes if decoder.config.tie_word_embeddings else 0
     held = decoder.weight_bytes - tied
@@ -86,8 +86,8 @@ def test_fp8_weights_are_counted_as_they_are_widened(folder: Path, tmp_path: Pat
     scale = next(name for name in tiny if name.endswith("_scale_inv"))
     save_file(tiny | {scale: torch.zeros_like(tiny[scale])}, tmp_path / "fp8" / "model.safetensors")
     assert [one.field for one in examine(pair).findings if "never filled" in one.message] == [scale]
-    plain = plan_memory(pair_of(save("deepseek-v3", folder))).target_weights
-    assert plain <= plan_memory(pair).target_weights <= 1.02 * plain, "the scales are small"
+    plain = estimate_memory(pair_of(save("deepseek-v3", folder))).target_weights
+    assert plain <= estimate_memory(pair).target_weights <= 1.02 * plain, "the scales are small"
 
 
 def test_mtp_layers_are_examined_measured_and_probed(tmp_path: Path) -> None:
@@ -98,7 +98,7 @@ def test_mtp_layers_are_examined_measured_and_probed(tmp_path: Path) -> None:
     report = examine(pair)
     assert refused(report) == []
     assert any("2 MTP layers" in finding.message for finding in report.findings)
-    plan, config = plan_memory(pair), pair.target_config
+    plan, config = estimate_memory(pair), pair.target_config
     with CheckpointReader(target) as reader:
         own = sum(info.nbytes for name, info in reader.tensors.items() if "mtp_layers" in name)
     assert plan.draft_weights == own

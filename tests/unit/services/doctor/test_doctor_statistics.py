@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from outrider.services.doctor.statistics import describe, is_finite
+from outrider.services.doctor.statistics import is_finite, tensor_statistics
 from outrider.services.doctor.vocabulary_map import D2tMeaning, d2t_meaning
 
 torch.set_num_threads(1)
@@ -49,8 +49,8 @@ def test_a_map_that_can_be_both_is_settled_by_its_mask_only() -> None:
     ids=["normal", "uniform", "rows of different size", "heavy tails", "zeros", "too small to tell"],
 )
 def test_an_initialisation_is_known_by_its_distribution(tensor: torch.Tensor, look: str) -> None:
-    assert describe(tensor, whole=True).looks_initialised.startswith(look)
-    assert bool(describe(tensor, whole=True).looks_initialised) == bool(look)
+    assert tensor_statistics(tensor, whole=True).looks_initialised.startswith(look)
+    assert bool(tensor_statistics(tensor, whole=True).looks_initialised) == bool(look)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn])

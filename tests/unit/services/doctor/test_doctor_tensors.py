@@ -11,7 +11,7 @@ from safetensors import safe_open
 
 from outrider.services.doctor.finding import Finding, Severity
 from outrider.services.doctor.judge_tensors import NamedStatistics, judge
-from outrider.services.doctor.statistics import TensorStatistics, describe
+from outrider.services.doctor.statistics import TensorStatistics, tensor_statistics
 
 torch.set_num_threads(1)
 DEMO = Path(__file__).parents[4] / "models" / "demo"
@@ -53,7 +53,9 @@ class Model:
     def __init__(self, folder: Path, *, sampled: bool) -> None:
         self.tensors = read(folder)
         self.sampled = sampled
-        self.examined = {name: describe(tensor, whole=not sampled) for name, tensor in self.tensors.items()}
+        self.examined = {
+            name: tensor_statistics(tensor, whole=not sampled) for name, tensor in self.tensors.items()
+        }
 
     def findings(self, name: str = "", changed: TensorStatistics | None = None) -> Sequence[Finding]:
         examined = self.examined | ({name: changed} if changed is not None else {})
@@ -75,7 +77,7 @@ def test_a_single_untrained_or_broken_tensor_is_named(model: Model, damage: str)
     generator = torch.Generator().manual_seed(3)
     missed = []
     for name, tensor in model.tensors.items():
-        changed = describe(DAMAGES[damage](tensor, generator), whole=not model.sampled)
+        changed = tensor_statistics(DAMAGES[damage](tensor, generator), whole=not model.sampled)
         if not any(
             name == finding.field or name in finding.message for finding in model.findings(name, changed)
         ):
@@ -88,7 +90,7 @@ def test_a_tensor_as_stored_in_half_precision_is_named_too() -> None:
     head = Model(DEMO / "eagle3", sampled=False)
     generator = torch.Generator().manual_seed(4)
     for dtype in (torch.bfloat16, torch.float16):
-        changed = describe((torch.randn(256, 768, generator=generator) * 0.02).to(dtype), whole=True)
+        changed = tensor_statistics((torch.randn(256, 768, generator=generator) * 0.02).to(dtype), whole=True)
         (finding,) = head.findings("fc.weight", changed)
         assert finding.field == "fc.weight"
         assert finding.severity is Severity.WARNING
@@ -99,7 +101,7 @@ def test_a_truncated_normal_distribution_is_an_initialisation_too() -> None:
     tensor = torch.nn.init.trunc_normal_(
         torch.empty(512, 256), std=0.02, a=-0.04, b=0.04, generator=torch.Generator().manual_seed(1)
     )
-    assert describe(tensor, whole=True).looks_initialised.startswith("truncated normal")
+    assert tensor_statistics(tensor, whole=True).looks_initialised.startswith("truncated normal")
 
 
 def test_a_tensor_is_suspected_if_its_size_differs_from_other_layers() -> None:
@@ -107,13 +109,15 @@ def test_a_tensor_is_suspected_if_its_size_differs_from_other_layers() -> None:
     generator = torch.Generator().manual_seed(5)
     like = [
         NamedStatistics(
-            f"layers.{i}.v_proj.weight", describe(torch.randn(256, 256, generator=generator), whole=True)
+            f"layers.{i}.v_proj.weight",
+            tensor_statistics(torch.randn(256, 256, generator=generator), whole=True),
         )
         for i in range(4)
     ]
     trained = [
         NamedStatistics(
-            f"layers.{i}.mlp.weight", describe(torch.randn(256, 256, generator=generator).pow(3), whole=True)
+            f"layers.{i}.mlp.weight",
+            tensor_statistics(torch.randn(256, 256, generator=generator).pow(3), whole=True),
         )
         for i in range(4)
     ]
@@ -121,7 +125,8 @@ def test_a_tensor_is_suspected_if_its_size_differs_from_other_layers() -> None:
         finding.severity is Severity.OK for finding in judge([*like, *trained], "the model", sampled=True)
     )
     other = NamedStatistics(
-        "layers.4.v_proj.weight", describe(0.02 * torch.randn(256, 256, generator=generator), whole=True)
+        "layers.4.v_proj.weight",
+        tensor_statistics(0.02 * torch.randn(256, 256, generator=generator), whole=True),
     )
     (finding,) = [
         one

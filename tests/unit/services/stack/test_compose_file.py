@@ -71,7 +71,7 @@ def parsed(name: str, monkeypatch: pytest.MonkeyPatch, **environment: str) -> An
         raise ConfigurationError("recorded")
 
     monkeypatch.setattr(launch, "running_stack", keep)
-    for entry in ("serve_gateway", "serve_target", "serve_draft"):
+    for entry in ("run_gateway", "run_target", "run_draft"):
         monkeypatch.setattr(cli.entrypoints, entry, keep)
     monkeypatch.setattr("outrider.shared.obs.queued_stream.queue_stderr", lambda: None)
     # Dockerfile: the entry point is `outrider serve`, unless the service has its own.

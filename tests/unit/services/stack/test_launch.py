@@ -173,7 +173,7 @@ def test_the_draft_in_the_targets_process_gets_its_flags(
         "disable_cuda_graph": True,
     }
     assert (
-        entrypoints.serve_target(TargetSettings.load({**values, "max_running_requests": 70, "device": "cpu"}))
+        entrypoints.run_target(TargetSettings.load({**values, "max_running_requests": 70, "device": "cpu"}))
         == 0
     )
     make = made.pop()

@@ -14,7 +14,7 @@ from outrider.services.stack.options import StackOptions, Transport
 from outrider.services.stack.placement import (
     IDLE_BYTES,
     Gpu,
-    gpu_memory,
+    nvidia_smi_memory,
     place_draft,
     torch_has_cuda,
     usable_gpus,
@@ -94,7 +94,7 @@ def machine(
     folder = SimpleNamespace(glob=lambda _pattern: devices)
     monkeypatch.setattr(placement, "Path", lambda _path: folder)
     monkeypatch.setattr(placement, "torch_has_cuda", lambda: cuda)
-    monkeypatch.setattr(placement, "gpu_memory", lambda index: memories[index])
+    monkeypatch.setattr(placement, "nvidia_smi_memory", lambda index: memories[index])
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
 
@@ -152,10 +152,10 @@ def tool(monkeypatch: pytest.MonkeyPatch, folder: Path, output: str) -> Path:
 def test_gpu_memory_respects_cuda_visible_devices(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     asked = tool(monkeypatch, tmp_path, "100, 200")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,GPU-ab")
-    assert gpu_memory(1) == (100 << 20, 200 << 20)
+    assert nvidia_smi_memory(1) == (100 << 20, 200 << 20)
     assert asked.read_text().strip().endswith("--id=GPU-ab")
-    assert gpu_memory(2) is None
+    assert nvidia_smi_memory(2) is None
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert gpu_memory(0) is None, "an empty list hides all GPUs"
+    assert nvidia_smi_memory(0) is None, "an empty list hides all GPUs"
     tool(monkeypatch, tmp_path, "No devices were found")
-    assert gpu_memory(0) is None
+    assert nvidia_smi_memory(0) is None

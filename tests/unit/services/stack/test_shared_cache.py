@@ -8,7 +8,7 @@ import pytest
 import torch
 from support.toys import make_toy_eagle3, make_toy_target
 
-from outrider.services.doctor.memory import plan_memory
+from outrider.services.doctor.memory import estimate_memory
 from outrider.services.doctor.pair import Pair
 from outrider.services.stack import launch, shared_cache
 from outrider.services.stack.options import StackOptions, Transport
@@ -59,7 +59,7 @@ def test_both_caches_get_the_size_of_the_in_process_plan(
     settings = TargetSettings.load({"model": options.target, "device": "cuda:1"})
     config = pair.target_config
     borrowed = 2 * 2 * config.vocab_size * config.hidden_size
-    plan = plan_memory(
+    plan = estimate_memory(
         pair, settings, ((8000 << 20) - CONTEXTS_BYTES - DRAFT_WORK_BYTES - borrowed, 10000 << 20)
     )
     assert tokens == plan.kv_tokens > 0
@@ -76,7 +76,7 @@ def test_both_caches_get_the_size_of_the_in_process_plan(
 def test_there_is_no_common_size_without_a_shared_gpu(
     options: StackOptions, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(shared_cache, "gpu_memory", lambda index: (8 * GIB, 10 * GIB))
+    monkeypatch.setattr(shared_cache, "nvidia_smi_memory", lambda index: (8 * GIB, 10 * GIB))
     assert shared_kv_tokens(options)
     for apart in (
         {"kv_tokens": 4096},
@@ -91,9 +91,9 @@ def test_there_is_no_common_size_without_a_shared_gpu(
     assert shared_kv_tokens(changed(options, device="auto")) is None, (
         "torch built for CPUs does not use the GPU"
     )
-    monkeypatch.setattr(shared_cache, "gpu_memory", lambda index: (GIB // 2, 10 * GIB))
+    monkeypatch.setattr(shared_cache, "nvidia_smi_memory", lambda index: (GIB // 2, 10 * GIB))
     assert shared_kv_tokens(options) is None, "the services themselves report that nothing fits"
-    monkeypatch.setattr(shared_cache, "gpu_memory", lambda index: None)
+    monkeypatch.setattr(shared_cache, "nvidia_smi_memory", lambda index: None)
     assert shared_kv_tokens(options) is None
 
 
@@ -121,12 +121,12 @@ def test_a_stack_of_two_processes_starts_with_that_size(
 def test_a_large_memory_fraction_leaves_room_for_the_draft_process(
     options: StackOptions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shared_cache, "gpu_memory", lambda index: (8 * GIB, 8 * GIB))
+    monkeypatch.setattr(shared_cache, "nvidia_smi_memory", lambda index: (8 * GIB, 8 * GIB))
     greedy = changed(options, mem_fraction_static=0.99)
     tokens = shared_kv_tokens(greedy)
     assert tokens
     pair = Pair(options.target, options.draft, Algorithm.AUTO, torch.device("cuda:1"), torch.bfloat16)  # type: ignore[arg-type]
-    plan = plan_memory(
+    plan = estimate_memory(
         pair, TargetSettings.load({"model": options.target, "device": "cuda:1"}), (8 * GIB, 8 * GIB)
     )
     used = (

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from outrider.services.gateway.playground import pages
 from outrider.services.target.metrics import FALLBACK_REASONS
-from outrider.services.target.policy.verdict import Reason
+from outrider.services.target.policy.verdict import AutoReason
 from outrider.services.terminal.reasons import (
     DECISIONS,
     DRAFT_STATES,
@@ -35,7 +35,7 @@ def test_pages_and_terminal_use_the_same_words() -> None:
 
 def test_every_reason_of_the_target_has_words() -> None:
     assert {one.value for one in DrafterState} == DRAFT_STATES.keys()
-    assert {one.value for one in Reason} == DECISIONS.keys()
+    assert {one.value for one in AutoReason} == DECISIONS.keys()
     assert {*FALLBACK_REASONS, "user", "length", "controller"} <= FALLBACKS.keys()
 
 

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from outrider.services.gateway.playground import pages
-from outrider.services.terminal.status_panels import duration, render
+from outrider.services.terminal.status_panels import render, short_duration
 
 
 def stats(running: int) -> dict[str, Any]:
@@ -175,4 +175,4 @@ def test_without_any_answer_this_is_said() -> None:
 )
 def test_times_are_in_words(seconds: float, words: str) -> None:
     """The operator's page writes times in the same form (`duration` in `status.js`)."""
-    assert duration(seconds) == words
+    assert short_duration(seconds) == words

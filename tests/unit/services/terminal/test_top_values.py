@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console, RenderableType
 
 from outrider.services.gateway.playground import pages
-from outrider.services.terminal.charts import History, bars
+from outrider.services.terminal.charts import ChartHistory, bars
 from outrider.services.terminal.keys import key_names
 from outrider.services.terminal.scrolled import Scrolled
 from outrider.services.terminal.status_panels import render
@@ -102,7 +102,7 @@ def whole_status() -> dict[str, Any]:
 
 def test_all_values_of_the_operators_page_are_shown() -> None:
     status = whole_status()
-    text = printed(render(status, None, History()))
+    text = printed(render(status, None, ChartHistory()))
     for part in (
         *("LlamaForCausalLM", "8,192 tokens", "128,256", "main"),
         *("depth 5, topk 4, 16", "120 of 400", "drafted rounds", "80 ", "hidden states"),
@@ -117,7 +117,7 @@ def test_all_values_of_the_operators_page_are_shown() -> None:
 
 def test_every_card_of_the_page_has_a_panel() -> None:
     one = {"address": "a:1", "model": "m", "ready": True, "load_tokens": 9, "stats": stats(1)}
-    text = printed(render(whole_status() | {"targets": [one, one]}, None, History()))
+    text = printed(render(whole_status() | {"targets": [one, one]}, None, ChartHistory()))
     titles = re.findall(r'<h2 id="\w+-title">(.*?)</h2>', Path(pages.FOLDER, "status.html").read_text())
     assert len(titles) >= 9
     assert [title for title in titles if f" {title} ─" not in text] == []
@@ -130,7 +130,7 @@ def test_charts_show_the_last_values_of_the_gateway_and_those_since_the_start() 
         "outrider_verify_seconds_sum": metrics["outrider_verify_seconds_sum"] + 0.03,
         "outrider_verify_seconds_count": metrics["outrider_verify_seconds_count"] + 10,
     }
-    history = History()
+    history = ChartHistory()
     history.add(status, before)
     lines = printed(render(status, before, history)).splitlines()
     [speed] = [line for line in lines if "tokens/s" in line and "█" in line]

@@ -17,9 +17,9 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from outrider.services.cli import commands as cli
-from outrider.services.target.request import GenerationRequest
+from outrider.services.target.request import EngineRequest
 from outrider.services.verify import command
-from outrider.services.verify.cases import OPTIONS, plain, requests_of, ways
+from outrider.services.verify.cases import OPTIONS, requests_of, ways, without_speculation
 from outrider.services.verify.law import chi_square
 from outrider.services.verify.logprobs import compare_logprobs
 from outrider.services.verify.pair_engine import Answers, PairEngine
@@ -76,7 +76,7 @@ def test_tokens_and_probabilities_that_speculation_changes_are_found(
     """Replaced: one token of one request, every second token of the samples, a logprob, a hidden state."""
     answer = PairEngine.answer
 
-    def changed(self: PairEngine, requests: Iterable[GenerationRequest], *, speculate: bool) -> Answers:
+    def changed(self: PairEngine, requests: Iterable[EngineRequest], *, speculate: bool) -> Answers:
         answers = answer(self, requests, speculate=speculate)
         for name, tokens in answers.tokens.items() if speculate else ():
             if name == "top_p, prompt 2":
@@ -110,7 +110,7 @@ def test_tokens_and_probabilities_that_speculation_changes_are_found(
 
 
 def test_missing_hidden_states_are_found() -> None:
-    request = requests_of([[5, 6]], 4, plain(DraftShape(5, 4, 16)))["hidden states, prompt 1"]
+    request = requests_of([[5, 6]], 4, without_speculation(DraftShape(5, 4, 16)))["hidden states, prompt 1"]
     name, row = request.request_id, struct.pack("<2f", 1.0, 2.0)
     off = Answers({name: [7, 4, 3]}, states={name: [TokenStates(0, 2, row * 2), TokenStates(2, 2, row * 2)]})
     on = Answers({name: [7, 4, 2]}, states={name: [TokenStates(0, 3, row * 3)]})
@@ -149,7 +149,7 @@ def test_chi_square_tells_the_law_from_another() -> None:
 
 
 def test_logprobs_are_compared_by_rank_up_to_the_first_different_token() -> None:
-    request = requests_of([[5, 6]], 4, plain(DraftShape(5, 4, 16)))["logprobs, prompt 1"]
+    request = requests_of([[5, 6]], 4, without_speculation(DraftShape(5, 4, 16)))["logprobs, prompt 1"]
     name = request.request_id
     near = [TokenLogprob(-1.0, [(7, -1.0), (8, -1.0)]), TokenLogprob(-2.0), TokenLogprob(-3.0)]
     swapped = [TokenLogprob(-1.0, [(8, -1.0), (7, -1.0)]), TokenLogprob(-2.25), TokenLogprob(-9.0)]

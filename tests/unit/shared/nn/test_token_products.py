@@ -8,7 +8,7 @@ from torch.nn import functional
 
 from outrider.shared.nn.layers import token_products as module
 from outrider.shared.nn.layers.modules import RMSNorm
-from outrider.shared.nn.layers.token_products import fits, token_products
+from outrider.shared.nn.layers.token_products import table_fits, token_products
 
 GIB = 1 << 30
 
@@ -40,4 +40,4 @@ def test_every_token_has_the_product_of_its_normed_embedding(
 def test_a_table_takes_a_small_share_of_the_device_and_half_of_its_free_memory(
     nbytes: float, free: int, total: int, expected: bool
 ) -> None:
-    assert fits(int(nbytes), free, total) is expected
+    assert table_fits(int(nbytes), free, total) is expected

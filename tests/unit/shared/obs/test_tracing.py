@@ -15,9 +15,9 @@ from outrider.services.draft.sessions.session import PeerId
 from outrider.services.draft.sessions.session_spans import SessionSpans
 from outrider.services.target.api.request_spans import RequestSpans
 from outrider.services.target.request import (
+    EngineRequest,
     FailedEvent,
     FinishedEvent,
-    GenerationRequest,
     SpeculationLimits,
     TokensEvent,
 )
@@ -45,8 +45,8 @@ class Recorded:
         return {span.name: span for span in found}
 
 
-def request(request_id: str = "r", traceparent: str = "") -> GenerationRequest:
-    return GenerationRequest(
+def request(request_id: str = "r", traceparent: str = "") -> EngineRequest:
+    return EngineRequest(
         request_id, (1, 2), 8, SamplingParams(), SpeculationLimits().resolve(), traceparent=traceparent
     )
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from support.parallel_ranks import Meeting, ThreadCollectives
 
-from outrider.kernels.stream import Stream
+from outrider.kernels.stream import ResidualStream
 from outrider.shared.parallel.reduce import GroupReduce
 from outrider.shared.parallel.trial import MESSAGES, TRIALS, messages_arrive, sums_agree
 
@@ -28,7 +28,7 @@ class Faulty(GroupReduce):
         super().__init__(collectives)
         self._spoil, self._call, self._calls = spoil, call, 0
 
-    def add(self, *args: Any, **kwargs: Any) -> Stream:
+    def add(self, *args: Any, **kwargs: Any) -> ResidualStream:
         stream = super().add(*args, **kwargs)
         self._calls += 1
         return replace(stream, residual=self._spoil(stream.residual)) if self._calls == self._call else stream

@@ -26,7 +26,7 @@ from outrider.shared.rpc.version import (
     VERSION_2_FEATURES,
     Agreed,
     Feature,
-    Offer,
+    VersionOffer,
     agree,
     agree_with_ack,
 )
@@ -58,7 +58,7 @@ def test_the_wire_changes_with_its_version() -> None:
 
 
 def test_this_release_agrees_with_itself_on_everything_that_it_supports() -> None:
-    agreed = agree(Offer.ours(Side.TARGET), Offer.ours(Side.DRAFT))
+    agreed = agree(VersionOffer.ours(Side.TARGET), VersionOffer.ours(Side.DRAFT))
     assert agreed == Agreed(MAX_VERSION, FEATURES)
     names = "mailbox, trace_logprobs, slotted_rounds, compact_states, stored_rows"
     assert str(agreed) == f"version {MAX_VERSION}, features: {names}"
@@ -99,12 +99,12 @@ def test_an_offer_survives_the_wire_and_unknown_features_are_ignored(
     message = kind()
     sent.write(message, data.draw(st.sampled_from(versions)))
     message.protocol_features.extend(unknown)  # type: ignore[arg-type]
-    assert Offer.of(kind.FromString(message.SerializeToString())) == sent
+    assert VersionOffer.of(kind.FromString(message.SerializeToString())) == sent
 
 
 @given(st.integers(1, MAX_UINT32), st.sampled_from(MESSAGES))
 def test_a_peer_without_a_range_supports_only_its_single_version(single: int, kind: type[Message]) -> None:
-    read = Offer.of(kind(protocol_version=single, protocol_features=[1]))
+    read = VersionOffer.of(kind(protocol_version=single, protocol_features=[1]))
     assert (read.min_version, read.max_version) == (single, single)
     assert read.features == (VERSION_2_FEATURES if single == 2 else frozenset())
 
@@ -127,11 +127,11 @@ def test_any_numbers_make_an_offer_or_a_clear_refusal(
     message = kind(protocol_version=single, min_version=lowest, max_version=highest)
     ranged = bool(lowest or highest)
     if (1 <= lowest <= single <= highest) if ranged else single:
-        read = Offer.of(message)
+        read = VersionOffer.of(message)
         assert read.min_version <= single <= read.max_version
         return
     with pytest.raises(ProtocolError) as error:
-        Offer.of(message)
+        VersionOffer.of(message)
     inverted = ranged and not 1 <= lowest <= highest
     assert error.value.field == ("min_version" if inverted else "protocol_version")
     assert error.value.message.startswith(f"The {side} sent ")
@@ -151,11 +151,11 @@ def test_a_draft_must_choose_the_highest_common_version(monkeypatch: pytest.Monk
         agree_with_ack(ack)
 
 
-def offer(side: Side, versions: range, features: frozenset[Feature]) -> Offer:
-    return Offer(side, versions[0], versions[-1], features)
+def offer(side: Side, versions: range, features: frozenset[Feature]) -> VersionOffer:
+    return VersionOffer(side, versions[0], versions[-1], features)
 
 
-def in_words(one: Offer) -> str:
+def in_words(one: VersionOffer) -> str:
     single = one.min_version == one.max_version
     return f"version {one.min_version}" if single else f"versions {one.min_version} to {one.max_version}"
 

@@ -11,7 +11,7 @@ import pytest
 
 from outrider.draft.v1 import draft_pb2, draft_pb2_grpc
 from outrider.services.target.api import draft_metrics
-from outrider.services.target.api.draft_metrics import DraftMetrics
+from outrider.services.target.api.draft_metrics import DraftMetricsCache
 
 WAIT_S = 20
 
@@ -40,14 +40,14 @@ async def serve(draft: Draft, path: Path) -> grpc.aio.Server:
     return server
 
 
-async def until(metrics: DraftMetrics, text: str) -> None:
+async def until(metrics: DraftMetricsCache, text: str) -> None:
     async with asyncio.timeout(WAIT_S):
         while metrics.text() != text:
             await asyncio.sleep(0.01)
 
 
 async def test_without_a_draft_process_nothing_is_asked() -> None:
-    metrics = DraftMetrics(None)
+    metrics = DraftMetricsCache(None)
     assert metrics.text() == ""
     await metrics.close()
 
@@ -56,7 +56,7 @@ async def test_each_answer_replaces_the_last(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(draft_metrics, "ASK_AGAIN_S", 0.0)
     draft = Draft()
     server = await serve(draft, tmp_path / "d.sock")
-    metrics = DraftMetrics(f"ipc://{tmp_path}/d.sock")
+    metrics = DraftMetricsCache(f"ipc://{tmp_path}/d.sock")
     try:
         assert metrics.text() == "", "it does not wait for the answer"
         await until(metrics, "text 1")
@@ -80,7 +80,7 @@ async def test_each_answer_replaces_the_last(tmp_path: Path, monkeypatch: pytest
 async def test_a_draft_is_not_asked_more_than_once_a_second(tmp_path: Path) -> None:
     draft = Draft()
     server = await serve(draft, tmp_path / "d.sock")
-    metrics = DraftMetrics(f"unix:{tmp_path}/d.sock")
+    metrics = DraftMetricsCache(f"unix:{tmp_path}/d.sock")
     try:
         metrics.text()
         metrics._asked_at += 3600

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from outrider.draft.v1 import draft_pb2
-from outrider.services.target.draft_client import slotted_rounds
+from outrider.services.target.draft_client import remote_slots
 from outrider.services.target.draft_client.breaker import Breaker
 from outrider.services.target.draft_client.deadlines import AnswerDeadlines
+from outrider.services.target.draft_client.remote_slots import RemoteSlots
 from outrider.services.target.draft_client.session import DraftSession
-from outrider.services.target.draft_client.slotted_rounds import SlottedRounds
 from outrider.shared.spec.drafter import AWAITED, FeatureSpec
-from outrider.shared.spec.exchanged_slots import ExchangedGroup, ExchangedRound
+from outrider.shared.spec.exchanged_slots import ExchangedGroup, TreeExchange
 from outrider.shared.spec.fence import Fence
 from outrider.shared.spec.resident import GroupSize, StateBlob
 from outrider.shared.spec.tree import DraftShape
@@ -65,13 +65,13 @@ class Draft:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 100.0
         self.late: list[tuple[float, bool]] = []
-        monkeypatch.setattr(slotted_rounds.time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(remote_slots.time, "monotonic", lambda: self.now)
         self.channel = Channel()
         self.sent: list[draft_pb2.SessionRequest] = []
         self.sessions: dict[int, DraftSession] = {}
         self.breaker = Breaker(FAULT_S)
         self.connection = self.connect()
-        self.slots = SlottedRounds(
+        self.slots = RemoteSlots(
             CPU,
             VOCAB,
             torch.float32,
@@ -111,7 +111,7 @@ class Draft:
         ready = draft_pb2.SlotReady(session_id=session_id, epoch=epoch)
         self.slots.hear(draft_pb2.SessionReply(slot_ready=ready))
 
-    def round(self, *session_ids: int, limit_s: float | None = None) -> ExchangedRound | None:
+    def round(self, *session_ids: int, limit_s: float | None = None) -> TreeExchange | None:
         assert self.slots.fits([SIZE])
         group = ExchangedGroup(SHAPE, 2, COLUMNS, session_ids, [9] * len(session_ids))
         started = self.slots.begin([group])
@@ -238,7 +238,7 @@ def test_late_trees_end_the_series_and_open_its_sessions_again(draft: Draft, lim
     draft.slots.flush()
     assert draft.kinds == ["slots_open"], "nothing of the old series is sent"
     # The next series begins after a pause, when the old waits are over.
-    draft.now += slotted_rounds.FIRST_PAUSE_S
+    draft.now += remote_slots.FIRST_PAUSE_S
     assert draft.is_open
     draft.channel.broken, draft.channel.mends = True, False
     assert not draft.slots.fits([SIZE])
@@ -260,12 +260,12 @@ def test_pauses_grow_until_rounds_were_in_time(draft: Draft) -> None:
         pauses.append(pause / 10)
     assert pauses == [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0]
     draft.open(7, epoch=9)
-    for _ in range(slotted_rounds.GOOD_ROUNDS):
+    for _ in range(remote_slots.GOOD_ROUNDS):
         draft.round(7)
         draft.slots.measure(exchanged=True)
     draft.channel.broken = True
     assert not draft.is_open
-    assert open_after(draft, slotted_rounds.FIRST_PAUSE_S)
+    assert open_after(draft, remote_slots.FIRST_PAUSE_S)
 
 
 def open_after(draft: Draft, seconds: float) -> bool:
@@ -321,7 +321,7 @@ def test_the_first_round_of_a_combination_of_sizes_may_take_longer(draft: Draft)
     for _ in range(2):
         draft.round(7, limit_s=0.01)
     draft.round(7, limit_s=60.0)
-    assert draft.channel.limits == [slotted_rounds.FIRST_LIMIT_S, 0.01, FAULT_S]
+    assert draft.channel.limits == [remote_slots.FIRST_LIMIT_S, 0.01, FAULT_S]
 
 
 def test_recorded_sizes_are_announced_to_every_draft(draft: Draft) -> None:
@@ -335,7 +335,7 @@ def test_recorded_sizes_are_announced_to_every_draft(draft: Draft) -> None:
 
 
 def test_numbers_start_again_over_a_new_connection(draft: Draft, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slotted_rounds, "MAX_ROUND_NUMBER", 3)
+    monkeypatch.setattr(remote_slots, "MAX_ROUND_NUMBER", 3)
     draft.open(7)
     for number in (2, 3):
         assert draft.is_open

@@ -7,7 +7,7 @@ import torch
 
 from outrider.draft.v1 import draft_pb2
 from outrider.services.target.draft_client.transport import rows_outbox as rows_module
-from outrider.services.target.draft_client.transport.rows_outbox import RowsOutbox, parts_of
+from outrider.services.target.draft_client.transport.rows_outbox import RowsOutbox, split_feature_rows
 from outrider.shared.rpc.ipc.frames import EndOfStream
 from outrider.shared.rpc.ipc.mailbox import SharedTensorReader, SharedTensorWriter
 from outrider.shared.rpc.ipc.slots import SharedMemory, SlotLayout
@@ -58,7 +58,7 @@ def test_a_draft_that_leaves_too_much_unread_counts_as_gone(monkeypatch: pytest.
 def test_a_part_holds_a_row_at_least_and_names_its_place() -> None:
     rows = torch.arange(5 * COLUMNS).view(5, COLUMNS)
     for most, counts in ((1, [1] * 5), (2 * 8 * COLUMNS, [2, 2, 1]), (1 << 20, [5])):
-        parts = list(parts_of(PLACE, rows, most))
+        parts = list(split_feature_rows(PLACE, rows, most))
         assert [some.shape[0] for _, some in parts] == counts
         assert [message.base for message, _ in parts] == [
             10 + sum(counts[:index]) for index in range(len(counts))

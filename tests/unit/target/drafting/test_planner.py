@@ -14,7 +14,7 @@ from support.slot_sequences import seated_sequence
 from outrider.services.target.drafting.planner import DraftPlanner, bound_of
 from outrider.services.target.policy.controller import RowBound, SpeculationController
 from outrider.services.target.policy.cost_model import DraftPath
-from outrider.services.target.policy.verdict import Reason, Verdict
+from outrider.services.target.policy.verdict import AutoReason, AutoVerdict
 from outrider.services.target.scheduling.sequence import Sequence
 from outrider.shared.kv.pool import KVPool
 from outrider.shared.spec.tree import NO_DRAFT, DraftShape
@@ -41,7 +41,7 @@ class Room:
             draft_away=lambda rows, batch_size: self.away.append((rows, batch_size)),
             would_draft=lambda row: row.bound == CHAIN,
             costs=costs,
-            verdict=Verdict(Reason.PROBING),
+            verdict=AutoVerdict(AutoReason.PROBING),
         )
         sessions: Any = SimpleNamespace(obstacle=lambda one: self.obstacles.get(one.session_id, ""))
         metrics: Any = SimpleNamespace(fell_back=self.counted.append)

@@ -15,7 +15,7 @@ from support.target_harness import (
 from support.toys import make_toy_target
 
 from outrider.services.target.drafting.no_drafter import NoDrafter
-from outrider.services.target.policy.verdict import Reason, Verdict
+from outrider.services.target.policy.verdict import AutoReason, AutoVerdict
 from outrider.shared.nn.decoder import Decoder
 from outrider.shared.spec.tree import DraftShape
 
@@ -101,15 +101,15 @@ def test_metrics_tell_what_auto_has_decided(decoder: Decoder) -> None:
     harness = make_harness(decoder, FakeDrafter(random_plan(VOCAB)))
     assert 'outrider_auto_decision{reason="idle"} 1.0' in harness.engine.prometheus_text()
     for shapes, plain_rows in (({DraftShape(3, 1, 4): 2}, 1), ({}, 3)):
-        reason = Reason.PAYS if shapes else Reason.DOES_NOT_PAY
-        harness.engine.controller.verdict = Verdict(reason, shapes, plain_rows, 3, 1.5, 0.004)
+        reason = AutoReason.PAYS if shapes else AutoReason.DOES_NOT_PAY
+        harness.engine.controller.verdict = AutoVerdict(reason, shapes, plain_rows, 3, 1.5, 0.004)
         text = harness.engine.prometheus_text()
         assert f'outrider_auto_decision{{reason="{reason.value}"}} 1.0' in text
         assert 'outrider_auto_decision{reason="idle"} 0.0' in text
         assert f'outrider_auto_rows{{shape="chain 3"}} {float(sum(shapes.values()))}' in text
         assert f'outrider_auto_rows{{shape="plain"}} {float(plain_rows)}' in text
         assert "outrider_auto_estimated_speedup 1.5" in text
-    assert harness.engine.stats().verdict.reason is Reason.DOES_NOT_PAY
+    assert harness.engine.stats().verdict.reason is AutoReason.DOES_NOT_PAY
 
 
 def test_resources_tell_memory_graphs_and_the_path_of_the_drafts(decoder: Decoder) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from outrider.services.target.engine.recorder import IDLE_S, Recorder, RecordingList
+from outrider.services.target.engine.recorder import IDLE_S, GraphRecorder, RecordingList
 from outrider.shared.engine.graphs import GraphCache
 
 
@@ -16,7 +16,7 @@ class Work:
     def __init__(self) -> None:
         self.now = 100.0
         self.done: list[str] = []
-        self.recorder = Recorder(GraphCache("cpu"), clock=lambda: self.now)
+        self.recorder = GraphRecorder(GraphCache("cpu"), clock=lambda: self.now)
 
     def pieces(self, *names: str) -> Iterator[None]:
         for name in names:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from outrider.services.target.engine.recorder import IDLE_S, Recorder, Recording, RecordingList
+from outrider.services.target.engine.recorder import IDLE_S, GraphRecorder, Recording, RecordingList
 from outrider.shared.engine.graphs import GraphCache
 
 
@@ -18,7 +18,7 @@ class World:
         self.now = 100.0
         self.made: list[str] = []
         self.first, self.further = first, further
-        self.recorder = Recorder(GraphCache("cpu"), clock=lambda: self.now)
+        self.recorder = GraphRecorder(GraphCache("cpu"), clock=lambda: self.now)
 
     def listed(self) -> RecordingList:
         return RecordingList(

@@ -7,7 +7,7 @@ from dataclasses import replace
 from outrider.services.target.engine.engine_stats import EngineStats
 from outrider.services.target.engine.status_line import StatusLine
 from outrider.services.target.policy.speculation_stats import SpeculationStats
-from outrider.services.target.policy.verdict import Verdict
+from outrider.services.target.policy.verdict import AutoVerdict
 from outrider.shared.spec.drafter import DrafterState
 
 IDLE = EngineStats(
@@ -21,7 +21,7 @@ IDLE = EngineStats(
     rounds=0,
     speculation=SpeculationStats(),
     speedup_estimate=None,
-    verdict=Verdict(),
+    verdict=AutoVerdict(),
     looks_lost_s=0.0,
 )
 

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 from outrider.services.target.grammar import backend
 from outrider.services.target.grammar.backend import GrammarBackend, compile_grammar, versions_of
 from outrider.services.target.grammar.guidance import GuidanceGrammar
-from outrider.services.target.grammar.matcher import Grammar, Matcher, words_of
+from outrider.services.target.grammar.matcher import Grammar, Matcher, token_mask_words
 from outrider.services.target.grammar.vocabulary import Vocabulary
 from outrider.services.target.grammar.xgrammar import XGrammar
 from outrider.shared.base.constraint import Constraint, ConstraintKind
@@ -37,7 +37,7 @@ def compiled(request: pytest.FixtureRequest, vocabulary: Vocabulary) -> Compile:
 
 
 def allows(matcher: Matcher, token: int) -> bool:
-    mask = np.zeros(words_of(SIZE), dtype=np.int32)
+    mask = np.zeros(token_mask_words(SIZE), dtype=np.int32)
     matcher.fill(mask)
     return bool(mask.view(np.uint32)[token // 32] >> token % 32 & 1)
 

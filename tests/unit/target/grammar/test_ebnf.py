@@ -12,9 +12,11 @@ from support.grammar_rig import FILE
 from support.random_schemas import random_schema
 from tokenizers import Tokenizer
 
-from outrider.services.target.grammar import ebnf, guidance, xgrammar
+from outrider.services.target.grammar import ebnf, xgrammar
+from outrider.services.target.grammar.guidance import compile_guidance
 from outrider.services.target.grammar.matcher import Grammar
 from outrider.services.target.grammar.vocabulary import Vocabulary
+from outrider.services.target.grammar.xgrammar import compile_xgrammar
 from outrider.shared.base.constraint import Constraint, ConstraintKind
 
 END = 2
@@ -121,10 +123,10 @@ def test_both_libraries_allow_the_same_texts(
     vocabulary: Vocabulary, tokenizer: Tokenizer, schema: Any, valid: list[str], invalid: list[str]
 ) -> None:
     asked = Constraint(ConstraintKind.JSON_SCHEMA, json.dumps(schema))
-    for library in (xgrammar, guidance):
-        grammar = library.compile_grammar(asked, vocabulary)
+    for compile_one in (compile_xgrammar, compile_guidance):
+        grammar = compile_one(asked, vocabulary)
         for text in (*valid, *invalid):
-            assert accepts(grammar, tokenizer, text) is (text in valid), (library.__name__, text)
+            assert accepts(grammar, tokenizer, text) is (text in valid), (compile_one.__name__, text)
 
 
 @pytest.mark.parametrize("low", [None, -293, -7, 0, 17])
@@ -138,9 +140,7 @@ def test_bounds_of_integers_are_exact(
     schema = {"type": "integer", **bounds}
     allowed = {one for one in ABOUT if jsonschema_rs.is_valid(schema, one)}
     try:
-        grammar = xgrammar.compile_grammar(
-            Constraint(ConstraintKind.JSON_SCHEMA, json.dumps(schema)), vocabulary
-        )
+        grammar = compile_xgrammar(Constraint(ConstraintKind.JSON_SCHEMA, json.dumps(schema)), vocabulary)
     except xgrammar.InvalidRequestError:
         assert not allowed
         return

@@ -7,7 +7,7 @@ import pytest
 from support.toy_grammar import ToyGrammar
 
 from outrider.services.target.grammar.form import OutputForm
-from outrider.services.target.grammar.matcher import words_of
+from outrider.services.target.grammar.matcher import token_mask_words
 from outrider.shared.base.constraint import Constraint, ConstraintKind
 
 VOCAB, ENDS = 70, (5, 9)
@@ -20,10 +20,12 @@ def form_of(marker: str = "", opening: str = "", prompt: tuple[int, ...] = ()) -
 
 
 def allowed(form: OutputForm) -> set[int]:
-    mask = np.zeros(words_of(VOCAB), dtype=np.int32)
+    mask = np.zeros(token_mask_words(VOCAB), dtype=np.int32)
     form.fill(mask)
     return {
-        token for token in range(words_of(VOCAB) * 32) if mask.view(np.uint32)[token // 32] >> token % 32 & 1
+        token
+        for token in range(token_mask_words(VOCAB) * 32)
+        if mask.view(np.uint32)[token // 32] >> token % 32 & 1
     }
 
 

@@ -12,8 +12,8 @@ from support.grammar_rig import SIZE, check_refusal
 from tokenizers import Tokenizer
 
 from outrider.services.target.grammar import guidance
-from outrider.services.target.grammar.guidance import compile_grammar
-from outrider.services.target.grammar.matcher import Matcher, words_of
+from outrider.services.target.grammar.guidance import compile_guidance
+from outrider.services.target.grammar.matcher import Matcher, token_mask_words
 from outrider.services.target.grammar.vocabulary import Vocabulary
 from outrider.shared.base.constraint import Constraint, ConstraintKind
 from outrider.shared.base.errors import InvalidRequestError
@@ -23,7 +23,7 @@ KINDS = ConstraintKind
 
 
 def allows(matcher: Matcher, token: int) -> bool:
-    mask = np.zeros(words_of(SIZE), dtype=np.int32)
+    mask = np.zeros(token_mask_words(SIZE), dtype=np.int32)
     matcher.fill(mask)
     return bool(mask.view(np.uint32)[token // 32] >> token % 32 & 1)
 
@@ -46,19 +46,19 @@ def test_what_cannot_be_enforced_is_refused(
     vocabulary: Vocabulary, kind: ConstraintKind, source: str, part: str
 ) -> None:
     constraint = Constraint(kind, source, field="a_field")
-    check_refusal(lambda one: compile_grammar(one, vocabulary), constraint, part)
+    check_refusal(lambda one: compile_guidance(one, vocabulary), constraint, part)
 
 
 def test_a_token_that_takes_too_much_work_fails_this_output_only(
     vocabulary: Vocabulary, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = Constraint(KINDS.REGEX, "(.{1,400}x){9}")
-    matcher = compile_grammar(asked, vocabulary).matcher()
+    matcher = compile_guidance(asked, vocabulary).matcher()
     small = None
     for states in range(60, 2000, 20):
         monkeypatch.setattr(guidance, "LIMITS", llguidance.LLParserLimits(max_lexer_states=states))
         with contextlib.suppress(InvalidRequestError):
-            small = compile_grammar(asked, vocabulary).matcher()
+            small = compile_guidance(asked, vocabulary).matcher()
             break
     assert small is not None
     tokens = tokenizer.encode("abcdefxghijk" * 20, add_special_tokens=False).ids

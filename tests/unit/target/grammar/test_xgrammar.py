@@ -7,9 +7,9 @@ import pytest
 from support.grammar_rig import SIZE, check_refusal
 
 from outrider.services.target.grammar import xgrammar
-from outrider.services.target.grammar.matcher import words_of
+from outrider.services.target.grammar.matcher import token_mask_words
 from outrider.services.target.grammar.vocabulary import Vocabulary
-from outrider.services.target.grammar.xgrammar import compile_grammar
+from outrider.services.target.grammar.xgrammar import compile_xgrammar
 from outrider.shared.base.constraint import Constraint, ConstraintKind
 
 KINDS = ConstraintKind
@@ -34,14 +34,14 @@ def test_what_cannot_be_enforced_is_refused(
     vocabulary: Vocabulary, kind: ConstraintKind, source: str, part: str
 ) -> None:
     constraint = Constraint(kind, source, field="a_field")
-    check_refusal(lambda one: compile_grammar(one, vocabulary), constraint, part)
+    check_refusal(lambda one: compile_xgrammar(one, vocabulary), constraint, part)
 
 
 def test_a_mask_that_takes_too_long_fails_this_output_only(
     vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    grammar = compile_grammar(Constraint(KINDS.REGEX, "[ab]+"), vocabulary)
-    slow, mask = grammar.matcher(), np.zeros(words_of(SIZE), dtype=np.int32)
+    grammar = compile_xgrammar(Constraint(KINDS.REGEX, "[ab]+"), vocabulary)
+    slow, mask = grammar.matcher(), np.zeros(token_mask_words(SIZE), dtype=np.int32)
     monkeypatch.setattr(xgrammar, "MASK_CPU_S", -1.0)
     slow.fill(mask)
     assert not mask.any()

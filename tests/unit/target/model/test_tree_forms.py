@@ -9,7 +9,7 @@ import pytest
 from support.toy_grammar import ToyGrammar, drawn_tree
 
 from outrider.services.target.grammar.form import OutputForm
-from outrider.services.target.grammar.matcher import words_of
+from outrider.services.target.grammar.matcher import token_mask_words
 from outrider.services.target.model.tree_fit import fitted
 from outrider.services.target.model.tree_forms import fill_masks
 from outrider.shared.base.constraint import Constraint, ConstraintKind
@@ -23,7 +23,7 @@ def test_every_node_gets_the_tokens_that_may_follow_it(seed: int) -> None:
     grammar = ToyGrammar(VOCAB, ENDS, seed)
     form = OutputForm(grammar, ANY)
     tree = fitted(form, drawn_tree(random.Random(seed), grammar, 16), 17, 8)
-    masks = np.full((len(tree.tokens), words_of(VOCAB)), -1, dtype=np.int32)
+    masks = np.full((len(tree.tokens), token_mask_words(VOCAB)), -1, dtype=np.int32)
     fill_masks(form, tree, masks)
     states = [0]
     for token, parent in zip(tree.tokens[1:], tree.parents[1:], strict=True):
@@ -39,7 +39,7 @@ def test_masks_of_a_tree_that_was_not_fitted(seed: int) -> None:
     form = OutputForm(grammar, ANY)
     tree = drawn_tree(random.Random(seed), grammar, 16)
     tree.add(ENDS[0], 0, -1.0)
-    masks = np.full((len(tree.tokens), words_of(VOCAB)), -1, dtype=np.int32)
+    masks = np.full((len(tree.tokens), token_mask_words(VOCAB)), -1, dtype=np.int32)
     fill_masks(form, tree, masks)
     paths: list[list[int]] = [[]]
     for token, parent in zip(tree.tokens[1:], tree.parents[1:], strict=True):

@@ -20,7 +20,7 @@ from outrider.services.target.policy.controller import (
 from outrider.services.target.policy.cost_model import DraftPath
 from outrider.services.target.policy.look_options import LOOK_ROWS
 from outrider.services.target.policy.offered_shapes import MOST_ROWS, offered_shapes
-from outrider.services.target.policy.verdict import Reason
+from outrider.services.target.policy.verdict import AutoReason
 from outrider.services.target.policy.wait_cap import ANSWERS_TO_JUDGE
 from outrider.shared.spec.tree import NO_DRAFT, DraftShape
 
@@ -42,14 +42,14 @@ def test_nothing_is_assumed_of_a_drafter_that_was_not_measured() -> None:
     one = server(controller, 16)
     one.round()
     assert used(one.rounds) == {NO_DRAFT: 16}, "the plain cost is measured first"
-    assert controller.verdict.reason is Reason.UNMEASURED
+    assert controller.verdict.reason is AutoReason.UNMEASURED
     while not controller._drafter.known:
         one.round()
     for shapes in one.rounds[:-1]:
         assert sum(shape.drafts for shape in shapes) <= LOOK_ROWS
     assert len(one.rounds) < 30
     one.run(300)
-    assert controller.verdict.reason is Reason.PAYS
+    assert controller.verdict.reason is AutoReason.PAYS
 
 
 def test_a_new_request_starts_from_what_is_known() -> None:
@@ -73,7 +73,7 @@ def test_what_is_known_of_a_drafter_is_kept_for_its_return(known: bool) -> None:
     controller.adopt("other")
     row = RowBound(controller.new_row(), TREE, 100, CHAIN)
     controller.choose([row] * 4)
-    assert controller.verdict.reason in (Reason.UNMEASURED, Reason.PROBING)
+    assert controller.verdict.reason in (AutoReason.UNMEASURED, AutoReason.PROBING)
     controller.adopt("head" if known else "third")
     assert controller._drafter.known == known
 
@@ -85,7 +85,7 @@ def test_warm_up_teaches_costs_only() -> None:
     controller.forget_acceptance()
     assert controller.costs.plain(4) == plain_s
     assert not controller._drafter.known
-    assert controller.verdict.reason is Reason.IDLE
+    assert controller.verdict.reason is AutoReason.IDLE
     assert controller.speedup_estimate is None
 
 
@@ -210,21 +210,21 @@ def test_a_draft_that_becomes_useless_is_dropped() -> None:
     one.rounds.clear()
     one.run(1500)
     assert used(one.rounds)[NO_DRAFT] > 0.9 * used(one.rounds).total()
-    assert controller.verdict.reason in (Reason.DOES_NOT_PAY, Reason.PROBING)
+    assert controller.verdict.reason in (AutoReason.DOES_NOT_PAY, AutoReason.PROBING)
 
 
 def test_the_verdict_counts_rows_and_says_why() -> None:
     controller = SpeculationController()
     one = server(controller, 8)
     one.run(4000)
-    while controller.verdict.reason is not Reason.PAYS:
+    while controller.verdict.reason is not AutoReason.PAYS:
         one.round()
     verdict = controller.verdict
     assert sum(verdict.shapes.values()) + verdict.plain_rows == 8 == verdict.batch_size
     assert verdict.round_s is not None
     controller.draft_away(3, 5)
     verdict = controller.verdict
-    assert (verdict.reason, verdict.plain_rows, verdict.batch_size) == (Reason.DRAFT_AWAY, 3, 5)
+    assert (verdict.reason, verdict.plain_rows, verdict.batch_size) == (AutoReason.DRAFT_AWAY, 3, 5)
 
 
 def test_prompts_are_fed_only_while_drafting_pays() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from outrider.services.target.policy.cost_model import DraftPath, RoundCosts
+from outrider.services.target.policy.cost_model import DraftPath, StepCosts
 from outrider.shared.spec.tree import DraftShape
 
 CHAIN, LONG, TREE = DraftShape(3, 1, 4), DraftShape(6, 1, 7), DraftShape(3, 4, 16)
@@ -12,7 +12,7 @@ DEVICE, HOST = DraftPath.DEVICE, DraftPath.HOST
 
 
 def test_plain_passes_are_interpolated_between_batch_sizes() -> None:
-    costs = RoundCosts()
+    costs = StepCosts()
     assert costs.plain(1) is None
     costs.observe_verify(1, 1, 0.004)
     assert costs.plain(3) == 0.004
@@ -24,7 +24,7 @@ def test_plain_passes_are_interpolated_between_batch_sizes() -> None:
 
 
 def test_without_a_plain_pass_the_shortest_pass_stands_for_it() -> None:
-    costs = RoundCosts()
+    costs = StepCosts()
     costs.observe_verify(4, 20, 0.006)
     costs.observe_verify(4, 40, 0.009)
     assert costs.plain(4) == 0.006
@@ -36,7 +36,7 @@ def test_without_a_plain_pass_the_shortest_pass_stands_for_it() -> None:
 
 
 def test_verify_passes_are_interpolated_and_extrapolated() -> None:
-    costs = RoundCosts()
+    costs = StepCosts()
     costs.observe_verify(1, 1, 0.004)
     assert 0.004 < costs.verify(1, 16) < 0.01, "rows must cost something before any is measured"
     costs.observe_verify(1, 17, 0.008)
@@ -46,7 +46,7 @@ def test_verify_passes_are_interpolated_and_extrapolated() -> None:
 
 
 def test_drafts_are_scaled_to_other_depths_and_numbers_of_sequences() -> None:
-    costs = RoundCosts()
+    costs = StepCosts()
     costs.observe_verify(1, 1, 0.004)
     assert 0 < costs.draft(CHAIN, 1) < costs.draft(LONG, 1)
     costs.observe_drafts({CHAIN: 1}, DEVICE, 0.0009)
@@ -57,7 +57,7 @@ def test_drafts_are_scaled_to_other_depths_and_numbers_of_sequences() -> None:
 
 
 def test_several_shapes_add_up_on_the_device_and_not_on_the_host() -> None:
-    costs = RoundCosts()
+    costs = StepCosts()
     costs.observe_verify(4, 4, 0.004)
     costs.observe_verify(4, 28, 0.005)
     costs.observe_drafts({CHAIN: 2}, DEVICE, 0.001)
@@ -70,14 +70,14 @@ def test_several_shapes_add_up_on_the_device_and_not_on_the_host() -> None:
 
 
 def test_a_single_slow_draft_hardly_counts() -> None:
-    costs = RoundCosts()
+    costs = StepCosts()
     for seconds in (0.001, 0.001, 0.05, 0.001):
         costs.observe_drafts({CHAIN: 1}, DEVICE, seconds)
     assert costs.draft(CHAIN, 1) < 0.0012
 
 
 def test_the_rest_of_a_round_is_learnt_apart_for_drafts() -> None:
-    costs = RoundCosts()
+    costs = StepCosts()
     costs.observe_verify(1, 1, 0.004)
     costs.observe_rest(1, False, 0.0005)
     assert costs.round(1, 1, {}, DEVICE) == pytest.approx(0.0045)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from outrider.services.target.policy.cost_model import DraftPath, RoundCosts
+from outrider.services.target.policy.cost_model import DraftPath, StepCosts
 from outrider.services.target.policy.partition import MOST_OFFERED, Others, Partition, Partitions, RowClass
 from outrider.shared.spec.tree import NO_DRAFT, DraftShape
 
@@ -10,8 +10,8 @@ CHAIN, TREE = DraftShape(3, 1, 4), DraftShape(5, 8, 32)
 NOBODY = Others({}, 0.0)
 
 
-def costs(batch_size: int, row_s: float = 2e-6) -> RoundCosts:
-    made = RoundCosts()
+def costs(batch_size: int, row_s: float = 2e-6) -> StepCosts:
+    made = StepCosts()
     made.observe_verify(batch_size, batch_size, 0.004)
     made.observe_verify(batch_size, 512, 0.004 + row_s * (512 - batch_size))
     made.observe_drafts({CHAIN: 4}, DraftPath.DEVICE, 0.0009)
@@ -67,7 +67,7 @@ def test_the_shapes_in_use_win_near_ties() -> None:
 
 
 def test_a_round_has_at_most_twice_the_rows_of_the_largest_measured_round() -> None:
-    made = RoundCosts()
+    made = StepCosts()
     made.observe_verify(32, 32, 0.004)
     made.observe_drafts({CHAIN: 4}, DraftPath.DEVICE, 0.0001)
     of = Partitions([row(3.9, 3.9, 32)], NOBODY, made, DraftPath.DEVICE)

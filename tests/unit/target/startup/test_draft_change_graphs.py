@@ -25,7 +25,7 @@ from outrider.services.target import app
 from outrider.services.target.drafting.no_drafter import NoDrafter
 from outrider.services.target.engine.engine import LOOK_S
 from outrider.services.target.engine.loop_plan import LoopPlan
-from outrider.services.target.engine.recorder import IDLE_S, Recorder, RecordingList
+from outrider.services.target.engine.recorder import IDLE_S, GraphRecorder, RecordingList
 from outrider.services.target.model.graph_key import GraphKey
 from outrider.services.target.settings import TargetSettings
 from outrider.services.target.startup.graph_plan import GraphPlan, await_draft, plan_graphs
@@ -122,7 +122,7 @@ def test_an_idle_engine_records_one_graph_at_a_time_until_a_request_arrives(deco
     plain = generate_plain(decoder, NoDrafter(), PROMPT, 6)
     now, made = [100.0], list[int]()
     graphs = BoundedGraphs(8)
-    recorder = Recorder(graphs, clock=lambda: now[0])
+    recorder = GraphRecorder(graphs, clock=lambda: now[0])
     harness = make_harness(decoder, NoDrafter(), graphs=graphs, recorder=recorder)
     engine = harness.engine
     further = [(str(number), partial(made.append, number)) for number in range(5)]

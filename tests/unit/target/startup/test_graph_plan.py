@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from outrider.services.target.engine.engine import TargetEngine
-from outrider.services.target.engine.recorder import Recorder, Recording
+from outrider.services.target.engine.recorder import GraphRecorder, Recording
 from outrider.services.target.engine.recordings import USUAL_MODES, Recordings
 from outrider.services.target.model.packed_batch import SamplingMode
 from outrider.services.target.model.prefill_graph import PREFILL_SIZES, WHOLE_PROMPT_SIZES
@@ -155,7 +155,7 @@ def test_everything_else_is_recorded_while_the_engine_is_idle() -> None:
 
 
 def test_the_start_records_the_first_graphs_and_leaves_the_others() -> None:
-    engine = SimpleNamespace(recordings=ListedGraphs(), recorder=Recorder(GraphCache("cpu")))
+    engine = SimpleNamespace(recordings=ListedGraphs(), recorder=GraphRecorder(GraphCache("cpu")))
     plan = plan_graphs(settings(max_running_requests=64), cuda=True, waits=False)
     graphs = GraphCache("cpu")
     record_graphs(cast(TargetEngine, engine), graphs, plan, to_console=False)
@@ -188,7 +188,7 @@ def test_compiling_and_recording_log_the_percentage_and_the_time_left(
     monkeypatch.setattr(graph_plan, "compile_ahead", compile_three)
     plan = plan_graphs(settings(max_running_requests=4), cuda=True, waits=False)
     cuda: Any = SimpleNamespace(device=torch.device("cuda"), observed=False, enabled=True)
-    engine: Any = SimpleNamespace(recordings=ListedGraphs(), recorder=Recorder(GraphCache("cpu")))
+    engine: Any = SimpleNamespace(recordings=ListedGraphs(), recorder=GraphRecorder(GraphCache("cpu")))
     compile_kernels(engine, cuda, plan, to_console=False)
     assert lines == [("compiling kernels", 25), ("compiling kernels", 50), ("compiling kernels", 75)]
     lines.clear()
@@ -200,7 +200,7 @@ def test_compiling_and_recording_log_the_percentage_and_the_time_left(
 
 
 def test_a_stop_ends_the_recording() -> None:
-    engine = SimpleNamespace(recordings=ListedGraphs(), recorder=Recorder(GraphCache("cpu")))
+    engine = SimpleNamespace(recordings=ListedGraphs(), recorder=GraphRecorder(GraphCache("cpu")))
     graphs = GraphCache("cpu")
     graphs.enabled = True
     plan = plan_graphs(settings(), cuda=True, waits=False)

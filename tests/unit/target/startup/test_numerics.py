@@ -17,7 +17,7 @@ from support.toys import make_toy_target
 from typer.testing import CliRunner
 
 import outrider.bench
-from outrider.bench.measure.perplexity import cut_windows, perplexity, read_texts
+from outrider.bench.measure.perplexity import cut_windows, measure_perplexity, read_texts
 from outrider.services.cli.commands import app
 from outrider.services.draft.settings import DraftSettings
 from outrider.services.target.drafting.no_drafter import NoDrafter
@@ -219,7 +219,7 @@ GENERIC = sorted(generic_models.CASES)[0]
 
 def test_compiled_modules_compute_the_same(tmp_path: Path) -> None:
     path = generic_models.save(GENERIC, tmp_path)
-    plain = perplexity(load_decoder(path, "cpu"), [PROMPT, PROMPT[:3]])
+    plain = measure_perplexity(load_decoder(path, "cpu"), [PROMPT, PROMPT[:3]])
     decoder = load_decoder(path, "cpu")
     settings = settings_of(path, enable_torch_compile=True, torch_compile_max_bs=4)
     compiled = []
@@ -236,7 +236,7 @@ def test_compiled_modules_compute_the_same(tmp_path: Path) -> None:
 
     with mock.patch.object(torch, "compile", counting):
         decoder = prepare_decoder(settings, decoder)
-    assert perplexity(decoder, [PROMPT, PROMPT[:3]]) == pytest.approx(plain, rel=1e-4)
+    assert measure_perplexity(decoder, [PROMPT, PROMPT[:3]]) == pytest.approx(plain, rel=1e-4)
     assert set(compiled) == {3}, "six rows exceed the limit"
 
 
@@ -257,16 +257,16 @@ def test_perplexity_matches_transformers(tmp_path: Path) -> None:
     tokens = [*PROMPT, 1, 2, 3, 40, 50, 60]
     logits = family_models.reference_logits("llama", tokens)[:-1]
     expected = torch.nn.functional.cross_entropy(logits.float(), torch.tensor(tokens[1:])).exp()
-    assert perplexity(load_decoder(path, "cpu"), [tokens]) == pytest.approx(float(expected), rel=1e-4)
+    assert measure_perplexity(load_decoder(path, "cpu"), [tokens]) == pytest.approx(float(expected), rel=1e-4)
 
 
 def test_fp8_costs_little_perplexity(target_dir: Path) -> None:
     """Uses text that the model itself finds likely; random text would measure noise."""
     answers = [generate(serving(target_dir), 60, mode=SpeculationMode.OFF)]
-    plain = perplexity(load_decoder(target_dir, "cpu"), answers)
+    plain = measure_perplexity(load_decoder(target_dir, "cpu"), answers)
     for values in ({"quantization": "fp8"}, {"kv_cache_dtype": "fp8_e4m3"}):
         decoder = prepare_decoder(settings_of(target_dir, **values), load_decoder(target_dir, "cpu"))
-        found = perplexity(decoder, answers)
+        found = measure_perplexity(decoder, answers)
         assert found != plain, "rounding must change the result"
         assert found == pytest.approx(plain, rel=0.05)
 

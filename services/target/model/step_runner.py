@@ -6,7 +6,7 @@ A round consists of pieces:
 
 If some outputs have forms, i.e. constraints on their tokens, the verify piece is cut in two before the choice
 of tokens. The host can find the allowed tokens only when it knows all earlier tokens. `launch` then returns
-an `OpenRound`. `complete` enqueues the rest once the host has read all earlier rounds:
+a `PendingVerify`. `complete` enqueues the rest once the host has read all earlier rounds:
 
     device    | choose n | forward n + 1           | choose n + 1 | forward n + 2 …
     host        launch n + 1 · read n · masks of n + 1 · deliver n · launch n + 2 …
@@ -38,9 +38,16 @@ from outrider.services.target.model.packed_batch import (
     width_class,
 )
 from outrider.services.target.model.result_ring import ResultRing
-from outrider.services.target.model.rounds import FinishedRound, Marks, Moment, OpenRound, Round, unpack
+from outrider.services.target.model.rounds import (
+    Marks,
+    Moment,
+    PendingVerify,
+    Round,
+    StepOutput,
+    unpack_outcomes,
+)
 from outrider.services.target.model.slot_table import SlotTable
-from outrider.services.target.model.token_states import RoundTap, tapped
+from outrider.services.target.model.token_states import AcceptedPathTap, tapped
 from outrider.services.target.model.tree_forms import TreeForms
 from outrider.services.target.model.verify_pass import (
     PassResult,
@@ -56,7 +63,7 @@ MOST_PADDING = 4
 """A round may replay the graph of a larger round that has at most this multiple of the round's own rows."""
 
 
-class RoundRunner:
+class StepRunner:
     """Enqueues rounds over packed rows, and reads their results. Engine thread only, under inference mode.
 
     Args:
@@ -131,7 +138,7 @@ class RoundRunner:
         self._begun = self._mark()
 
     @torch.inference_mode()
-    def launch(self, entries: Seq[Entry], draft: Callable[[], None] | None) -> Round | OpenRound:
+    def launch(self, entries: Seq[Entry], draft: Callable[[], None] | None) -> Round | PendingVerify:
         """Enqueue a round.
 
         Args:
@@ -141,8 +148,8 @@ class RoundRunner:
                 no entry drafts.
 
         Returns:
-            The round. If the output of an entry is constrained, the round is an `OpenRound`. Pass an open
-            round to `complete` before anything else is launched.
+            The round. If the output of an entry is constrained, the round is a `PendingVerify`. Pass it to
+            `complete` before anything else is launched.
         """
         launched_at, size, graphs = time.monotonic(), self.size_of(entries), self._graphs
         recorded = len(entries) <= self.recorded_entries and self._records(size) and not tapped(entries)
@@ -161,7 +168,7 @@ class RoundRunner:
             draft()
         starts = [0, *accumulate(entry.rows for entry in entries)][: len(entries)]
         self._count += 1
-        opened = OpenRound(
+        opened = PendingVerify(
             self._count,
             tuple(entries),
             starts,
@@ -169,7 +176,7 @@ class RoundRunner:
             size,
             None if draft is None else begun,
             provisional_runs,
-            RoundTap.of(entries, starts),
+            AcceptedPathTap.of(entries, starts),
         )
         if size.masked:
             opened.work = (
@@ -193,8 +200,8 @@ class RoundRunner:
         return self._closed(opened)
 
     @torch.inference_mode()
-    def complete(self, opened: OpenRound) -> Round:
-        """Enqueue the rest of an open round. The host must have read all earlier rounds and first tokens."""
+    def complete(self, opened: PendingVerify) -> Round:
+        """Enqueue the rest of a pending round. The host must have read earlier rounds and first tokens."""
         formed = self._forms.fit(opened.entries, opened.starts)
         if opened.drafted is None:
             self._forward(opened)
@@ -203,17 +210,17 @@ class RoundRunner:
             pass
         return self._closed(opened)
 
-    def read(self, launched: Round) -> FinishedRound:
+    def read(self, launched: Round) -> StepOutput:
         """Wait for a round and return its result."""
         end = launched.marks.verified
         if isinstance(end, torch.cuda.Event):
             end.synchronize()
-        outcomes = unpack(launched.result[: len(launched.entries)].tolist())
+        outcomes = unpack_outcomes(launched.result[: len(launched.entries)].tolist())
         now = time.monotonic()
         seconds = now - max(launched.launched_at, self._last_read)
         self._last_read = now
         draft_s, verify_s = launched.marks.seconds()
-        return FinishedRound(launched, outcomes, seconds, draft_s, verify_s)
+        return StepOutput(launched, outcomes, seconds, draft_s, verify_s)
 
     @torch.inference_mode()
     def capture(self, size: PassSize) -> None:
@@ -245,13 +252,13 @@ class RoundRunner:
         # Several ranks have not been tried with passes in two parts.
         return not (size.masked and self._graphs.observed)
 
-    def _verify(self, size: PassSize, tap: RoundTap | None = None) -> None:
+    def _verify(self, size: PassSize, tap: AcceptedPathTap | None = None) -> None:
         model = self._runner.step_model(size.capture)
         with recording_routes(tap is not None and tap.wants_experts) as routes:
             result = verify_pass(model, self.table, self.batch, size)
         self._post(size, result, tap, routes)
 
-    def _parts(self, size: PassSize, tap: RoundTap | None = None) -> Parts[None]:
+    def _parts(self, size: PassSize, tap: AcceptedPathTap | None = None) -> Parts[None]:
         """Run a verify pass with masks in two parts."""
         model, allowed = self._runner.step_model(size.capture), self._forms.masks(size.rows)
         with recording_routes(tap is not None and tap.wants_experts) as routes:
@@ -260,13 +267,13 @@ class RoundRunner:
         result = choose_pass(model, self.table, self.batch, size, forward, allowed)
         self._post(size, result, tap, routes)
 
-    def _forward(self, opened: OpenRound) -> None:
-        """Enqueue the forward pass of an open round."""
+    def _forward(self, opened: PendingVerify) -> None:
+        """Enqueue the forward pass of a pending round."""
         opened.drafted = self._mark()
         next(opened.work)
 
     def _post(
-        self, size: PassSize, result: PassResult, tap: RoundTap | None, routes: Seq[torch.Tensor]
+        self, size: PassSize, result: PassResult, tap: AcceptedPathTap | None, routes: Seq[torch.Tensor]
     ) -> None:
         if tap is not None:
             tap.take(self._runner.decoder, result, routes)
@@ -274,7 +281,7 @@ class RoundRunner:
         if result.logprobs is not None:
             self._logprobs_ring(size.rows).post(result.logprobs)
 
-    def _closed(self, opened: OpenRound) -> Round:
+    def _closed(self, opened: PendingVerify) -> Round:
         """Return a round whose work has been enqueued."""
         entries, size, drafted = opened.entries, opened.size, opened.drafted
         assert drafted is not None, "the forward pass has been enqueued"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from outrider.services.tune.candidates import candidate_shapes
-from outrider.services.tune.round_times import RoundTimes, probe_shapes
+from outrider.services.tune.step_times import StepTimes, probe_shapes
 from outrider.shared.spec.tree import NO_DRAFT, DraftShape
 
 CANDIDATES = candidate_shapes(DraftShape(8, 8, 64))
@@ -20,7 +20,7 @@ def verify_ms(nodes: int) -> float:
 
 
 def test_a_few_probes_predict_all_shapes_of_a_linear_machine() -> None:
-    times = RoundTimes()
+    times = StepTimes()
     for shape in probe_shapes(CANDIDATES):
         draft = draft_ms(shape) if shape.drafts else 0.0
         rounds = [{"draft_ms": draft, "verify_ms": verify_ms(shape.max_nodes)} for _ in range(3)]
@@ -34,7 +34,7 @@ def test_a_few_probes_predict_all_shapes_of_a_linear_machine() -> None:
 
 
 def test_nothing_is_measured_without_rounds() -> None:
-    times = RoundTimes()
+    times = StepTimes()
     times.add(DraftShape(3, 1, 4), [], None)
     assert not times.measured
 

@@ -28,7 +28,7 @@ from outrider.shared.spec.fence import extend_prefix_hash
 from outrider.shared.spec.tree import DraftBatch, DraftShape
 
 
-class SlotRounds:
+class SlotGroups:
     """Prepares rounds of sessions whose newest rows are on the device (`shared.spec.device_drafter`).
 
     Args:

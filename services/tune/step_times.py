@@ -42,7 +42,7 @@ def probe_shapes(candidates: Sequence[DraftShape]) -> list[DraftShape]:
     return list(dict.fromkeys(probes))
 
 
-class RoundTimes:
+class StepTimes:
     """Measured times of rounds of one batch size, in milliseconds."""
 
     def __init__(self) -> None:

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from support import toy_mtp
-from support.played_graphs import PlayedGraphs
-from support.round_rig import (
+from support.drafter_rig import (
     Rig,
     assert_same_trees,
     check_mixture,
@@ -21,6 +20,7 @@ from support.round_rig import (
     host_round,
     open_streams,
 )
+from support.played_graphs import PlayedGraphs
 from support.toy_heads import HIDDEN, VOCAB, base_config, eagle_tensors, write_head
 from support.toys import make_toy_eagle3, make_toy_target
 

@@ -27,9 +27,9 @@ from outrider.shared.base.generation import (
     TraceNode,
 )
 from outrider.shared.base.resources import ResourceStats
-from outrider.shared.rpc.convert_constraint import constraint_to_proto
-from outrider.shared.rpc.convert_logprobs import logprob_from_proto, logprobs_to_proto, set_rules
-from outrider.shared.rpc.convert_states import state_params_to_proto, states_from_proto
+from outrider.shared.rpc.constraint_messages import constraint_to_proto
+from outrider.shared.rpc.logprob_messages import logprob_from_proto, logprobs_to_proto, set_rules
+from outrider.shared.rpc.state_messages import state_params_to_proto, states_from_proto
 from outrider.shared.rpc.target_version import TargetFeature, agree_with_target
 from outrider.target.v1 import target_pb2
 

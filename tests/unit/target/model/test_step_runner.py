@@ -14,7 +14,7 @@ from outrider.services.target.drafting.no_drafter import NoDrafter
 from outrider.services.target.model.graph_key import GraphKey
 from outrider.services.target.model.outcome import Outcome
 from outrider.services.target.model.packed_batch import Entry, SamplingMode
-from outrider.services.target.model.rounds import unpack
+from outrider.services.target.model.rounds import unpack_outcomes
 from outrider.services.target.model.verify_pass import PassSize
 from outrider.services.target.scheduling.sequence import Sequence
 from outrider.shared.base.generation import SamplingParams, TraceNode
@@ -37,13 +37,13 @@ def plain(decoder: Decoder) -> list[list[int]]:
 
 
 def test_results_are_decoded_into_outcomes() -> None:
-    assert unpack([]) == []
+    assert unpack_outcomes([]) == []
     rows = [
         [2, 5, 0, 1, 4, 10, 11, 12],
         [0, 1, 0, -1, -1, 7, -1, -1],
         [-1, 1, -1, -1, -1, -1, -1, -1],
     ]
-    assert unpack(rows) == [Outcome(5, [1, 4], [10, 11, 12]), Outcome(1, [], [7]), None]
+    assert unpack_outcomes(rows) == [Outcome(5, [1, 4], [10, 11, 12]), Outcome(1, [], [7]), None]
 
 
 def test_plain_rounds_of_all_slots_yield_the_plain_tokens(decoder: Decoder, plain: list[list[int]]) -> None:

@@ -10,7 +10,7 @@ import torch
 from outrider.draft.v1 import draft_pb2
 from outrider.kernels.tree_check import tree_check
 from outrider.services.target.draft_client.transport.exchange import Exchange
-from outrider.shared.spec.exchanged_slots import ExchangedRound
+from outrider.shared.spec.exchanged_slots import TreeExchange
 from outrider.shared.spec.resident import (
     GroupSize,
     RoundState,
@@ -43,7 +43,7 @@ class _Layout:
     trees: Sequence[TreesBlob]
 
 
-class RoundBlobs:
+class ExchangeBlobs:
     """Owns the device memory for the round states and trees that the target and the draft exchange.
 
     All rounds use the same memory one after the other, in stream order.
@@ -79,7 +79,7 @@ class RoundBlobs:
         longest_s: float,
         least_s: float,
         refused: Collection[int],
-    ) -> BoundedRound:
+    ) -> BoundedTreeExchange:
         """Return a round whose states and trees are stored in this object's memory.
 
         Args:
@@ -88,11 +88,11 @@ class RoundBlobs:
             channel: Carries the states to the draft, and the trees to the target.
             feature_size, dtype: Number of elements and data type of a feature row.
             longest_s: Longest wait for the trees, in seconds.
-            least_s: Lower limit, in seconds, for a wait that `BoundedRound.exchange` shortens.
+            least_s: Lower limit, in seconds, for a wait that `BoundedTreeExchange.exchange` shortens.
             refused: Ids of the sessions that cannot draft in this round.
         """
         layout = self._layout(tuple(sizes), feature_size, dtype)
-        return BoundedRound(
+        return BoundedTreeExchange(
             message, layout, channel, self._expected, self._vocab_size, longest_s, least_s, refused
         )
 
@@ -130,10 +130,10 @@ class RoundBlobs:
         return self._layouts[key]
 
 
-class BoundedRound(ExchangedRound):
+class BoundedTreeExchange(TreeExchange):
     """One round of drafting in another process, with a limit on the wait for the trees.
 
-    `RoundBlobs.round` explains the arguments.
+    `ExchangeBlobs.round` explains the arguments.
 
     Attributes:
         patient: True if only sequences without a deadline (speculation mode `on`) wait for the trees.

@@ -12,18 +12,18 @@ import torch
 
 from outrider.draft.v1 import draft_pb2
 from outrider.services.draft.peers.replies import (
+    EntryReply,
+    ExchangeEnded,
     NeedResync,
     Opened,
     Pong,
     Rejected,
     Reply,
-    RoundsEnded,
-    RoundsEntered,
-    RoundTaken,
-    RoundTrees,
     SlotReady,
     SlotsOpened,
+    StateTaken,
     TreeFrame,
+    TreesReply,
 )
 from outrider.services.draft.sessions.session import Ask
 from outrider.services.draft.sessions.session_table import SessionLimits
@@ -32,7 +32,7 @@ from outrider.services.draft.target_info import TargetInfo
 from outrider.shared.base.errors import ProtocolError
 from outrider.shared.rpc.ipc.doorbells import Side
 from outrider.shared.rpc.tensors import TensorReader, wire_dtype
-from outrider.shared.rpc.version import MAX_VERSION, Offer
+from outrider.shared.rpc.version import MAX_VERSION, VersionOffer
 from outrider.shared.spec.drafter import Commit, FeatureSpec, SequenceOpen
 from outrider.shared.spec.fence import Fence
 from outrider.shared.spec.tree import DraftShape
@@ -94,7 +94,7 @@ def hello_ack(
         missing_tensors=missing,
         uptime_s=uptime_s,
     )
-    Offer.ours(Side.DRAFT).write(ack, version)
+    VersionOffer.ours(Side.DRAFT).write(ack, version)
     if spec is not None:
         ack.aux_layer_ids.extend(spec.aux_layer_ids)
         ack.projector_tensors.extend(spec.projector)
@@ -196,7 +196,7 @@ def reply_to(reply: Reply) -> draft_pb2.SessionReply:
             return draft_pb2.SessionReply(reject=reject)
         case Pong():
             return draft_pb2.SessionReply(pong=draft_pb2.Pong(nonce=reply.nonce, load=reply.load))
-        case RoundsEntered():
+        case EntryReply():
             entered = draft_pb2.RoundsEntered(
                 rounds=reply.rounds, accepted=not reply.reason, reason=reply.reason
             )
@@ -207,15 +207,15 @@ def reply_to(reply: Reply) -> draft_pb2.SessionReply:
         case SlotReady():
             ready = draft_pb2.SlotReady(session_id=reply.session_id, epoch=reply.epoch)
             return draft_pb2.SessionReply(slot_ready=ready)
-        case RoundsEnded():
+        case ExchangeEnded():
             return draft_pb2.SessionReply(
                 rounds_ended=draft_pb2.RoundsEnded(rounds=reply.rounds, reason=reply.reason)
             )
-        case RoundTrees():
+        case TreesReply():
             return draft_pb2.SessionReply(
                 round_trees=draft_pb2.RoundTrees(rounds=reply.rounds, number=reply.number, trees=reply.trees)
             )
-        case RoundTaken():
+        case StateTaken():
             return draft_pb2.SessionReply(round_taken=draft_pb2.RoundTaken())
         case TreeFrame():
             trees = [

@@ -26,13 +26,13 @@ from outrider.draft.v1 import draft_pb2
 from outrider.services.target.draft_client.breaker import Breaker, BreakerState
 from outrider.services.target.draft_client.connection import Connection
 from outrider.services.target.draft_client.deadlines import AnswerDeadlines
-from outrider.services.target.draft_client.round_blobs import BoundedRound, RoundBlobs
+from outrider.services.target.draft_client.exchange_blobs import BoundedTreeExchange, ExchangeBlobs
 from outrider.services.target.draft_client.session import DraftSession
 from outrider.services.target.draft_client.transport.exchange import Exchange
-from outrider.services.target.draft_client.trees import fits
+from outrider.services.target.draft_client.trees import draft_can_grow
 from outrider.shared.rpc.tensors import wire_dtype
-from outrider.shared.spec.drafter import AWAITED, BACKING_OFF, DrafterState
-from outrider.shared.spec.exchanged_slots import ExchangedGroup, ExchangedRound, ExchangedSlots
+from outrider.shared.spec.drafter import AWAITED, BACKING_OFF, WARMING, DrafterState
+from outrider.shared.spec.exchanged_slots import ExchangedGroup, ExchangedSlots, TreeExchange
 from outrider.shared.spec.resident import GroupSize
 from outrider.shared.spec.tree import DraftShape
 
@@ -55,7 +55,6 @@ MAX_ROUND_NUMBER = 1 << 30
 
 This is half the range of int32, because a mailbox uses larger numbers to mark its end.
 """
-WARMING = "warming"
 RESYNC = "resync"
 
 _log = logging.getLogger("outrider.target.draft")
@@ -67,7 +66,7 @@ class _Seat:
     session: DraftSession
 
 
-class SlottedRounds(ExchangedSlots):
+class RemoteSlots(ExchangedSlots):
     """The slots at one draft service, for rounds that stay on the devices. Engine thread only.
 
     Args:
@@ -94,7 +93,7 @@ class SlottedRounds(ExchangedSlots):
         take_reply: Callable[[Connection, float], bool],
         on_late: Callable[[float, bool], None],
     ) -> None:
-        self._blobs = RoundBlobs(device, vocab_size)
+        self._blobs = ExchangeBlobs(device, vocab_size)
         self._dtype = dtype
         self._sessions = sessions
         self._deadlines = deadlines
@@ -111,7 +110,7 @@ class SlottedRounds(ExchangedSlots):
         self._free: list[int] = []
         self._told: list[draft_pb2.SlotTokens] = []
         self._left: list[int] = []
-        self._round: BoundedRound | None = None
+        self._round: BoundedTreeExchange | None = None
         self._num_rounds = 0
         # Combinations of sizes that this connection has carried.
         self._known: set[tuple[GroupSize, ...]] = set()
@@ -187,7 +186,7 @@ class SlottedRounds(ExchangedSlots):
             return BACKING_OFF
         if not session.live:
             return session.reason or RESYNC
-        if connection.hello is not None and not fits(shape, connection.hello):
+        if connection.hello is not None and not draft_can_grow(shape, connection.hello):
             return "shape_above_draft"
         if session.ready:
             session.joining = False
@@ -236,7 +235,7 @@ class SlottedRounds(ExchangedSlots):
             return False
         return bool(self._series) or channel.mend()
 
-    def begin(self, groups: Sequence[ExchangedGroup]) -> ExchangedRound | None:
+    def begin(self, groups: Sequence[ExchangedGroup]) -> TreeExchange | None:
         # 1. Send the pending commits of joining sessions, after the unsent tokens and free slots.
         connection = self._connection
         if connection is None or self._channel is None or connection.spec is None:

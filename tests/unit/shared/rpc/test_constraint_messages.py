@@ -7,7 +7,7 @@ import pytest
 from outrider.common.v1 import common_pb2
 from outrider.shared.base.constraint import MAX_CHOICES, Constraint, ConstraintKind
 from outrider.shared.base.errors import InvalidRequestError
-from outrider.shared.rpc.convert_constraint import constraint_from_proto, constraint_to_proto
+from outrider.shared.rpc.constraint_messages import constraint_from_proto, constraint_to_proto
 
 
 @pytest.mark.parametrize("kind", ConstraintKind)

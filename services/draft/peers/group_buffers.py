@@ -12,7 +12,7 @@ from outrider.shared.spec.resident import GroupSize, RoundState, StateBlob, Stat
 
 
 @dataclass(frozen=True, slots=True)
-class RoundBuffers:
+class GroupBuffers:
     """Inputs and outputs of the groups of one size, at fixed addresses."""
 
     state: RoundState  # the received state
@@ -26,7 +26,7 @@ class RoundBuffers:
     @classmethod
     def make(
         cls, size: GroupSize, feature_size: int, dtype: torch.dtype, device: torch.device, *, kept: bool
-    ) -> RoundBuffers:
+    ) -> GroupBuffers:
         """Allocate the buffers of a size."""
         state = RoundState.idle(size.batch_size, size.columns, feature_size, dtype, device)
         assert state.packed is not None
@@ -59,7 +59,7 @@ class JointBuffers:
             if trees_bytes > self.trees.nbytes:
                 self.trees = torch.zeros(trees_bytes, dtype=torch.uint8, device=self._device)
 
-    def parts(self, groups: Sequence[RoundBuffers]) -> JointParts:
+    def parts(self, groups: Sequence[GroupBuffers]) -> JointParts:
         """Return the blobs of a round with these groups. A single group needs no joint memory."""
         if len(groups) == 1:
             return JointParts(_state(groups[0].blob, groups), groups[0].expected, groups[0].trees.blob, ())
@@ -69,7 +69,7 @@ class JointBuffers:
         return JointParts(state, self._expected, self.trees[:trees_bytes], groups)
 
 
-def _state(packed: torch.Tensor, groups: Sequence[RoundBuffers]) -> StateBlob:
+def _state(packed: torch.Tensor, groups: Sequence[GroupBuffers]) -> StateBlob:
     return StateBlob(packed, StateLayout([group.state.layout for group in groups]))
 
 
@@ -88,7 +88,7 @@ class JointParts:
     state: StateBlob
     expected: torch.Tensor
     trees: torch.Tensor
-    groups: Sequence[RoundBuffers]
+    groups: Sequence[GroupBuffers]
 
     def spread(self) -> None:
         """Copy the received states to their groups, in stream order."""

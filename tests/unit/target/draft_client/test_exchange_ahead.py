@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from support.ahead_rig import COLUMNS, STATE_SIZE, WIDTH, Clock, Target, TimedRounds
+from support.ahead_rig import COLUMNS, STATE_SIZE, WIDTH, Clock, Target, TimedPasses
 from support.relay_rig import SIZE
 
 from outrider.draft.v1 import draft_pb2
@@ -75,7 +75,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 def test_the_draft_is_told_shortly_before_the_state_and_the_gpu_called_back_in_the_middle_of_its_pass(
     target: Target, clock: Clock
 ) -> None:
-    rounds = TimedRounds(target, clock)
+    rounds = TimedPasses(target, clock)
     for number in (1, 2):  # a pass's duration is known from the second round on
         rounds.run(number)
         assert rounds.soon_at is None
@@ -100,7 +100,7 @@ def test_the_draft_is_told_shortly_before_the_state_and_the_gpu_called_back_in_t
 def test_the_draft_is_told_earlier_where_telling_takes_longer(
     target: Target, clock: Clock, tell_s: float, counts_s: float
 ) -> None:
-    rounds = TimedRounds(target, clock)
+    rounds = TimedPasses(target, clock)
     rounds.tell_s = tell_s
     for number in range(1, 7):
         rounds.run(number)
@@ -114,7 +114,7 @@ def test_the_draft_is_told_earlier_where_telling_takes_longer(
 
 
 def test_a_pass_that_is_over_sooner_is_announced_at_once(target: Target, clock: Clock) -> None:
-    rounds = TimedRounds(target, clock)
+    rounds = TimedPasses(target, clock)
     for number in (1, 2):
         rounds.run(number)
     rounds.verify_s = 0.001
@@ -125,7 +125,7 @@ def test_a_pass_that_is_over_sooner_is_announced_at_once(target: Target, clock: 
 
 
 def test_the_gpu_is_called_back_within_the_limit_of_the_trees(target: Target, clock: Clock) -> None:
-    rounds = TimedRounds(target, clock)
+    rounds = TimedPasses(target, clock)
     rounds.draft_s = 0.008
     rounds.run(1)
     rounds.run(2, limit_s=0.001)
@@ -133,7 +133,7 @@ def test_the_gpu_is_called_back_within_the_limit_of_the_trees(target: Target, cl
 
 
 def test_what_takes_too_long_is_not_lain_in_wait_for(target: Target, clock: Clock) -> None:
-    rounds = TimedRounds(target, clock)
+    rounds = TimedPasses(target, clock)
     rounds.verify_s = rounds.draft_s = 2 * stream_exchange.MOST_TAKEN_S
     for number in (1, 2, 3):
         rounds.run(number)
@@ -142,7 +142,7 @@ def test_what_takes_too_long_is_not_lain_in_wait_for(target: Target, clock: Cloc
 
 
 def test_where_waits_sleep_nobody_is_told(target: Target, clock: Clock) -> None:
-    rounds = TimedRounds(target, clock)
+    rounds = TimedPasses(target, clock)
     target.poll_window.enabled = False
     for number in (1, 2, 3):
         rounds.run(number)

@@ -7,7 +7,7 @@ import pytest
 from outrider.common.v1 import common_pb2
 from outrider.shared.base.errors import InvalidRequestError
 from outrider.shared.base.logit_rules import NO_LOGPROBS, NO_RULES, LogitRules, LogprobParams, TokenLogprob
-from outrider.shared.rpc.convert_logprobs import (
+from outrider.shared.rpc.logprob_messages import (
     logprob_from_proto,
     logprob_to_proto,
     logprobs_from_proto,

@@ -7,15 +7,15 @@ from collections.abc import Hashable, Sequence
 import torch
 
 from outrider.kernels.round_trade import admit_counts, pack_trees
-from outrider.services.draft.growth.slot_rounds import SessionGroup
-from outrider.services.draft.peers.round_buffers import RoundBuffers
+from outrider.services.draft.growth.slot_groups import SessionGroup
+from outrider.services.draft.peers.group_buffers import GroupBuffers
 from outrider.services.draft.sessions.session import Session
 from outrider.shared.engine.graphs import GraphCache
 from outrider.shared.spec.seeds import signed_seed
 from outrider.shared.spec.tree import DraftShape
 
 
-class GroupRound:
+class GroupDraft:
     """One group's part of a drafting round. The trees of all sessions in the group have the same shape.
 
     Args:
@@ -33,7 +33,7 @@ class GroupRound:
     def __init__(
         self,
         group: SessionGroup,
-        buffers: RoundBuffers,
+        buffers: GroupBuffers,
         shape: DraftShape,
         sessions: Sequence[Session | None],
     ) -> None:

@@ -21,12 +21,12 @@ import torch
 from outrider.draft.v1 import draft_pb2
 from outrider.services.draft.engine import OUT_OF_PAGES_RETRY_MS, DraftEngine
 from outrider.services.draft.growth.draft_graph import DeviceGrowth
-from outrider.services.draft.growth.slot_rounds import SlotRounds
+from outrider.services.draft.growth.slot_groups import SlotGroups
 from outrider.services.draft.peers.exchange import Exchange
-from outrider.services.draft.peers.group_round import GroupRound
+from outrider.services.draft.peers.group_buffers import GroupBuffers, JointBuffers
+from outrider.services.draft.peers.group_draft import GroupDraft
 from outrider.services.draft.peers.peer import Peer
-from outrider.services.draft.peers.replies import NeedResync, Rejected, RoundsEnded, SlotReady
-from outrider.services.draft.peers.round_buffers import JointBuffers, RoundBuffers
+from outrider.services.draft.peers.replies import ExchangeEnded, NeedResync, Rejected, SlotReady
 from outrider.services.draft.peers.slot_seats import SlotSeats
 from outrider.services.draft.sessions.session import RowSource, Session
 from outrider.shared.engine.graphs import GraphCache
@@ -56,12 +56,12 @@ class _Prepared:
     """A round that is announced, and waits to be enqueued."""
 
     message: draft_pb2.RoundsNext
-    groups: Sequence[GroupRound]
+    groups: Sequence[GroupDraft]
     joint: JointBuffers
     sessions: dict[int, Session]
 
 
-class SlottedRounds:
+class PeerSlots:
     """The slots and device rounds of all targets in other processes. Engine thread only, except for `peer`.
 
     A CUDA stream that waits for one target's state blocks the rounds of all other targets. If several targets
@@ -81,7 +81,7 @@ class SlottedRounds:
         self._device = device
         self._now = now
         self._slots: dict[Peer, SlotSeats] = {}
-        self._buffers: dict[Hashable, RoundBuffers] = {}
+        self._buffers: dict[Hashable, GroupBuffers] = {}
         self._joint = JointBuffers(device)
         self._tried: set[Hashable] = set()
         self._prepared: tuple[Peer, _Prepared] | None = None
@@ -102,7 +102,7 @@ class SlottedRounds:
             return "features"
         if not 1 <= message.slots <= MAX_SLOTS:
             return "slots"
-        self._slots[peer] = SlotSeats(message.slots, SlotRounds(rounds.memory, self._now), self._followed)
+        self._slots[peer] = SlotSeats(message.slots, SlotGroups(rounds.memory, self._now), self._followed)
         for session in self._engine.sessions:
             if session.peer == peer.id:
                 self.report_ready(peer, session.session_id)
@@ -125,9 +125,9 @@ class SlottedRounds:
         if rounds is None or self._holder is not None or self._engine.strategy.missing():
             return
         if self._fits(message.batch, message.columns, shape) and message.batch <= rounds.graphs.max_bs:
-            group = SlotRounds(rounds.memory, self._now).seat((), (), shape, message.batch, message.columns)
+            group = SlotGroups(rounds.memory, self._now).seat((), (), shape, message.batch, message.columns)
             buffers = self._buffers_for(message.batch, message.columns, shape, rounds)
-            GroupRound(group, buffers, shape, ()).record(self.graphs)
+            GroupDraft(group, buffers, shape, ()).record(self.graphs)
 
     @torch.inference_mode()
     def update(self, peer: Peer, message: draft_pb2.SlotsUpdate) -> None:
@@ -195,7 +195,7 @@ class SlottedRounds:
         if other is not None and other is not peer:
             series = self._slots[other].series
             self.abandon(other)
-            other.send(RoundsEnded(series, "busy"))
+            other.send(ExchangeEnded(series, "busy"))
 
     def _refuse(self, peer: Peer, message: draft_pb2.RoundsNext, reason: str) -> str:
         seats = self._slots[peer]
@@ -222,8 +222,8 @@ class SlottedRounds:
     def _prepare(
         self, peer: Peer, seats: SlotSeats, message: draft_pb2.RoundsNext, rounds: DeviceGrowth
     ) -> _Prepared:
-        slots = SlotRounds(rounds.memory, self._now)
-        groups: list[GroupRound] = []
+        slots = SlotGroups(rounds.memory, self._now)
+        groups: list[GroupDraft] = []
         ran: dict[int, Session] = {}
         places: Counter[int] = Counter()
         for group in message.groups:
@@ -249,7 +249,7 @@ class SlottedRounds:
                 if session is not None
             }
             buffers = self._buffers_for(group.batch, group.columns, shape, rounds)
-            made = GroupRound(seated, buffers, shape, sessions)
+            made = GroupDraft(seated, buffers, shape, sessions)
             if (
                 buffers.kept
                 and group.batch <= rounds.graphs.max_bs
@@ -320,14 +320,14 @@ class SlottedRounds:
             and shape.bounded().columns <= columns <= MAX_COLUMNS
         )
 
-    def _buffers_for(self, batch: int, columns: int, shape: DraftShape, rounds: DeviceGrowth) -> RoundBuffers:
+    def _buffers_for(self, batch: int, columns: int, shape: DraftShape, rounds: DeviceGrowth) -> GroupBuffers:
         key = (batch, columns, shape)
         if key in self._buffers:
             return self._buffers[key]
         size = GroupSize(batch, columns, shape.max_nodes)
         width, dtype = self._engine.strategy.info.feature_size, rounds.memory.pool.dtype
         kept = len(self._buffers) < MAX_SIZES
-        made = RoundBuffers.make(size, width, dtype, self._device, kept=kept)
+        made = GroupBuffers.make(size, width, dtype, self._device, kept=kept)
         if kept:
             self._buffers[key] = made
         return made

@@ -10,11 +10,11 @@ import secrets
 import time
 
 from outrider.common.v1 import common_pb2
-from outrider.services.target.policy.verdict import Verdict
+from outrider.services.target.policy.verdict import AutoVerdict
 from outrider.services.target.request import (
+    EngineRequest,
     Event,
     FinishedEvent,
-    GenerationRequest,
     SpeculationLimits,
     TokensEvent,
 )
@@ -26,10 +26,10 @@ from outrider.shared.base.generation import (
 )
 from outrider.shared.base.resources import ResourceStats
 from outrider.shared.kv.prefix_cache import PrefixStats
-from outrider.shared.rpc.convert import error_to_proto, report_to_proto, round_to_proto
-from outrider.shared.rpc.convert_constraint import constraint_from_proto
-from outrider.shared.rpc.convert_logprobs import logprob_to_proto, logprobs_from_proto, rules_from_proto
-from outrider.shared.rpc.convert_states import state_params_from_proto, states_to_proto
+from outrider.shared.rpc.common_messages import error_to_proto, report_to_proto, round_to_proto
+from outrider.shared.rpc.constraint_messages import constraint_from_proto
+from outrider.shared.rpc.logprob_messages import logprob_to_proto, logprobs_from_proto, rules_from_proto
+from outrider.shared.rpc.state_messages import state_params_from_proto, states_to_proto
 from outrider.target.v1 import target_pb2
 
 MAX_REQUEST_ID_LENGTH = 256
@@ -52,8 +52,8 @@ REASONS = {
 
 def request_from_proto(
     message: target_pb2.GenerateRequest, limits: SpeculationLimits, vocab_size: int
-) -> GenerationRequest:
-    """Check a generation request that was received as protobuf, and convert it to a `GenerationRequest`.
+) -> EngineRequest:
+    """Check a generation request that was received as protobuf, and convert it to an `EngineRequest`.
 
     Absent fields get defaults. Absent sampling fields leave the model's distribution unchanged. If the seed
     is absent, a random seed is drawn. An absent `speculation.mode` means `auto`.
@@ -89,7 +89,7 @@ def request_from_proto(
         raise InvalidRequestError(
             f"speculation.mode {options.mode} is not a known mode.", field="speculation.mode"
         )
-    return GenerationRequest(
+    return EngineRequest(
         request_id=message.request_id,
         prompt_ids=tuple(message.prompt_ids[:]),  # a slice is copied at once, not token by token
         max_new_tokens=message.max_new_tokens,
@@ -142,7 +142,7 @@ def event_to_proto(event: Event) -> target_pb2.GenerateReply:
     return target_pb2.GenerateReply(request_id=event.request_id, error=error_to_proto(event.error))
 
 
-def decision_to_proto(verdict: Verdict, looks_lost_s: float) -> target_pb2.AutoDecision:
+def decision_to_proto(verdict: AutoVerdict, looks_lost_s: float) -> target_pb2.AutoDecision:
     """Convert the controller's last decision, and the seconds lost by trying other shapes, to a message."""
     return target_pb2.AutoDecision(
         reason=verdict.reason.value,
