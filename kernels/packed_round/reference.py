@@ -84,7 +84,7 @@ def place_entries(
 
 def _rows_of(sampling: SamplingTensors, slot: Numbers, neutral: Numbers) -> SamplingTensors:
     """Return the sampling parameters of each row. The rows where `neutral` is True get neutral parameters."""
-    columns = {}
+    columns: dict[str, Any] = {}
     for name, value in NEUTRAL.items():
         column = getattr(sampling, name)
         rows = _host(column)[slot]

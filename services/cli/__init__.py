@@ -12,9 +12,9 @@ def main() -> None:
     try:
         if sys.argv[1:2] == ["serve"]:
             # A service starts sooner if the other commands are not imported.
-            from outrider.services.cli.serve import run_service_command
+            from outrider.services.cli.serve import serve_alone
 
-            run_service_command()
+            serve_alone()
             return
         from outrider.services.cli.commands import main as run
 

@@ -61,7 +61,7 @@ def serve_draft(context: typer.Context) -> None:
     _run_service("draft", DraftSettings, entrypoints.run_draft, context.args)
 
 
-def run_service_command() -> None:
+def serve_alone() -> None:
     """Run `outrider serve` on the arguments after the word `serve`."""
     del sys.argv[1]
     run_app(serve, "outrider serve")
