@@ -329,7 +329,7 @@ def test_those_who_leave_take_their_rows_with_them(
     assert not drafter.sequences, "the drafter must have closed every sequence"
 
 
-@pytest.mark.parametrize("steps", range(1, 24))
+@pytest.mark.parametrize("steps", [1, 2, 3, 4, 5, 6, 8, 10, 13, 16, 19, 23])
 def test_many_who_give_up_at_once(decoder: Decoder, steps: int) -> None:
     crowd = shrinking(decoder, seed=6)
     drafter = crowd.drafter(features=True)
