@@ -24,8 +24,6 @@ from outrider.kernels.packed_round.types import (
 from outrider.kernels.verify.types import SamplingTensors
 
 Numbers = npt.NDArray[Any]
-NEUTRAL = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seeds": 0, "choices": 0}
-"""Sampling parameters of a row that samples nothing."""
 
 
 def place_entries(
@@ -82,15 +80,23 @@ def place_entries(
     )
 
 
-def _rows_of(sampling: SamplingTensors, slot: Numbers, neutral: Numbers) -> SamplingTensors:
-    """Return the sampling parameters of each row. The rows where `neutral` is True get neutral parameters."""
-    columns: dict[str, Any] = {}
-    for name, value in NEUTRAL.items():
-        column = getattr(sampling, name)
+def _rows_of(sampling: SamplingTensors, slot: Numbers, idle: Numbers) -> SamplingTensors:
+    """Return the sampling parameters of each row. The rows where `idle` is True get neutral parameters."""
+
+    def rows_of(column: torch.Tensor, neutral: float) -> torch.Tensor:
         rows = _host(column)[slot]
-        rows[neutral] = value
-        columns[name] = _tensor(rows, column.device)
-    return replace(sampling, **columns)
+        rows[idle] = neutral
+        return _tensor(rows, column.device)
+
+    return replace(
+        sampling,
+        temperature=rows_of(sampling.temperature, 0.0),
+        top_k=rows_of(sampling.top_k, 0),
+        top_p=rows_of(sampling.top_p, 1.0),
+        min_p=rows_of(sampling.min_p, 0.0),
+        seeds=rows_of(sampling.seeds, 0),
+        choices=rows_of(sampling.choices, 0),
+    )
 
 
 def _host(tensor: torch.Tensor) -> Numbers:

@@ -49,7 +49,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         num_heads=4,
         num_kv_heads=1,
         planted=2.5,
-        num_layers=8,
         seed=5,
     )
 

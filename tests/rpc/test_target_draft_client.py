@@ -199,7 +199,7 @@ def test_a_new_head_gets_its_own_features(
     server.stop(0)
     wait_for(lambda: drafter.state() is DrafterState.DOWN)
     other = FakeDraft(
-        truthful(plain), hidden_size=decoder.config.hidden_size, seed=2, aux_layer_ids=(0, 2, 4)
+        truthful(plain), hidden_size=decoder.config.hidden_size, seed=2, aux_layer_ids=(0, 2, 5)
     )
     server = other.serve(address)
     try:

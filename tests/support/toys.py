@@ -44,7 +44,7 @@ def make_toy_target(
     vocab_size: int = 64,
     hidden_size: int = 64,
     intermediate_size: int = 96,
-    num_layers: int = 5,
+    num_layers: int = 8,
     num_heads: int = 4,
     num_kv_heads: int = 2,
     head_dim: int = 16,
@@ -59,7 +59,8 @@ def make_toy_target(
     Args:
         path: Folder to write.
         seed: Seed of the weights.
-        num_layers: Number of layers. The default is the fewest for the layers that a toy head reads.
+        num_layers: Number of layers. Tests that generate many tokens take five, the fewest for the layers
+            that a toy head reads.
         planted: 0 for random weights, otherwise the scale of the planted rule in the logits. 2 to 3 makes the
             distribution at temperature 1 sharp, but not deterministic. Needs ``vocab_size <= hidden_size``
             and untied embeddings.

@@ -48,9 +48,7 @@ def lines(report: dict[str, Any], field: str, severity: str = "") -> list[str]:
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_toy_target(
-        tmp_path_factory.mktemp("target"), vocab_size=VOCAB, hidden_size=HIDDEN, num_layers=8
-    )
+    return make_toy_target(tmp_path_factory.mktemp("target"), vocab_size=VOCAB, hidden_size=HIDDEN)
 
 
 def edit(folder: Path, config: dict[str, Any] | None = None, **tensors: torch.Tensor) -> None:
@@ -226,9 +224,7 @@ def test_the_table_ends_with_a_verdict(target: Path) -> None:
 def planted_pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """Return a pair that agrees often. Its head reads noise if its first aux layer is shifted up by one."""
     folder = tmp_path_factory.mktemp("planted")
-    target = make_toy_target(
-        folder / "target", vocab_size=VOCAB, hidden_size=HIDDEN, planted=3.0, num_layers=8
-    )
+    target = make_toy_target(folder / "target", vocab_size=VOCAB, hidden_size=HIDDEN, planted=3.0)
     noise = torch.Generator().manual_seed(5)
     weights = load_file(target / "model.safetensors")
     for name, tensor in weights.items():
