@@ -155,15 +155,16 @@ class RestClient:
             raise _error(httpx.codes.OK, body)
         return str(body["data"][0]["id"])
 
-    def count_tokens(self, messages: list[dict[str, str]]) -> tuple[int, int]:
-        """Return the number of tokens of a chat's prompt, and the length of the model's context in tokens.
+    def count_tokens(self, prompt: str | list[dict[str, str]]) -> tuple[int, int]:
+        """Return the number of tokens of a text or of messages, and the length of the context in tokens.
 
         Raises:
             UnavailableError: No server answers.
             OutriderError: The server reports an error, for example because it has no such route.
         """
         try:
-            response = self._http.post("/tokenize", json={"model": self.model, "messages": messages})
+            kind = "prompt" if isinstance(prompt, str) else "messages"
+            response = self._http.post("/tokenize", json={"model": self.model, kind: prompt})
         except httpx.TransportError:
             raise self._unreachable() from None
         body = _json_object(response.content)
