@@ -21,6 +21,7 @@ from outrider.services.gateway.guards.connections import (
     ACCEPTED_AT_ONCE,
     ConnectionGuard,
     connection_cap,
+    limit_accept_errors,
     raise_file_limit,
 )
 from outrider.services.gateway.http_methods import HeadAsGet, add_options
@@ -137,6 +138,9 @@ class GatewayServer:
     async def start(self) -> None:
         """Start the REST and gRPC servers. The gateway becomes ready when the target becomes ready."""
         settings = self._settings
+        # The limit of gRPC connections depends on the limit of open files.
+        open_files = raise_file_limit()
+        limit_accept_errors(asyncio.get_running_loop())
         # The templates are compiled in other processes, while this process builds the REST application.
         templates = start_templates(self.core.codecs.values())
         app = create_app(self.core)
@@ -156,9 +160,7 @@ class GatewayServer:
             )
             self.grpc_port = self._grpc.port
             await self._grpc.start()
-        guard = ConnectionGuard(
-            connection_cap(settings.max_connections, raise_file_limit()), settings.head_timeout_s
-        )
+        guard = ConnectionGuard(connection_cap(settings.max_connections, open_files), settings.head_timeout_s)
         config = uvicorn.Config(
             app,
             log_config=None,
