@@ -41,6 +41,8 @@ GOAL_S = 0.05
 TIMEOUT_S = 60.0
 STREAM_TOKENS = 1000
 AFTER_S = 0.2
+TELL_S = 2.0
+"""Seconds between two updates of the progress while the streams run undisturbed."""
 """Time after an answer in which a pause still counts for its body."""
 MIB = 1 << 20
 GRPC_SHARE = 4
@@ -184,13 +186,21 @@ def run_stall(options: StallOptions) -> int:
         return _measure(options, stack.url, f"127.0.0.1:{options.stack.grpc}", gateway)
 
 
+def _wait(seconds: float, progress: Progress) -> None:
+    """Sleep, and show the time left every `TELL_S` seconds."""
+    began = time.monotonic()
+    while (left_s := began + seconds - time.monotonic()) > 0:
+        time.sleep(min(TELL_S, left_s))
+        progress.tell(min(seconds, time.monotonic() - began))
+
+
 def _measure(options: StallOptions, url: str, grpc_address: str, gateway: int) -> int:
     rows, statuses = [], {}
     with _streams(url, options.streams) as arrivals:
         began, ran, main = time.perf_counter(), cpu_seconds(gateway), main_thread_seconds(gateway)
         # A thread that redraws a bar would disturb the streams, whose clients are in this process.
-        with Progress(f"streams without a body, {options.quiet_s:g} s", still=True):
-            quiet = _window(arrivals, lambda: time.sleep(options.quiet_s))
+        with Progress("streams without a body", options.quiet_s, counts=False, still=True) as progress:
+            quiet = _window(arrivals, partial(_wait, options.quiet_s, progress))
         share = (cpu_seconds(gateway) - ran) / (time.perf_counter() - began)
         main_share = (main_thread_seconds(gateway) - main) / (time.perf_counter() - began)
         rows += [
