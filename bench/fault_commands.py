@@ -76,9 +76,13 @@ def overload(
         str, typer.Option(help="Tokens per answer. Each request draws one of these lengths.")
     ] = "16,64,128",
     max_queue_wait: Annotated[
-        float,
-        typer.Option(min=0.0, help="--max-queue-wait-s of the gateway that is started; 0 sets no limit."),
-    ] = 1.0,
+        float | None,
+        typer.Option(
+            min=0.0,
+            help="--max-queue-wait-s of the gateway that is started; 0 sets no limit. By default, the "
+            "gateway has its own default.",
+        ),
+    ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the arrival times and of the lengths.")] = 0,
     target: TargetDir = None,
     draft: DraftDir = None,

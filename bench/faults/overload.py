@@ -61,7 +61,7 @@ class OverloadOptions:
         requests: Number of requests in the load above the capacity.
         capacity_s: Duration of the measurement of the capacity, in seconds.
         max_tokens: Lengths of answers. Each request draws one of them at random.
-        max_queue_wait_s: The gateway's setting of this name, in seconds.
+        max_queue_wait_s: The gateway's setting of this name, in seconds. With None, the gateway's default.
         seed: Seed of the arrival times and of the lengths.
         output: The JSON file for the result.
     """
@@ -70,7 +70,7 @@ class OverloadOptions:
     requests: int
     capacity_s: float
     max_tokens: Sequence[int]
-    max_queue_wait_s: float
+    max_queue_wait_s: float | None
     seed: int
     output: Path
 

@@ -98,6 +98,7 @@ class ChatTurn:
                 field="tools",
                 reason="unsupported_parameter",
             )
+        # 1. Show the tools to the model. A forced call, or a form of the answer, becomes a constraint.
         variables = dict(options or {})
         allowed = None
         if tools:
@@ -106,10 +107,12 @@ class ChatTurn:
             calls = CallFormat(core.parsers.tools, codec.special_tokens, codec.template_source, parallel)
             asked = _of_calls(parameters.constraint, tools, forced, calls)
             parameters = replace(parameters, constraint=asked)
+        # 2. The constraint begins after the reasoning.
         if parameters.constraint is not None:
             after, opening = core.parsers.markers(split_reasoning, calls=bool(tools))
             form = replace(parameters.constraint, begins_after=after, opening=opening)
             parameters = replace(parameters, constraint=form)
+        # 3. Some parsers recognize calls and reasoning by special tokens, which the text then must contain.
         if core.parsers.needs_special_tokens(bool(tools)):
             parameters = replace(parameters, skip_special_tokens=False)
         return cls(

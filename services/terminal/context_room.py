@@ -53,7 +53,7 @@ class ContextRoom:
             if room < 1:
                 raise InvalidRequestError(
                     f"The prompt is too long: it has {num_tokens} tokens. This model's context has {context} "
-                    "tokens, and at least one of them must be new.",
+                    "tokens, and at least one of them must be left for the answer.",
                     field="messages",
                     reason=CONTEXT_FULL,
                 )

@@ -44,7 +44,7 @@ def round_tree(trace: dict[str, Any]) -> Tree:
 
 
 def _nodes_after_the_end(trace: dict[str, Any]) -> set[int]:
-    """Return the nodes below the last token of the answer. The set is empty if the round does not end it.
+    """Return the nodes below the last token of the answer, or an empty set if the answer goes on.
 
     A round that does not end the answer emits one token more than it accepts.
     """

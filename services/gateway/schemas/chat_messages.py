@@ -15,23 +15,6 @@ TEXT_PARTS = ("text", "input_text", "output_text")
 PART_SEPARATOR = "\n"
 
 
-class Arguments(dict[str, Any]):
-    """The arguments of a tool call, in a format that all chat templates can use.
-
-    Some templates print the arguments as JSON, and other templates append them to text. This dictionary
-    supports both uses.
-    """
-
-    def __str__(self) -> str:
-        return json.dumps(self, ensure_ascii=False)
-
-    def __radd__(self, text: str) -> str:
-        return text + str(self)
-
-    def __add__(self, text: str) -> str:
-        return str(self) + text
-
-
 class TextPart(OpenModel):
     """A part of a chat message's content. Only text parts are supported.
 
@@ -77,7 +60,7 @@ class ToolCall(OpenModel):
         call: dict[str, Any] = (
             {"type": "function"} if self.id is None else {"id": self.id, "type": "function"}
         )
-        return call | {"function": {"name": self.function.name, "arguments": Arguments(arguments)}}
+        return call | {"function": {"name": self.function.name, "arguments": arguments}}
 
 
 class Message(NeutralOnly):

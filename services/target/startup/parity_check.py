@@ -117,7 +117,7 @@ def check_parity(runner: ModelRunner) -> Parity | None:
     if not result.passed:
         raise UnavailableError(
             f"The parity check failed: verifying a tree changes {_place(runner, result.stage)} of a node of "
-            f"depth {result.depth} by {result.error:.2%} against plain decoding, and rounding in "
+            f"depth {result.depth} by {result.error:.2%}, compared with plain decoding. Rounding in "
             f"{limits.name} explains at most {result.bound:.2%}. {_fix(runner)}",
             reason="parity_check_failed",
         )
@@ -159,9 +159,9 @@ def _check_bits(runner: ModelRunner) -> None:
 
 def _worst(found: torch.Tensor, bound: torch.Tensor, limits: Limits) -> Parity:
     place = int((found / bound).argmax())
-    _comparison, depth, stage = (
-        int(index) for index in torch.unravel_index(torch.tensor(place), found.shape)
-    )
+    # `torch.unravel_index` would import sympy, which takes longer than the whole check.
+    _comparisons, depths, stages = found.shape
+    depth, stage = divmod(place % (depths * stages), stages)
     return Parity(float(found.flatten()[place]), float(bound.flatten()[place]), stage, depth, limits)
 
 
