@@ -32,7 +32,7 @@ ApiKey = Annotated[
 Url = Annotated[
     str | None,
     typer.Option(
-        help="Address of a running server. The variable OUTRIDER_URL does not count.",
+        help="Address of a running server. The variable OUTRIDER_URL is ignored.",
         show_default="a stack is started",
     ),
 ]
@@ -51,7 +51,7 @@ def serve(
         str | None,
         typer.Option(
             help="Address of a running server: Outrider, or any server with OpenAI's API. The variable "
-            "OUTRIDER_URL does not count.",
+            "OUTRIDER_URL is ignored.",
             show_default="a stack is started",
         ),
     ] = None,
@@ -297,7 +297,7 @@ def prefix(
         str | None,
         typer.Option(
             help="Measure in-process engines with random weights instead, with and without the cache: "
-            "llama3.1-8b, tiny … Only --long-prompt and the flags below count then.",
+            "llama3.1-8b, tiny … All flags above except --long-prompt are then ignored.",
             show_default="a server is measured",
         ),
     ] = None,

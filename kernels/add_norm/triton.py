@@ -77,8 +77,8 @@ def _divide(
 
 
 def add_sums(
-    parts: torch.Tensor, residual: torch.Tensor, norm_weight: torch.Tensor, eps: float, bias: torch.Tensor | None,
-    out: torch.Tensor | None
+    parts: torch.Tensor, residual: torch.Tensor, norm_weight: torch.Tensor, eps: float,
+    bias: torch.Tensor | None, out: torch.Tensor | None
 ) -> ResidualStream:  # fmt: skip
     total = _launch.empty(tuple(residual.shape), residual.dtype, residual.device) if out is None else out
     splits = parts.shape[0] if parts.dim() == 3 else 1
@@ -93,8 +93,8 @@ def embed_rows(
 
 
 def _stream(
-    source: torch.Tensor, tokens: torch.Tensor | None, parts: torch.Tensor | None, splits: int, bias: torch.Tensor | None,
-    norm_weight: torch.Tensor, eps: float, out: torch.Tensor
+    source: torch.Tensor, tokens: torch.Tensor | None, parts: torch.Tensor | None, splits: int,
+    bias: torch.Tensor | None, norm_weight: torch.Tensor, eps: float, out: torch.Tensor
 ) -> ResidualStream:  # fmt: skip
     rows, width = out.shape
     whole = normed_on_write(rows, out.dtype)
@@ -117,8 +117,9 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tenso
 
 
 def _launch_rows(
-    source: torch.Tensor, tokens: torch.Tensor | None, parts: torch.Tensor | None, splits: int, bias: torch.Tensor | None,
-    norm_weight: torch.Tensor, eps: float, out: torch.Tensor | None, scaled: torch.Tensor, sums: torch.Tensor | None,
+    source: torch.Tensor, tokens: torch.Tensor | None, parts: torch.Tensor | None, splits: int,
+    bias: torch.Tensor | None, norm_weight: torch.Tensor, eps: float, out: torch.Tensor | None,
+    scaled: torch.Tensor, sums: torch.Tensor | None,
 ) -> None:  # fmt: skip
     rows, width = scaled.shape
     if rows == 0:
@@ -131,9 +132,10 @@ def _launch_rows(
     source = source if source.stride(1) == 1 else source.contiguous()
     with _launch.on_device_of(scaled):
         _stream_rows[(blocks, rows)](
-            source if parts is None else parts, source, norm_weight if tokens is None else tokens, norm_weight if bias is None else bias,
-            norm_weight, scaled if out is None else out, scaled, scaled if sums is None else sums,
-            rows, width, source.stride(0), 0 if out is None else out.stride(0), scaled.stride(0), eps,
+            source if parts is None else parts, source, norm_weight if tokens is None else tokens,
+            norm_weight if bias is None else bias, norm_weight, scaled if out is None else out, scaled,
+            scaled if sums is None else sums, rows, width, source.stride(0),
+            0 if out is None else out.stride(0), scaled.stride(0), eps,
             SPLITS=splits, EMBED=tokens is not None, BIAS=bias is not None, WHOLE=whole, KEEP=out is not None,
             BLOCK=block, num_warps=warps, **late,
         )  # fmt: skip

@@ -27,9 +27,10 @@ _WARPS = 2
 
 @triton.jit
 def _exchange_rows(
-    parts, residual, bias, norm_weight, out, scaled, sums, addresses, slots, lost,
-    rank, rows, width, tiles, residual_row, out_row, patience,
-    RANKS: tl.constexpr, SPLITS: tl.constexpr, BIAS: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr, BLOCK: tl.constexpr
+    parts, residual, bias, norm_weight, out, scaled, sums, addresses, slots, lost, rank, rows, width, tiles,
+    residual_row, out_row, patience,
+    RANKS: tl.constexpr, SPLITS: tl.constexpr, BIAS: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr,
+    BLOCK: tl.constexpr
 ):  # fmt: skip
     block = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
@@ -97,8 +98,8 @@ def _exchange_rows(
 
 
 def exchange_add(
-    parts: torch.Tensor, residual: torch.Tensor, norm_weight: torch.Tensor, eps: float, boxes: Boxes, bias: torch.Tensor | None,
-    out: torch.Tensor | None
+    parts: torch.Tensor, residual: torch.Tensor, norm_weight: torch.Tensor, eps: float, boxes: Boxes,
+    bias: torch.Tensor | None, out: torch.Tensor | None
 ) -> ResidualStream:  # fmt: skip
     rows, width = residual.shape
     blocks = _launch.ceil_div(width, BLOCK)
@@ -111,9 +112,10 @@ def exchange_add(
     residual = residual if residual.stride(1) == 1 else residual.contiguous()
     with _launch.on_device_of(residual):
         _exchange_rows[(blocks, rows)](
-            parts, residual, norm_weight if bias is None else bias, norm_weight, total, scaled, sums, boxes.addresses, boxes.slots,
-            boxes.lost, boxes.rank, rows, width, boxes.tiles, residual.stride(0), total.stride(0), boxes.patience,
-            RANKS=boxes.ranks, SPLITS=parts.shape[0] if parts.dim() == 3 else 1, BIAS=bias is not None, WIDE=parts.dtype.itemsize == 4,
-            BLOCK=BLOCK, num_warps=_WARPS, **_launch.dependent(residual),
+            parts, residual, norm_weight if bias is None else bias, norm_weight, total, scaled, sums,
+            boxes.addresses, boxes.slots, boxes.lost, boxes.rank, rows, width, boxes.tiles,
+            residual.stride(0), total.stride(0), boxes.patience,
+            RANKS=boxes.ranks, SPLITS=parts.shape[0] if parts.dim() == 3 else 1, BIAS=bias is not None,
+            WIDE=parts.dtype.itemsize == 4, BLOCK=BLOCK, num_warps=_WARPS, **_launch.dependent(residual),
         )  # fmt: skip
     return stream

@@ -17,7 +17,8 @@ _BLOCK = 1024
 
 @triton.jit(do_not_specialize=["total"])
 def _scatter_rows(
-    rows, slots, plane, places, out, total, width, SPLITS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+    rows, slots, plane, places, out, total, width, SPLITS: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr
 ):  # fmt: skip
     if PDL:
         gdc_wait()

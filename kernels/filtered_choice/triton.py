@@ -96,9 +96,10 @@ def _best_split(
 
 @triton.jit(do_not_specialize=["rows", "step"])
 def _search(
-    logits, row_stride, temperature, listed, top_k, top_p, best, bases, aboves, partials, masses, rows, vocab, splits, step,
-    STEPS: tl.constexpr, SUMS: tl.constexpr, FIRST: tl.constexpr, SHORT: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr,
-    CHUNK: tl.constexpr, PDL: tl.constexpr
+    logits, row_stride, temperature, listed, top_k, top_p, best, bases, aboves, partials, masses, rows, vocab,
+    splits, step,
+    STEPS: tl.constexpr, SUMS: tl.constexpr, FIRST: tl.constexpr, SHORT: tl.constexpr, SPLITS: tl.constexpr,
+    BLOCK: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
     """Run search launch `step`, one of 2 · `STEPS`.
 
@@ -110,8 +111,8 @@ def _search(
     for part in range(tl.program_id(0), tl.load(listed) * splits, tl.num_programs(0)):
         row = tl.load(listed + 1 + part // splits).to(tl.int64)
         search_part(
-            logits, row_stride, temperature, top_k, top_p, best, bases, aboves, partials, masses, rows, vocab, splits, step, row,
-            part % splits, STEPS, SUMS, FIRST, SHORT, SPLITS, BLOCK, CHUNK,
+            logits, row_stride, temperature, top_k, top_p, best, bases, aboves, partials, masses, rows, vocab,
+            splits, step, row, part % splits, STEPS, SUMS, FIRST, SHORT, SPLITS, BLOCK, CHUNK,
         )  # fmt: skip
     if PDL:
         gdc_launch_dependents()
@@ -119,7 +120,8 @@ def _search(
 
 @triton.jit(do_not_specialize=["rows"])
 def _bounds(
-    logits, row_stride, temperature, listed, top_k, top_p, best, bases, aboves, partials, masses, keys, ties, tied, rows, vocab, splits,
+    logits, row_stride, temperature, listed, top_k, top_p, best, bases, aboves, partials, masses, keys, ties,
+    tied, rows, vocab, splits,
     STEPS: tl.constexpr, SHORT: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
     """Store each row's prefix end (key and ties), and the number of tokens with that key in each part."""
@@ -128,8 +130,8 @@ def _bounds(
     for part in range(tl.program_id(0), tl.load(listed) * splits, tl.num_programs(0)):
         row = tl.load(listed + 1 + part // splits).to(tl.int64)
         bounds_of_part(
-            logits, row_stride, temperature, top_k, top_p, best, bases, aboves, partials, masses, keys, ties, tied, rows, vocab, splits,
-            row, part % splits, STEPS, SHORT, SPLITS, BLOCK,
+            logits, row_stride, temperature, top_k, top_p, best, bases, aboves, partials, masses, keys, ties,
+            tied, rows, vocab, splits, row, part % splits, STEPS, SHORT, SPLITS, BLOCK,
         )  # fmt: skip
     if PDL:
         gdc_launch_dependents()
@@ -137,8 +139,9 @@ def _bounds(
 
 @triton.jit
 def _choose_split(
-    logits, row_stride, temperature, filtered, min_p, seeds, positions, choices, best, keys, ties, tied, scores, ids, poisoned, vocab,
-    splits, SHORT: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+    logits, row_stride, temperature, filtered, min_p, seeds, positions, choices, best, keys, ties, tied,
+    scores, ids, poisoned, vocab, splits, SHORT: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr
 ):  # fmt: skip
     if PDL:
         gdc_wait()
@@ -223,7 +226,8 @@ def _find(logits: torch.Tensor, sampling: SamplingTensors) -> _Found:
     dependent = _launch.dependent(logits)
     sizes |= dependent
     _list_filtered[(1,)](
-        temperature, top_k, top_p, min_p, found.listed, found.filtered, found.keys, found.ties, rows, found.vocab,
+        temperature, top_k, top_p, min_p, found.listed, found.filtered, found.keys, found.ties, rows,
+        found.vocab,
         SHORT=found.short, BLOCK=_LISTED, num_warps=4, **dependent,
     )  # fmt: skip
     grid = (min(rows * found.splits, _PROGRAMS),)
@@ -261,9 +265,12 @@ def best_kept(logits: torch.Tensor, sampling: SamplingTensors, positions: torch.
         scores = _launch.empty(size, torch.float32, logits.device)
         ids, poisoned = (_launch.empty(size, torch.int32, logits.device) for _ in range(2))
         _choose_split[size](
-            logits, logits.stride(0), sampling.temperature.contiguous(), found.filtered, sampling.min_p.contiguous(),
-            sampling.seeds.contiguous(), positions.contiguous(), sampling.choices.contiguous(), found.best, found.keys, found.ties,
-            found.tied, scores, ids, poisoned, found.vocab, found.splits, SHORT=found.short, SPLITS=_launch.next_power_of_2(found.splits),
-            BLOCK=max(16, min(_BLOCK, _launch.next_power_of_2(found.vocab))), num_warps=8, **_launch.dependent(logits),
+            logits, logits.stride(0), sampling.temperature.contiguous(), found.filtered,
+            sampling.min_p.contiguous(), sampling.seeds.contiguous(), positions.contiguous(),
+            sampling.choices.contiguous(), found.best, found.keys, found.ties, found.tied, scores, ids,
+            poisoned, found.vocab, found.splits, SHORT=found.short,
+            SPLITS=_launch.next_power_of_2(found.splits),
+            BLOCK=max(16, min(_BLOCK, _launch.next_power_of_2(found.vocab))), num_warps=8,
+            **_launch.dependent(logits),
         )  # fmt: skip
     return PartChoices(scores, ids, poisoned)

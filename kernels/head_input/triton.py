@@ -26,9 +26,10 @@ def _normed(x, weight, column, inside, size, eps, NORM: tl.constexpr):
 
 @triton.jit
 def _input(
-    tokens, embedding, features, feature_stride, rows, embedding_norm, feature_norm, pair, residual, size, eps,
-    ROWS: tl.constexpr, EMBEDDING_NORM: tl.constexpr, FEATURE_NORM: tl.constexpr, NORMED_RESIDUAL: tl.constexpr,
-    PAIRED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+    tokens, embedding, features, feature_stride, rows, embedding_norm, feature_norm, pair, residual, size,
+    eps,
+    ROWS: tl.constexpr, EMBEDDING_NORM: tl.constexpr, FEATURE_NORM: tl.constexpr,
+    NORMED_RESIDUAL: tl.constexpr, PAIRED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
     if PDL:
         gdc_wait()
@@ -75,11 +76,13 @@ def head_input(
         block = _launch.next_power_of_2(hidden)
         with _launch.on_device_of(tokens):
             _input[(count, 2)](
-                tokens.contiguous(), embedding, features, features.stride(0), tokens if rows is None else rows.contiguous(),
-                embedding if embedding_norm is None else embedding_norm, embedding if feature_norm is None else feature_norm, pair,
-                residual, hidden, eps, ROWS=rows is not None, EMBEDDING_NORM=embedding_norm is not None,
-                FEATURE_NORM=feature_norm is not None, NORMED_RESIDUAL=normed_residual, PAIRED=True, BLOCK=block,
-                num_warps=max(1, min(16, block // 512)), **_launch.dependent(tokens),
+                tokens.contiguous(), embedding, features, features.stride(0),
+                tokens if rows is None else rows.contiguous(),
+                embedding if embedding_norm is None else embedding_norm,
+                embedding if feature_norm is None else feature_norm, pair, residual, hidden, eps,
+                ROWS=rows is not None, EMBEDDING_NORM=embedding_norm is not None,
+                FEATURE_NORM=feature_norm is not None, NORMED_RESIDUAL=normed_residual, PAIRED=True,
+                BLOCK=block, num_warps=max(1, min(16, block // 512)), **_launch.dependent(tokens),
             )  # fmt: skip
     return pair, residual
 
@@ -94,8 +97,9 @@ def feature_input(
         block = _launch.next_power_of_2(hidden)
         with _launch.on_device_of(features):
             _input[(count, 1)](
-                features, norm, features, features.stride(0), features if rows is None else rows.contiguous(), norm, norm, normed,
-                residual, hidden, eps, ROWS=rows is not None, EMBEDDING_NORM=False, FEATURE_NORM=True, NORMED_RESIDUAL=normed_residual,
-                PAIRED=False, BLOCK=block, num_warps=max(1, min(16, block // 512)), **_launch.dependent(features),
+                features, norm, features, features.stride(0), features if rows is None else rows.contiguous(),
+                norm, norm, normed, residual, hidden, eps, ROWS=rows is not None, EMBEDDING_NORM=False,
+                FEATURE_NORM=True, NORMED_RESIDUAL=normed_residual, PAIRED=False, BLOCK=block,
+                num_warps=max(1, min(16, block // 512)), **_launch.dependent(features),
             )  # fmt: skip
     return normed, residual

@@ -29,8 +29,9 @@ _BLOCK_FINISH = 1024
 @triton.jit(do_not_specialize=["rows"])
 def _project(
     x, weight, bias, residual, out, rows,
-    WIDEN: tl.constexpr, IN: tl.constexpr, OUT: tl.constexpr, SPLITS: tl.constexpr, SHARE: tl.constexpr, BIAS: tl.constexpr,
-    RESIDUAL: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr
+    WIDEN: tl.constexpr, IN: tl.constexpr, OUT: tl.constexpr, SPLITS: tl.constexpr, SHARE: tl.constexpr,
+    BIAS: tl.constexpr, RESIDUAL: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr,
+    BLOCK_IN: tl.constexpr
 ):  # fmt: skip
     # Row blocks vary fastest, so that programs that read the same part of the weight run together.
     row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
@@ -67,8 +68,8 @@ def _project(
 
 @triton.jit(do_not_specialize=["rows"])
 def _finish(
-    parts, bias, residual, out, rows, OUT: tl.constexpr, SPLITS: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
-    BLOCK: tl.constexpr
+    parts, bias, residual, out, rows, OUT: tl.constexpr, SPLITS: tl.constexpr, BIAS: tl.constexpr,
+    RESIDUAL: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     feature = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -118,13 +119,14 @@ def invariant_gemm(
     parts = out if splits == 1 else _launch.empty((splits, rows, out_features), torch.float32, x.device)
     with _launch.on_device_of(x):
         _project[(_launch.ceil_div(rows, block_rows), blocks, splits)](
-            x, weight, added, base, parts, rows, WIDEN=not isinstance(_project, triton.JITFunction), IN=width, OUT=out_features,
-            SPLITS=splits, SHARE=share, BIAS=bias is not None, RESIDUAL=residual is not None, BLOCK_ROWS=block_rows,
-            BLOCK_OUT=block_out, BLOCK_IN=block_in, num_warps=4, num_stages=stages,
+            x, weight, added, base, parts, rows, WIDEN=not isinstance(_project, triton.JITFunction), IN=width,
+            OUT=out_features, SPLITS=splits, SHARE=share, BIAS=bias is not None,
+            RESIDUAL=residual is not None, BLOCK_ROWS=block_rows, BLOCK_OUT=block_out, BLOCK_IN=block_in,
+            num_warps=4, num_stages=stages,
         )  # fmt: skip
         if splits > 1:
             _finish[(rows, _launch.ceil_div(out_features, _BLOCK_FINISH))](
-                parts, added, base, out, rows, OUT=out_features, SPLITS=splits, BIAS=bias is not None, RESIDUAL=residual is not None,
-                BLOCK=_BLOCK_FINISH, num_warps=4,
+                parts, added, base, out, rows, OUT=out_features, SPLITS=splits, BIAS=bias is not None,
+                RESIDUAL=residual is not None, BLOCK=_BLOCK_FINISH, num_warps=4,
             )  # fmt: skip
     return out

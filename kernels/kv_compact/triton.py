@@ -23,7 +23,8 @@ _UNITS = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
 @triton.jit
 def _compact(
     addresses, page_table, table_stride, table_rows, cached_lens, path, path_stride, num_accepted, columns,
-    TABLE_ROWS: tl.constexpr, PAGE_SIZE: tl.constexpr, UNIT: tl.constexpr, NODES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+    TABLE_ROWS: tl.constexpr, PAGE_SIZE: tl.constexpr, UNIT: tl.constexpr, NODES: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
     if PDL:
         gdc_wait()
@@ -100,7 +101,7 @@ def kv_compact(
     with _launch.on_device_of(path):
         _compact[grid](
             _addresses(sizes, unit, path.device), page_table.contiguous(), page_table.shape[1],
-            num_accepted if table_rows is None else table_rows.contiguous(), cached_lens.contiguous(), path, path.stride(0),
-            num_accepted.contiguous(), columns, TABLE_ROWS=table_rows is not None, PAGE_SIZE=page_size, UNIT=_UNITS[unit], NODES=nodes, BLOCK=block,
-            **_launch.dependent(path),
+            num_accepted if table_rows is None else table_rows.contiguous(), cached_lens.contiguous(), path,
+            path.stride(0), num_accepted.contiguous(), columns, TABLE_ROWS=table_rows is not None,
+            PAGE_SIZE=page_size, UNIT=_UNITS[unit], NODES=nodes, BLOCK=block, **_launch.dependent(path),
         )  # fmt: skip

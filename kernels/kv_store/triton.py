@@ -45,6 +45,6 @@ def kv_store(
     block = min(1024, _launch.next_power_of_2(size))
     with _launch.on_device_of(k):
         _store[(rows, _launch.ceil_div(size, block))](
-            k, v, k_plane, v_plane, slots.contiguous(), k.stride(0), k.stride(1), v.stride(0), v.stride(1), size, dim,
-            k_plane.dtype is FP8, block
+            k, v, k_plane, v_plane, slots.contiguous(), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
+            size, dim, k_plane.dtype is FP8, block
         )  # fmt: skip

@@ -12,13 +12,14 @@ import triton.language as tl
 from outrider.kernels import _launch
 
 _BLOCK_PAIRS = 16
-"""With a dim of 128 and four warps, each thread holds 16 elements of each result: loads of 16 bytes or more."""
+"""With a dim of 128 and four warps, a thread holds 16 elements of each result and loads at least 16 bytes."""
 
 
 @triton.jit
 def _merge(
     first, first_lse, second, second_lse, out, out_lse, first_row, first_head, first_lse_row, first_lse_head,
-    second_row, second_head, second_lse_row, second_lse_head, out_row, out_head, out_lse_row, out_lse_head, pairs,
+    second_row, second_head, second_lse_row, second_lse_head, out_row, out_head, out_lse_row, out_lse_head,
+    pairs,
     HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr
 ):  # fmt: skip
     pair = tl.program_id(0).to(tl.int64) * BLOCK_P + tl.arange(0, BLOCK_P)

@@ -44,9 +44,10 @@ def _store_row_parameters(
 
 @triton.jit(do_not_specialize=["entries", "rows", "columns", "pages", "words"])
 def _place(
-    slots, starts, drafted, committed_lens, limits, slot_tokens, counts, tokens, parents, depths, ancestors, logprobs, num_nodes, page_table,
-    slot_temperature, slot_top_k, slot_top_p, slot_min_p, slot_seeds, slot_choices, cached_lens, kv_lens, table_rows, positions,
-    next_positions, kv_slots, temperature, top_k, top_p, min_p, seeds, choices, entries, rows, columns, pages, words,
+    slots, starts, drafted, committed_lens, limits, slot_tokens, counts, tokens, parents, depths, ancestors,
+    logprobs, num_nodes, page_table, slot_temperature, slot_top_k, slot_top_p, slot_min_p, slot_seeds,
+    slot_choices, cached_lens, kv_lens, table_rows, positions, next_positions, kv_slots, temperature, top_k,
+    top_p, min_p, seeds, choices, entries, rows, columns, pages, words,
     PAGE_SIZE: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
     if PDL:
@@ -106,22 +107,9 @@ def _place(
             tl.store(next_positions + row, position + 1, mask=inside)
             tl.store(kv_slots + row, tl.where(real, page * PAGE_SIZE + index % PAGE_SIZE, -1), mask=inside)
             _store_row_parameters(
-                row,
-                real,
-                heat,
-                k,
-                p,
-                least,
-                seed,
-                choice,
-                temperature,
-                top_k,
-                top_p,
-                min_p,
-                seeds,
-                choices,
+                row, real, heat, k, p, least, seed, choice, temperature, top_k, top_p, min_p, seeds, choices,
                 inside,
-            )
+            )  # fmt: skip
 
 
 def place_entries(
@@ -149,11 +137,13 @@ def place_entries(
     if max(count, rows):
         with _launch.on_device_of(page_table):
             _place[(max(count, rows),)](
-                entries.slots, entries.starts, entries.drafted, state.committed_lens, state.limits, state.tokens, state.counts,
-                trees.tokens, trees.parents, trees.depths, trees.ancestors, trees.logprobs, trees.num_nodes, page_table,
-                *_columns(sampling), placed.cached_lens, placed.kv_lens, placed.table_rows, placed.positions, placed.next_positions,
-                placed.kv_slots, *_columns(of_rows), count, rows, state.tokens.shape[1], page_table.shape[1], words,
-                PAGE_SIZE=page_size, WORDS=_launch.next_power_of_2(words), BLOCK=_BLOCK, num_warps=1, **_launch.dependent(page_table),
+                entries.slots, entries.starts, entries.drafted, state.committed_lens, state.limits,
+                state.tokens, state.counts, trees.tokens, trees.parents, trees.depths, trees.ancestors,
+                trees.logprobs, trees.num_nodes, page_table, *_columns(sampling), placed.cached_lens,
+                placed.kv_lens, placed.table_rows, placed.positions, placed.next_positions, placed.kv_slots,
+                *_columns(of_rows), count, rows, state.tokens.shape[1], page_table.shape[1], words,
+                PAGE_SIZE=page_size, WORDS=_launch.next_power_of_2(words), BLOCK=_BLOCK, num_warps=1,
+                **_launch.dependent(page_table),
             )  # fmt: skip
     return placed
 
@@ -165,8 +155,9 @@ def _columns(one: SamplingTensors) -> tuple[torch.Tensor, ...]:
 
 @triton.jit(do_not_specialize=["results", "rows", "columns", "pages"])
 def _accept(
-    starts, captures, table_rows, cached_lens, tokens, parents, num_nodes, chosen, page_table, path, num_accepted, packed, feature_rows,
-    feature_slots, feature_places, committed_lens, slot_tokens, counts, results, rows, columns, pages,
+    starts, captures, table_rows, cached_lens, tokens, parents, num_nodes, chosen, page_table, path,
+    num_accepted, packed, feature_rows, feature_slots, feature_places, committed_lens, slot_tokens, counts,
+    results, rows, columns, pages,
     PAGE_SIZE: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
     if PDL:
@@ -266,19 +257,21 @@ def accept_entries(
     if max(results, rows):
         with _launch.on_device_of(chosen):
             _accept[(max(results, rows),)](
-                entries.starts, entries.captures, placed.table_rows, placed.cached_lens, trees.tokens, trees.parents, trees.num_nodes,
-                chosen.contiguous(), page_table, accepted.path, accepted.num_accepted, accepted.packed, accepted.feature_rows,
-                accepted.feature_slots, accepted.feature_places, state.committed_lens, state.tokens, state.counts, results, rows, columns,
-                page_table.shape[1], PAGE_SIZE=page_size, COLUMNS=_launch.next_power_of_2(columns), BLOCK=_BLOCK, num_warps=1,
-                **_launch.dependent(chosen),
+                entries.starts, entries.captures, placed.table_rows, placed.cached_lens, trees.tokens,
+                trees.parents, trees.num_nodes, chosen.contiguous(), page_table, accepted.path,
+                accepted.num_accepted, accepted.packed, accepted.feature_rows, accepted.feature_slots,
+                accepted.feature_places, state.committed_lens, state.tokens, state.counts, results, rows,
+                columns, page_table.shape[1], PAGE_SIZE=page_size, COLUMNS=_launch.next_power_of_2(columns),
+                BLOCK=_BLOCK, num_warps=1, **_launch.dependent(chosen),
             )  # fmt: skip
     return accepted
 
 
 @triton.jit(do_not_specialize=["nodes", "words", "out_words"])
 def _pack(
-    tokens, parents, depths, ancestors, num_nodes, logprobs, members, starts, out_tokens, out_parents, out_depths, out_ancestors,
-    out_logprobs, out_num_nodes, nodes, words, out_words, LOGPROBS: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+    tokens, parents, depths, ancestors, num_nodes, logprobs, members, starts, out_tokens, out_parents,
+    out_depths, out_ancestors, out_logprobs, out_num_nodes, nodes, words, out_words, LOGPROBS: tl.constexpr,
+    WORDS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
     if PDL:
         gdc_wait()
@@ -331,18 +324,21 @@ def pack_trees(
         return
     with _launch.on_device_of(tokens):
         _pack[(rows,)](
-            tokens.contiguous(), parents.contiguous(), depths.contiguous(), ancestors.contiguous(), num_nodes.contiguous(),
-            trees.logprobs if logprobs is None else logprobs.contiguous(), members, entries.starts, trees.tokens, trees.parents,
-            trees.depths, trees.ancestors, trees.logprobs, trees.num_nodes, nodes, words, out_words, LOGPROBS=logprobs is not None,
-            WORDS=_launch.next_power_of_2(max(words, out_words)), BLOCK=_BLOCK, num_warps=1, **_launch.dependent(tokens),
+            tokens.contiguous(), parents.contiguous(), depths.contiguous(), ancestors.contiguous(),
+            num_nodes.contiguous(), trees.logprobs if logprobs is None else logprobs.contiguous(), members,
+            entries.starts, trees.tokens, trees.parents, trees.depths, trees.ancestors, trees.logprobs,
+            trees.num_nodes, nodes, words, out_words, LOGPROBS=logprobs is not None,
+            WORDS=_launch.next_power_of_2(max(words, out_words)), BLOCK=_BLOCK, num_warps=1,
+            **_launch.dependent(tokens),
         )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["slot_columns", "columns", "width"])
 def _gather(
-    slots, members, committed_lens, limits, tokens, counts, temperature, seeds, choices, features, slot_stride, row_stride,
-    out_committed, out_counts, out_tokens, out_temperature, out_seeds, out_choices, out_features, out_stride, out_row_stride,
-    slot_columns, columns, width, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+    slots, members, committed_lens, limits, tokens, counts, temperature, seeds, choices, features,
+    slot_stride, row_stride, out_committed, out_counts, out_tokens, out_temperature, out_seeds, out_choices,
+    out_features, out_stride, out_row_stride, slot_columns, columns, width, COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
     if PDL:
         gdc_wait()
@@ -388,9 +384,11 @@ def gather_group(
         return
     with _launch.on_device_of(members):
         _gather[(rows, 1 + _launch.ceil_div(columns * width, _FEATURE_BLOCK))](
-            entries.slots, members, state.committed_lens, state.limits, state.tokens, state.counts, sampling.temperature.contiguous(),
-            sampling.seeds.contiguous(), sampling.choices.contiguous(), features, features.stride(0), features.stride(1),
-            group.committed_lens, group.counts, group.tokens, group.temperature, group.seeds, group.choices, group.features,
+            entries.slots, members, state.committed_lens, state.limits, state.tokens, state.counts,
+            sampling.temperature.contiguous(), sampling.seeds.contiguous(), sampling.choices.contiguous(),
+            features, features.stride(0), features.stride(1), group.committed_lens, group.counts,
+            group.tokens, group.temperature, group.seeds, group.choices, group.features,
             group.features.stride(0), group.features.stride(1), state.tokens.shape[1], columns, width,
-            COLUMNS=_launch.next_power_of_2(columns), BLOCK=_FEATURE_BLOCK, num_warps=4, **_launch.dependent(members),
+            COLUMNS=_launch.next_power_of_2(columns), BLOCK=_FEATURE_BLOCK, num_warps=4,
+            **_launch.dependent(members),
         )  # fmt: skip

@@ -27,9 +27,9 @@ _PARTIAL_BYTES = 1 << 26  # largest buffer of partial results; steps that need m
 def _fold(
     q, k_plane, v_plane, page_table, sequences, prefix_lens, lengths, columns, partial, stats, scale, softcap,
     first_row, rows, parts, width, table_stride, last_page,
-    WIDEN: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, Q_ROW: tl.constexpr, Q_HEAD: tl.constexpr,
-    PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PART: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr
+    WIDEN: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, Q_ROW: tl.constexpr,
+    Q_HEAD: tl.constexpr, PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    PART: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr
 ):  # fmt: skip
     local, kv_head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row = (first_row + local).to(tl.int64)
@@ -86,8 +86,8 @@ def _fold(
 
 @triton.jit(do_not_specialize=["first_row", "parts"])
 def _merge(
-    lengths, partial, stats, sinks, out, first_row, parts, HEADS: tl.constexpr, DIM: tl.constexpr, WINDOW: tl.constexpr,
-    SINKS: tl.constexpr, PART: tl.constexpr, BLOCK_D: tl.constexpr
+    lengths, partial, stats, sinks, out, first_row, parts, HEADS: tl.constexpr, DIM: tl.constexpr,
+    WINDOW: tl.constexpr, SINKS: tl.constexpr, PART: tl.constexpr, BLOCK_D: tl.constexpr
 ):  # fmt: skip
     local, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row = first_row + local
@@ -148,15 +148,16 @@ def path_attention(
         for first in range(0, rows, step):
             count = min(step, rows - first)
             _fold[(count, kv_heads, parts)](
-                q, k_plane, v_plane, table, *arguments, partial, stats, scale / softcap if softcap > 0 else scale * _LOG2E,
-                softcap * _LOG2E, first, rows, parts, columns.shape[1], table.shape[1], table.shape[1] - 1,
-                WIDEN=not isinstance(_fold, triton.JITFunction), GROUP=group, KV_HEADS=kv_heads, DIM=dim, Q_ROW=q.stride(0),
-                Q_HEAD=q.stride(1), PAGE_SIZE=page_size, WINDOW=max(window, 0), SOFTCAP=softcap > 0, PART=_PART,
-                BLOCK_M=max(16, _launch.next_power_of_2(group)), BLOCK_N=block_n, BLOCK_D=block_d, num_warps=4,
-                num_stages=1 if block_d > 256 else 2,
+                q, k_plane, v_plane, table, *arguments, partial, stats,
+                scale / softcap if softcap > 0 else scale * _LOG2E, softcap * _LOG2E, first, rows, parts,
+                columns.shape[1], table.shape[1], table.shape[1] - 1,
+                WIDEN=not isinstance(_fold, triton.JITFunction), GROUP=group, KV_HEADS=kv_heads, DIM=dim,
+                Q_ROW=q.stride(0), Q_HEAD=q.stride(1), PAGE_SIZE=page_size, WINDOW=max(window, 0),
+                SOFTCAP=softcap > 0, PART=_PART, BLOCK_M=max(16, _launch.next_power_of_2(group)),
+                BLOCK_N=block_n, BLOCK_D=block_d, num_warps=4, num_stages=1 if block_d > 256 else 2,
             )  # fmt: skip
             _merge[(count, heads)](
-                arguments[2], partial, stats, logits, out, first, parts, HEADS=heads, DIM=dim, WINDOW=max(window, 0),
-                SINKS=sinks is not None, PART=_PART, BLOCK_D=block_d, num_warps=1,
+                arguments[2], partial, stats, logits, out, first, parts, HEADS=heads, DIM=dim,
+                WINDOW=max(window, 0), SINKS=sinks is not None, PART=_PART, BLOCK_D=block_d, num_warps=1,
             )  # fmt: skip
     return out

@@ -98,7 +98,8 @@ def send_words(words: torch.Tensor, mail: Mail, readers: range, missing: int) ->
         return
     with _launch.on_device_of(words):
         _send[(_launch.ceil_div(count, BLOCK),)](
-            words, mail.addresses, mail.turns, mail.lost, mail.rank, readers.start, readers.stop, count, mail.patience, missing,
+            words, mail.addresses, mail.turns, mail.lost, mail.rank, readers.start, readers.stop, count,
+            mail.patience, missing,
             TILES=TILES, BLOCK=BLOCK, num_warps=_WARPS, **_launch.dependent(words),
         )  # fmt: skip
 

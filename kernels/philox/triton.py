@@ -62,7 +62,8 @@ def gumbel_noise(
         block = min(1024, _launch.next_power_of_2(size))
         with _launch.on_device_of(seeds):
             _noise[(seeds.shape[0], _launch.ceil_div(size, block))](
-                seeds.contiguous(), positions.contiguous(), choices.contiguous(), seeds if listed is None else listed, out, size,
+                seeds.contiguous(), positions.contiguous(), choices.contiguous(),
+                seeds if listed is None else listed, out, size,
                 HAS_TOKENS=listed is not None, BLOCK=block,
             )  # fmt: skip
     return out

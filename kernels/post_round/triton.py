@@ -19,8 +19,10 @@ _SHARE = 4096  # words that a program copies
 
 
 @triton.jit
-def _post(packed, ring, turn, size, PLACES: tl.constexpr, ALONE: tl.constexpr, SHARE: tl.constexpr, BLOCK: tl.constexpr,
-          PDL: tl.constexpr):  # fmt: skip
+def _post(
+    packed, ring, turn, size, PLACES: tl.constexpr, ALONE: tl.constexpr, SHARE: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
     if PDL:
         gdc_wait()
     now = tl.load(turn)
@@ -52,7 +54,8 @@ def post_round(packed: torch.Tensor, ring: torch.Tensor, turn: torch.Tensor) -> 
     options = {"num_warps": 4, **_launch.dependent(packed)}
     with _launch.on_device_of(packed):
         _post[(programs,)](
-            packed, ring, turn, size, PLACES=places, ALONE=programs == 1, SHARE=_SHARE, BLOCK=_BLOCK, **options
+            packed, ring, turn, size, PLACES=places, ALONE=programs == 1, SHARE=_SHARE, BLOCK=_BLOCK,
+            **options
         )  # fmt: skip
         if programs > 1:
             _advance[(1,)](turn, PLACES=places, **options)

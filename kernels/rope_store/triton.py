@@ -34,11 +34,11 @@ def _angles(
 
 @triton.jit
 def _rope_store(
-    parts, cos, sin, k_plane, v_plane, slots, sums, bias, head_norm, table, index, q,
-    rows, width, sum_parts, eps, head_eps, table_row,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, SPLITS: tl.constexpr, NORMED: tl.constexpr, SUM_PARTS: tl.constexpr,
-    BIAS: tl.constexpr, HEAD_NORM: tl.constexpr, LOOKUP: tl.constexpr, PDL: tl.constexpr,
-    BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr
+    parts, cos, sin, k_plane, v_plane, slots, sums, bias, head_norm, table, index, q, rows, width, sum_parts,
+    eps, head_eps, table_row,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, SPLITS: tl.constexpr,
+    NORMED: tl.constexpr, SUM_PARTS: tl.constexpr, BIAS: tl.constexpr, HEAD_NORM: tl.constexpr,
+    LOOKUP: tl.constexpr, PDL: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr
 ):  # fmt: skip
     DIM: tl.constexpr = 2 * HALF
     ALL: tl.constexpr = HEADS + 2 * KV_HEADS
@@ -112,8 +112,8 @@ def rope_angles(
     if rows:
         with _launch.on_device_of(frequencies):
             _angles[(rows,)](
-                positions.contiguous(), frequencies, cos, sin, factor, DIM=dim, BLOCK=_launch.next_power_of_2(dim), num_warps=1,
-                **_launch.dependent(frequencies),
+                positions.contiguous(), frequencies, cos, sin, factor, DIM=dim,
+                BLOCK=_launch.next_power_of_2(dim), num_warps=1, **_launch.dependent(frequencies),
             )  # fmt: skip
     return cos, sin
 
@@ -145,13 +145,15 @@ def rope_store(
     warps = 4 if many else 1
     with _launch.on_device_of(parts):
         _rope_store[(_launch.ceil_div(heads + 2 * kv_heads, block_h), rows)](
-            parts, cos.contiguous(), sin.contiguous(), k_plane, v_plane, slots.contiguous(), q if sums is None else sums,
-            q if bias is None else bias, q if head_norm is None else head_norm.contiguous(),
-            *((lookup.table, lookup.index) if lookup else (q, q)), q,
-            rows, 1 if stream is None else stream.scaled.shape[1], sum_parts, 0.0 if stream is None else stream.eps, head_eps,
-            lookup.table.stride(0) if lookup else 0,
-            HEADS=heads, KV_HEADS=kv_heads, HALF=dim // 2, SPLITS=parts.shape[0] if parts.dim() == 3 else 1, NORMED=sums is not None,
-            SUM_PARTS=_launch.next_power_of_2(sum_parts), BIAS=bias is not None, HEAD_NORM=head_norm is not None, LOOKUP=lookup is not None,
-            BLOCK_H=block_h, BLOCK_D=block_d, num_warps=warps, **late,
+            parts, cos.contiguous(), sin.contiguous(), k_plane, v_plane, slots.contiguous(),
+            q if sums is None else sums, q if bias is None else bias,
+            q if head_norm is None else head_norm.contiguous(),
+            *((lookup.table, lookup.index) if lookup else (q, q)), q, rows,
+            1 if stream is None else stream.scaled.shape[1], sum_parts, 0.0 if stream is None else stream.eps,
+            head_eps, lookup.table.stride(0) if lookup else 0,
+            HEADS=heads, KV_HEADS=kv_heads, HALF=dim // 2, SPLITS=parts.shape[0] if parts.dim() == 3 else 1,
+            NORMED=sums is not None, SUM_PARTS=_launch.next_power_of_2(sum_parts), BIAS=bias is not None,
+            HEAD_NORM=head_norm is not None, LOOKUP=lookup is not None, BLOCK_H=block_h, BLOCK_D=block_d,
+            num_warps=warps, **late,
         )  # fmt: skip
     return q

@@ -14,10 +14,10 @@ from outrider.kernels.round_plan.types import RowPlan
 # Clients choose the depth and the branches of their trees. Each constant would be a kernel of its own.
 @triton.jit(do_not_specialize=["bs", "rows", "columns", "depth", "topk"])
 def _plan(
-    committed_lens, counts, tokens, max_nodes, page_table, table_stride,
-    out_tokens, out_features, extend_slots, level_slots, positions, lens, root_tokens, out_nodes, bs, rows, columns, depth, topk,
-    PAGE_SIZE: tl.constexpr, LEAD: tl.constexpr,
-    BEHIND: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr
+    committed_lens, counts, tokens, max_nodes, page_table, table_stride, out_tokens, out_features,
+    extend_slots, level_slots, positions, lens, root_tokens, out_nodes, bs, rows, columns, depth, topk,
+    PAGE_SIZE: tl.constexpr, LEAD: tl.constexpr, BEHIND: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_L: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
     if PDL:
         gdc_wait()
@@ -91,10 +91,11 @@ def round_plan(
     if bs:
         with _launch.on_device_of(tokens):
             _plan[(bs,)](
-                committed_lens.contiguous(), counts.contiguous(), tokens.contiguous(), max_nodes.contiguous(), page_table,
-                page_table.stride(0), plan.tokens, plan.features, plan.extend_slots, plan.level_slots, plan.positions, plan.lens,
-                plan.root_tokens, plan.max_nodes, bs, rows, columns, depth, topk, PAGE_SIZE=page_size, LEAD=lead,
-                BEHIND=behind, BLOCK_R=_launch.lanes(rows), BLOCK_L=_launch.lanes(scratch),
+                committed_lens.contiguous(), counts.contiguous(), tokens.contiguous(), max_nodes.contiguous(),
+                page_table, page_table.stride(0), plan.tokens, plan.features, plan.extend_slots,
+                plan.level_slots, plan.positions, plan.lens, plan.root_tokens, plan.max_nodes, bs, rows,
+                columns, depth, topk, PAGE_SIZE=page_size, LEAD=lead, BEHIND=behind,
+                BLOCK_R=_launch.lanes(rows), BLOCK_L=_launch.lanes(scratch),
                 BLOCK_D=_launch.lanes(1 + depth), num_warps=1, **_launch.dependent(tokens),
             )  # fmt: skip
     return plan

@@ -40,7 +40,8 @@ def post_blob(blob: torch.Tensor, slot: int, number: int) -> None:
     words = blob.view(torch.int32)
     with _launch.on_device_of(blob):
         _post[(_launch.ceil_div(words.shape[0], WORDS_PER_PROGRAM),)](
-            words, slot, number, words.shape[0], BLOCK=WORDS_PER_PROGRAM, num_warps=8, **_launch.dependent(blob)
+            words, slot, number, words.shape[0], BLOCK=WORDS_PER_PROGRAM, num_warps=8,
+            **_launch.dependent(blob)
         )  # fmt: skip
 
 
@@ -70,7 +71,8 @@ def admit_counts(number: torch.Tensor, expected: torch.Tensor, counts: torch.Ten
     if bs:
         with _launch.on_device_of(counts):
             _admit[(1,)](
-                number, expected, counts, bs, BLOCK=_launch.next_power_of_2(bs), num_warps=1, **_launch.dependent(counts)
+                number, expected, counts, bs, BLOCK=_launch.next_power_of_2(bs), num_warps=1,
+                **_launch.dependent(counts)
             )  # fmt: skip
 
 

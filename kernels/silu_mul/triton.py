@@ -28,8 +28,8 @@ def gate(value, GELU: tl.constexpr):
 @triton.jit
 def _silu_mul(
     parts, bias, sums, out, rows, size, width, sum_parts, eps,
-    SPLITS: tl.constexpr, BIAS: tl.constexpr, NORMED: tl.constexpr, GELU: tl.constexpr, SUM_PARTS: tl.constexpr,
-    PDL: tl.constexpr, BLOCK: tl.constexpr
+    SPLITS: tl.constexpr, BIAS: tl.constexpr, NORMED: tl.constexpr, GELU: tl.constexpr,
+    SUM_PARTS: tl.constexpr, PDL: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     block = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
@@ -74,9 +74,9 @@ def silu_mul(
     block = min(_BLOCK, _launch.next_power_of_2(size))
     with _launch.on_device_of(parts):
         _silu_mul[(_launch.ceil_div(size, block), rows)](
-            parts, out if bias is None else bias, out if sums is None else sums, out,
-            rows, size, 1 if stream is None else stream.scaled.shape[1], sum_parts, 0.0 if stream is None else stream.eps,
-            SPLITS=parts.shape[0] if parts.dim() == 3 else 1, BIAS=bias is not None, NORMED=sums is not None, GELU=gelu,
-            SUM_PARTS=_launch.next_power_of_2(sum_parts), BLOCK=block, num_warps=4, **late,
+            parts, out if bias is None else bias, out if sums is None else sums, out, rows, size,
+            1 if stream is None else stream.scaled.shape[1], sum_parts, 0.0 if stream is None else stream.eps,
+            SPLITS=parts.shape[0] if parts.dim() == 3 else 1, BIAS=bias is not None, NORMED=sums is not None,
+            GELU=gelu, SUM_PARTS=_launch.next_power_of_2(sum_parts), BLOCK=block, num_warps=4, **late,
         )  # fmt: skip
     return out

@@ -42,12 +42,14 @@ from outrider.kernels.stream import ResidualStream
 
 @triton.jit
 def _dot_tiles(
-    x, weight, out, bias, scales, row_scales, residual, norm_weight, scaled, sums, cos, sin, slots, k_plane, v_plane, table, index,
-    partials, arrivals, rows, N, K, second, x_row, residual_row, out_row, table_row, steps, parts, eps,
-    EPILOGUE: tl.constexpr, SPLIT: tl.constexpr, GATHER: tl.constexpr, BIAS: tl.constexpr, SCALED: tl.constexpr, ROW_SCALED: tl.constexpr,
-    NORMED: tl.constexpr, GELU: tl.constexpr, PARTS: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr,
-    LOOKUP: tl.constexpr, EVEN: tl.constexpr, WIDEN: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr, FETCH: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
+    x, weight, out, bias, scales, row_scales, residual, norm_weight, scaled, sums, cos, sin, slots, k_plane,
+    v_plane, table, index, partials, arrivals, rows, N, K, second, x_row, residual_row, out_row, table_row,
+    steps, parts, eps,
+    EPILOGUE: tl.constexpr, SPLIT: tl.constexpr, GATHER: tl.constexpr, BIAS: tl.constexpr,
+    SCALED: tl.constexpr, ROW_SCALED: tl.constexpr, NORMED: tl.constexpr, GELU: tl.constexpr,
+    PARTS: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr,
+    LOOKUP: tl.constexpr, EVEN: tl.constexpr, WIDEN: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr,
+    FETCH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
 ):  # fmt: skip
     tile, split = tl.program_id(0), tl.program_id(1)
     m, k = tl.arange(0, BLOCK_M), split * steps * BLOCK_K + tl.arange(0, BLOCK_K)
@@ -59,8 +61,9 @@ def _dot_tiles(
     # 1. Load everything that no kernel writes, then wait for the previous kernel.
     if FETCH > 0:  # prefetch the first columns of the weight into L2 before waiting
         tl.inline_asm_elementwise(
-            "{ cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
-            "=r,l,r", [(weight + row * K + split * steps * BLOCK_K).to(tl.int64), FETCH], dtype=tl.int32, is_pure=False, pack=1,
+            "{ cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }", "=r,l,r",
+            [(weight + row * K + split * steps * BLOCK_K).to(tl.int64), FETCH], dtype=tl.int32, is_pure=False,
+            pack=1,
         )  # fmt: skip
     if PDL:
         gdc_wait()
@@ -86,7 +89,8 @@ def _dot_tiles(
         weights += BLOCK_K
         xs += BLOCK_K
     factor, before = load_rows(
-        m, output, rows, N, K, row_scales, sums, residual, residual_row, parts, eps, EPILOGUE, ROW_SCALED, NORMED, PARTS
+        m, output, rows, N, K, row_scales, sums, residual, residual_row, parts, eps, EPILOGUE, ROW_SCALED,
+        NORMED, PARTS
     )  # fmt: skip
     # 3. With splits: store this part; for ADD, the last program adds all parts.
     last = split >= 0
@@ -107,13 +111,15 @@ def _dot_tiles(
     # 4. Apply the epilogue.
     if last:
         finish(
-            acc, m, tile, constants, factor, before, found, out, scaled, sums, cos, sin, slots, k_plane, v_plane,
-            rows, N, out_row, EPILOGUE, BIAS, SCALED, GELU, HEADS, KV_HEADS, HALF, LOOKUP, PDL, BLOCK_N
+            acc, m, tile, constants, factor, before, found, out, scaled, sums, cos, sin, slots, k_plane,
+            v_plane, rows, N, out_row, EPILOGUE, BIAS, SCALED, GELU, HEADS, KV_HEADS, HALF, LOOKUP, PDL,
+            BLOCK_N
         )  # fmt: skip
 
 
 def project(
-    x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor | None, tile: Tile, stream: ResidualStream | None = None
+    x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor | None, tile: Tile,
+    stream: ResidualStream | None = None
 ) -> torch.Tensor:  # fmt: skip
     """Compute `outrider.kernels.skinny_gemm.project`.
 
@@ -131,8 +137,8 @@ def project(
 
 
 def project_add(
-    x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor | None, bias: torch.Tensor | None, residual: torch.Tensor,
-    norm_weight: torch.Tensor, eps: float, out: torch.Tensor | None, tile: Tile,
+    x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor | None, bias: torch.Tensor | None,
+    residual: torch.Tensor, norm_weight: torch.Tensor, eps: float, out: torch.Tensor | None, tile: Tile,
 ) -> ResidualStream:  # fmt: skip
     """Compute `outrider.kernels.skinny_gemm.project_add`. A tile with splits requires `can_gather`."""
     rows, width = residual.shape
@@ -178,8 +184,8 @@ def project_gated(
 
 
 def project_rotated(
-    stream: ResidualStream, weight: torch.Tensor, scales: torch.Tensor | None, bias: torch.Tensor | None, rotary: Rotary, lookup: Lookup | None,
-    tile: Tile,
+    stream: ResidualStream, weight: torch.Tensor, scales: torch.Tensor | None, bias: torch.Tensor | None,
+    rotary: Rotary, lookup: Lookup | None, tile: Tile,
 ) -> torch.Tensor:  # fmt: skip
     """Compute `outrider.kernels.skinny_gemm.project_rotated`. The tile has one split."""
     kv_heads, dim = rotary.k_plane.shape[2:]
@@ -187,8 +193,8 @@ def project_rotated(
     heads = weight.shape[0] // dim - 2 * kv_heads
     out = _launch.empty((rows, heads, dim), rotary.cos.dtype, stream.scaled.device)
     tail = _Tail(
-        out, pairs, second=dim // 2, bias=bias, scales=scales, sums=stream.sums, normed=stream.sums is not None, eps=stream.eps,
-        rotary=rotary, lookup=lookup,
+        out, pairs, second=dim // 2, bias=bias, scales=scales, sums=stream.sums,
+        normed=stream.sums is not None, eps=stream.eps, rotary=rotary, lookup=lookup,
     )  # fmt: skip
     _run(Epilogue.ROTATED, stream.scaled, weight, tile, tail, heads=heads, kv_heads=kv_heads, half=dim // 2)
     return out
@@ -214,8 +220,8 @@ class _Tail:
 
 
 def _run(
-    epilogue: Epilogue, x: torch.Tensor, weight: torch.Tensor, tile: Tile, tail: _Tail, *, gelu: bool = False, heads: int = 0,
-    kv_heads: int = 0, half: int = 1,
+    epilogue: Epilogue, x: torch.Tensor, weight: torch.Tensor, tile: Tile, tail: _Tail, *, gelu: bool = False,
+    heads: int = 0, kv_heads: int = 0, half: int = 1,
 ) -> None:  # fmt: skip
     # 1. Collect the arguments that all kernels share.
     rows, columns = x.shape
@@ -242,12 +248,14 @@ def _run(
         *found,
     )
     strides = (
-        x.stride(0), 0 if tail.residual is None else tail.residual.stride(0), out.stride(-2), lookup.table.stride(0) if lookup else 0
+        x.stride(0), 0 if tail.residual is None else tail.residual.stride(0), out.stride(-2),
+        lookup.table.stride(0) if lookup else 0
     )  # fmt: skip
     flags = {
-        "EPILOGUE": epilogue.value, "BIAS": tail.bias is not None, "SCALED": tail.scales is not None, "NORMED": tail.normed, "GELU": gelu,
-        "PARTS": _launch.next_power_of_2(parts), "HEADS": heads, "KV_HEADS": kv_heads, "HALF": half, "LOOKUP": lookup is not None,
-        "BLOCK_N": tile.block_n, "num_warps": tile.warps, **_launch.dependent(x),
+        "EPILOGUE": epilogue.value, "BIAS": tail.bias is not None, "SCALED": tail.scales is not None,
+        "NORMED": tail.normed, "GELU": gelu, "PARTS": _launch.next_power_of_2(parts), "HEADS": heads,
+        "KV_HEADS": kv_heads, "HALF": half, "LOOKUP": lookup is not None, "BLOCK_N": tile.block_n,
+        "num_warps": tile.warps, **_launch.dependent(x),
     }  # fmt: skip
     # 2. Launch. Step 1 passes x in place of absent tensors, which the kernels never read.
     with _launch.on_device_of(x):
@@ -284,9 +292,10 @@ def _run(
         even = columns == steps * tile.block_k * tile.splits and tail.count % tile.block_n == 0
         fetches = tile.overlap is Overlap.FETCH and even and flags["PDL"] and weight.data_ptr() % 16 == 0
         _dot_tiles[(blocks, tile.splits)](
-            *tensors, *gathered, rows, tail.count, columns, tail.second, *strides, steps, parts, tail.eps, SPLIT=tile.splits, EVEN=even,
-            GATHER=gathers, EARLY=tile.overlap is not Overlap.LATE, FETCH=_FETCHED if fetches else 0,
-            ROW_SCALED=row_scales is not None, WIDEN=not isinstance(_dot_tiles, triton.JITFunction), BLOCK_M=block_rows(rows),
+            *tensors, *gathered, rows, tail.count, columns, tail.second, *strides, steps, parts, tail.eps,
+            SPLIT=tile.splits, EVEN=even, GATHER=gathers, EARLY=tile.overlap is not Overlap.LATE,
+            FETCH=_FETCHED if fetches else 0, ROW_SCALED=row_scales is not None,
+            WIDEN=not isinstance(_dot_tiles, triton.JITFunction), BLOCK_M=block_rows(rows),
             BLOCK_K=tile.block_k, num_stages=tile.stages, **flags,
         )  # fmt: skip
 

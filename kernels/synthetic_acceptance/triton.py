@@ -16,8 +16,9 @@ from outrider.kernels.synthetic_acceptance.reference import NOISE_CHOICE
 
 @triton.jit
 def _plant(
-    tokens, parents, depths, num_nodes, ancestors, chosen, positions, position_stride, seeds, seed_stride, thresholds, out, columns, words,
-    levels, vocab_size, CHOICE: tl.constexpr, BLOCK: tl.constexpr, LEVELS: tl.constexpr
+    tokens, parents, depths, num_nodes, ancestors, chosen, positions, position_stride, seeds, seed_stride,
+    thresholds, out, columns, words, levels, vocab_size, CHOICE: tl.constexpr, BLOCK: tl.constexpr,
+    LEVELS: tl.constexpr
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     node = tl.arange(0, BLOCK)
@@ -73,9 +74,10 @@ def synthetic_acceptance(
     if bs:
         with _launch.on_device_of(tokens):
             _plant[(bs,)](
-                tokens.contiguous(), parents.contiguous(), depths.contiguous(), num_nodes.contiguous(), ancestors.contiguous(),
-                chosen.contiguous(), positions, positions.stride(0), seeds, seeds.stride(0), thresholds.contiguous(), out, columns,
-                ancestors.shape[2], thresholds.shape[0], vocab_size, CHOICE=NOISE_CHOICE, BLOCK=_launch.next_power_of_2(columns),
+                tokens.contiguous(), parents.contiguous(), depths.contiguous(), num_nodes.contiguous(),
+                ancestors.contiguous(), chosen.contiguous(), positions, positions.stride(0), seeds,
+                seeds.stride(0), thresholds.contiguous(), out, columns, ancestors.shape[2],
+                thresholds.shape[0], vocab_size, CHOICE=NOISE_CHOICE, BLOCK=_launch.next_power_of_2(columns),
                 LEVELS=max(2, _launch.next_power_of_2(thresholds.shape[0])), num_warps=4,
             )  # fmt: skip
     return out
@@ -86,8 +88,8 @@ _PACKED_BLOCK = 64  # nodes that a program of `packed_acceptance` visits at a ti
 
 @triton.jit(do_not_specialize=["trees", "rows", "words"])
 def _plant_packed(
-    tokens, parents, depths, ancestors, starts, num_nodes, chosen, positions, seeds, thresholds, out, trees, rows, words, levels,
-    vocab_size, CHOICE: tl.constexpr, BLOCK: tl.constexpr, LEVELS: tl.constexpr
+    tokens, parents, depths, ancestors, starts, num_nodes, chosen, positions, seeds, thresholds, out, trees,
+    rows, words, levels, vocab_size, CHOICE: tl.constexpr, BLOCK: tl.constexpr, LEVELS: tl.constexpr
 ):  # fmt: skip
     tree = tl.program_id(0)
     offset = tl.arange(0, BLOCK)
@@ -163,8 +165,10 @@ def packed_acceptance(
     if rows:
         with _launch.on_device_of(tokens):
             _plant_packed[(max(rows, trees),)](
-                tokens, parents, depths, ancestors.contiguous(), starts, num_nodes, chosen.contiguous(), positions.contiguous(),
-                seeds.contiguous(), thresholds.contiguous(), out, trees, rows, ancestors.shape[1], thresholds.shape[0], vocab_size,
-                CHOICE=NOISE_CHOICE, BLOCK=_PACKED_BLOCK, LEVELS=max(2, _launch.next_power_of_2(thresholds.shape[0])), num_warps=1,
+                tokens, parents, depths, ancestors.contiguous(), starts, num_nodes, chosen.contiguous(),
+                positions.contiguous(), seeds.contiguous(), thresholds.contiguous(), out, trees, rows,
+                ancestors.shape[1], thresholds.shape[0], vocab_size,
+                CHOICE=NOISE_CHOICE, BLOCK=_PACKED_BLOCK,
+                LEVELS=max(2, _launch.next_power_of_2(thresholds.shape[0])), num_warps=1,
             )  # fmt: skip
     return out

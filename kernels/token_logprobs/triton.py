@@ -1,8 +1,9 @@
 """Triton version of token_logprobs. `kernels.token_logprobs` documents the op.
 
-The first launch divides the vocabulary into parts, and has one program for each part of each result. Each program finds the part's maximum,
-the sum of the part's exponentials, and the part's most likely tokens. The second launch merges the parts of
-each result. A program whose row needs no logprobs returns before it loads a logit.
+The first launch divides the vocabulary into parts, and has one program for each part of each result. Each
+program finds the part's maximum, the sum of the part's exponentials, and the part's most likely tokens. The
+second launch merges the parts of each result. A program whose row needs no logprobs returns before it loads a
+logit.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ _NONE = tl.constexpr((1 << 31) - 1)
 
 @triton.jit
 def _parts(
-    logits, row_stride, rows, tops, maxima, sums, values, ids, vocab, splits, BLOCK: tl.constexpr, PDL: tl.constexpr
+    logits, row_stride, rows, tops, maxima, sums, values, ids, vocab, splits, BLOCK: tl.constexpr,
+    PDL: tl.constexpr
 ):  # fmt: skip
     if PDL:
         gdc_wait()
@@ -108,10 +110,12 @@ def token_logprobs(
     with _launch.on_device_of(logits):
         _parts[(count, splits)](
             logits, logits.stride(0), rows, tops, maxima, sums, values, ids, vocab, splits,
-            BLOCK=min(_BLOCK, max(16, _launch.next_power_of_2(vocab))), num_warps=8, **_launch.dependent(logits),
+            BLOCK=min(_BLOCK, max(16, _launch.next_power_of_2(vocab))), num_warps=8,
+            **_launch.dependent(logits),
         )  # fmt: skip
         _merge[(count,)](
             logits, logits.stride(0), rows, tokens, tops, maxima, sums, values, ids, found, splits,
-            SPLITS=_launch.next_power_of_2(splits), MOST=_launch.next_power_of_2(types.MAX_TOP), num_warps=4, **_launch.dependent(logits),
+            SPLITS=_launch.next_power_of_2(splits), MOST=_launch.next_power_of_2(types.MAX_TOP), num_warps=4,
+            **_launch.dependent(logits),
         )  # fmt: skip
     return found

@@ -26,8 +26,8 @@ __all__ = ["expand_level", "select_beam", "topk_expand"]
 @triton.jit
 def _expand_merge(
     logits, row_stride, parent_scores, d2t, temperature, keys, shares, tokens, scores, logprobs, splits, topk,
-    NOISE: tl.constexpr, HAS_D2T: tl.constexpr, SHORT: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr,
-    PDL: tl.constexpr
+    NOISE: tl.constexpr, HAS_D2T: tl.constexpr, SHORT: tl.constexpr, BLOCK_S: tl.constexpr,
+    BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
     if PDL:
         gdc_wait()
@@ -36,8 +36,8 @@ def _expand_merge(
     if NOISE:
         warm = (tl.load(temperature + tl.program_id(0)) > 0).to(tl.int32)
     token, score, logprob, inside = merged(
-        logits, row_stride, d2t, keys, shares, parent_scores, row, row >= 0, splits, topk, warm, NOISE, HAS_D2T, False, SHORT, 1, BLOCK_S,
-        BLOCK_C, BLOCK_K
+        logits, row_stride, d2t, keys, shares, parent_scores, row, row >= 0, splits, topk, warm, NOISE,
+        HAS_D2T, False, SHORT, 1, BLOCK_S, BLOCK_C, BLOCK_K
     )  # fmt: skip
     if PDL:
         gdc_launch_dependents()
@@ -67,10 +67,11 @@ def topk_expand(
             splits = keys.shape[1]
             _expand_merge[(rows,)](
                 logits, logits.stride(0), parent_scores.contiguous(), logits if offsets is None else offsets,
-                logits if noise is None else noise.temperature.contiguous(), keys, shares, tokens, scores, logprobs, splits, topk,
-                NOISE=noise is not None, HAS_D2T=d2t is not None, SHORT=narrow_keys(logits), BLOCK_S=_launch.next_power_of_2(splits),
-                BLOCK_C=_launch.next_power_of_2(splits * topk), BLOCK_K=_launch.next_power_of_2(topk), num_warps=1,
-                **UNFUSED, **_launch.dependent(logits),
+                logits if noise is None else noise.temperature.contiguous(), keys, shares, tokens, scores,
+                logprobs, splits, topk,
+                NOISE=noise is not None, HAS_D2T=d2t is not None, SHORT=narrow_keys(logits),
+                BLOCK_S=_launch.next_power_of_2(splits), BLOCK_C=_launch.next_power_of_2(splits * topk),
+                BLOCK_K=_launch.next_power_of_2(topk), num_warps=1, **UNFUSED, **_launch.dependent(logits),
             )  # fmt: skip
     return Expansion(tokens, scores, logprobs)
 

@@ -42,11 +42,13 @@ _LOG2E = 1.4426950408889634
 # These numbers change from pass to pass. A specialised kernel would be no faster.
 @triton.jit(do_not_specialize=["table_stride", "rows", "splits"])
 def _attention(
-    q, k_plane, v_plane, page_table, table_rows, items, prefix_lens, kv_lens, query_start, ancestors, row_positions, sinks, out,
-    partial, stats, arrivals, q_row, q_head, out_row, table_stride, words, window, scale, softcap, rows, splits,
-    WIDEN: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, TREE: tl.constexpr,
-    WINDOW: tl.constexpr, POSITIONS: tl.constexpr, SINKS: tl.constexpr, SOFTCAP: tl.constexpr, WORK: tl.constexpr, ITEM: tl.constexpr,
-    MAPPED: tl.constexpr, SPLIT: tl.constexpr, GATHER: tl.constexpr, TRANSPOSED: tl.constexpr, PDL: tl.constexpr,
+    q, k_plane, v_plane, page_table, table_rows, items, prefix_lens, kv_lens, query_start, ancestors,
+    row_positions, sinks, out, partial, stats, arrivals, q_row, q_head, out_row, table_stride, words, window,
+    scale, softcap, rows, splits,
+    WIDEN: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, TREE: tl.constexpr, WINDOW: tl.constexpr, POSITIONS: tl.constexpr,
+    SINKS: tl.constexpr, SOFTCAP: tl.constexpr, WORK: tl.constexpr, ITEM: tl.constexpr, MAPPED: tl.constexpr,
+    SPLIT: tl.constexpr, GATHER: tl.constexpr, TRANSPOSED: tl.constexpr, PDL: tl.constexpr,
     RELEASE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr
 ):  # fmt: skip
     kv_head, sequence, split = tl.program_id(1), tl.program_id(2), tl.program_id(2) * 0
@@ -138,15 +140,15 @@ def _attention(
         if WIDEN:
             query = query.to(tl.float32)
         top, total, acc = fold(
-            query, begin, shared_end, end, pages, table, k_plane + kv_head * DIM, v_plane + kv_head * DIM, row, position, first_column,
-            prefix_len, ancestors, words, window, scale, softcap, KV_HEADS * DIM, PAGE_SIZE, DIM, TREE, WINDOW, SOFTCAP, TRANSPOSED,
-            BLOCK_M, BLOCK_N, BLOCK_D
+            query, begin, shared_end, end, pages, table, k_plane + kv_head * DIM, v_plane + kv_head * DIM,
+            row, position, first_column, prefix_len, ancestors, words, window, scale, softcap, KV_HEADS * DIM,
+            PAGE_SIZE, DIM, TREE, WINDOW, SOFTCAP, TRANSPOSED, BLOCK_M, BLOCK_N, BLOCK_D
         )  # fmt: skip
         if TRANSPOSED:
             acc = acc.T
         if PDL:
             gdc_launch_dependents()
-        # 3. With splits: store this split's results; the last program merges them, in the order of the splits.
+        # 3. With splits: store this split's results. The last program merges them in the order of the splits.
         last = split >= 0
         if WORK:
             if parts > 1:
@@ -184,7 +186,7 @@ def _attention(
                     top, total, acc = gather(
                         partial, stats, place, stride, real, d, element, DIM, GATHER, BLOCK_M, BLOCK_D
                     )
-        # 4. Divide by the sum of the weights and store. Without GATHER, the second launch does this for splits.
+        # 4. Divide by the sum of the weights and store. Without GATHER, the second launch stores the splits.
         if last and (WORK or GATHER > 0 or not SPLIT):
             if SINKS:
                 total += tl.exp2(
@@ -290,23 +292,28 @@ def tree_attention(
     }
     with _launch.on_device_of(q):
         _attention[grid](
-            q, k_plane, v_plane, page_table.contiguous(), starts if table_rows is None else table_rows.contiguous(),
-            starts if work is None else work.items, prefix_lens.contiguous(), kv_lens.contiguous(), starts, masks,
-            row_positions.contiguous() if row_positions is not None else starts, logits, out, partial, stats, arrivals,
-            q.stride(0), q.stride(1), heads * dim, page_table.shape[1], masks.shape[1] if tree else 0, window,
-            scale / softcap if softcap > 0 else scale * _LOG2E, softcap * _LOG2E, rows if work is None else 0, splits,
-            WIDEN=not isinstance(_attention, triton.JITFunction), GROUP=group, KV_HEADS=kv_heads, DIM=dim, PAGE_SIZE=page_size, TREE=tree,
-            WINDOW=window > 0, POSITIONS=row_positions is not None, SINKS=sinks is not None, SOFTCAP=softcap > 0,
-            WORK=work is not None, ITEM=ITEM, MAPPED=table_rows is not None, SPLIT=splits > 1, GATHER=gathered,
+            q, k_plane, v_plane, page_table.contiguous(),
+            starts if table_rows is None else table_rows.contiguous(), starts if work is None else work.items,
+            prefix_lens.contiguous(), kv_lens.contiguous(), starts, masks,
+            row_positions.contiguous() if row_positions is not None else starts, logits, out, partial, stats,
+            arrivals, q.stride(0), q.stride(1), heads * dim, page_table.shape[1],
+            masks.shape[1] if tree else 0, window, scale / softcap if softcap > 0 else scale * _LOG2E,
+            softcap * _LOG2E, rows if work is None else 0, splits,
+            WIDEN=not isinstance(_attention, triton.JITFunction), GROUP=group, KV_HEADS=kv_heads, DIM=dim,
+            PAGE_SIZE=page_size, TREE=tree, WINDOW=window > 0, POSITIONS=row_positions is not None,
+            SINKS=sinks is not None, SOFTCAP=softcap > 0, WORK=work is not None, ITEM=ITEM,
+            MAPPED=table_rows is not None, SPLIT=splits > 1, GATHER=gathered,
             # The transposed form pays off only if K and V need no widening in registers.
-            TRANSPOSED=blocks.transposed and k_plane.dtype == q.dtype, BLOCK_M=blocks.pairs, BLOCK_N=blocks.tokens,
-            BLOCK_D=block_d, num_warps=blocks.warps, num_stages=blocks.stages, **late,
+            TRANSPOSED=blocks.transposed and k_plane.dtype == q.dtype, BLOCK_M=blocks.pairs,
+            BLOCK_N=blocks.tokens, BLOCK_D=block_d, num_warps=blocks.warps, num_stages=blocks.stages, **late,
         )  # fmt: skip
         if work is not None and not gathered:
             merge_rows[(rows, heads)](
-                work.merges, partial, stats, logits, out, ROW=ROW, FEW=MOST_SPLITS // 4, BLOCK_S=MOST_SPLITS, **merged
+                work.merges, partial, stats, logits, out, ROW=ROW, FEW=MOST_SPLITS // 4, BLOCK_S=MOST_SPLITS,
+                **merged
             )  # fmt: skip
         elif splits > 1 and not gathered:
             merge[(max_query_len, heads, bs)](
-                starts, partial, stats, logits, out, rows, splits, BLOCK_S=_launch.next_power_of_2(splits), **merged
+                starts, partial, stats, logits, out, rows, splits, BLOCK_S=_launch.next_power_of_2(splits),
+                **merged
             )  # fmt: skip

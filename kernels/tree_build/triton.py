@@ -32,10 +32,11 @@ For more candidates, a bitwise search is used. For 68 candidates, the comparison
     ]
 )
 def _build(
-    scores, score_stride, tokens, token_stride, parents, parent_stride, logprobs, logprob_stride, root_tokens, max_nodes,
-    numbers, out_tokens, out_parents, out_depths, out_num_nodes, out_ancestors, out_candidates, out_logprobs, total, columns, words,
-    LOGPROBS: tl.constexpr, COUNTED: tl.constexpr, UNROLL: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_W: tl.constexpr, PDL: tl.constexpr
+    scores, score_stride, tokens, token_stride, parents, parent_stride, logprobs, logprob_stride, root_tokens,
+    max_nodes, numbers, out_tokens, out_parents, out_depths, out_num_nodes, out_ancestors, out_candidates,
+    out_logprobs, total, columns, words,
+    LOGPROBS: tl.constexpr, COUNTED: tl.constexpr, UNROLL: tl.constexpr, BLOCK_C: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
     if PDL:
         gdc_wait()
@@ -147,10 +148,11 @@ def tree_build(
         block = _launch.lanes(total)
         with _launch.on_device_of(scores):
             _build[(bs,)](
-                scores, scores.stride(0), tokens, tokens.stride(0), parents, parents.stride(0), given, given.stride(0),
-                root_tokens.contiguous(), max_nodes.contiguous(), integers(bs, total), tree.tokens, tree.parents, tree.depths,
-                tree.num_nodes, tree.ancestors, tree.candidates, given if tree.logprobs is None else tree.logprobs, total, num_columns,
-                words, LOGPROBS=logprobs is not None, COUNTED=total <= _COUNTED, UNROLL=8, BLOCK_C=block,
+                scores, scores.stride(0), tokens, tokens.stride(0), parents, parents.stride(0), given,
+                given.stride(0), root_tokens.contiguous(), max_nodes.contiguous(), integers(bs, total),
+                tree.tokens, tree.parents, tree.depths, tree.num_nodes, tree.ancestors, tree.candidates,
+                given if tree.logprobs is None else tree.logprobs, total, num_columns, words,
+                LOGPROBS=logprobs is not None, COUNTED=total <= _COUNTED, UNROLL=8, BLOCK_C=block,
                 BLOCK_N=_launch.lanes(num_columns), BLOCK_W=_launch.next_power_of_2(words),
                 num_warps=8 if block > 1024 else 1, **_launch.dependent(scores),
             )  # fmt: skip

@@ -14,8 +14,9 @@ WORD_BITS = 32
 
 @triton.jit
 def _check(
-    number, expected, num_nodes, tokens, parents, fresh, fresh_stride, counts, out_tokens, out_parents, out_depths, out_nodes, out_masks,
-    columns, words, vocab_size, depth, BLOCK: tl.constexpr, WORDS: tl.constexpr, PDL: tl.constexpr
+    number, expected, num_nodes, tokens, parents, fresh, fresh_stride, counts, out_tokens, out_parents,
+    out_depths, out_nodes, out_masks, columns, words, vocab_size, depth, BLOCK: tl.constexpr,
+    WORDS: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
     if PDL:
         gdc_wait()
@@ -81,9 +82,9 @@ def tree_check(
     if bs:
         with _launch.on_device_of(tokens):
             _check[(bs,)](
-                number, expected, num_nodes, tokens, parents, fresh, fresh.shape[1], counts, *planes, nodes, masks,
-                columns, words, vocab_size, depth,
-                BLOCK=_launch.next_power_of_2(columns), WORDS=_launch.next_power_of_2(words), num_warps=1 if columns <= 64 else 4,
-                **_launch.dependent(tokens),
+                number, expected, num_nodes, tokens, parents, fresh, fresh.shape[1], counts, *planes, nodes,
+                masks, columns, words, vocab_size, depth,
+                BLOCK=_launch.next_power_of_2(columns), WORDS=_launch.next_power_of_2(words),
+                num_warps=1 if columns <= 64 else 4, **_launch.dependent(tokens),
             )  # fmt: skip
     return (*planes, nodes, masks)

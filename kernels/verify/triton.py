@@ -154,8 +154,8 @@ def _choose(
     splits = parts.ids.shape[1]
     with _launch.on_device_of(logits):
         _argmax_merge[(rows,)](
-            parts.scores, parts.ids, parts.poisoned, chosen, vocab, splits, BLOCK=_launch.next_power_of_2(splits), num_warps=1,
-            **_launch.dependent(logits),
+            parts.scores, parts.ids, parts.poisoned, chosen, vocab, splits,
+            BLOCK=_launch.next_power_of_2(splits), num_warps=1, **_launch.dependent(logits),
         )  # fmt: skip
     return chosen
 
@@ -237,7 +237,8 @@ def _argmax(logits: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
     with _launch.on_device_of(logits):
         _maxima[(rows, splits)](logits, logits.stride(0), best, vocab, splits, **sizes)
         _first_maximum[(rows,)](
-            logits, logits.stride(0), best, chosen, vocab, splits, SPLITS=_launch.next_power_of_2(splits), **sizes
+            logits, logits.stride(0), best, chosen, vocab, splits, SPLITS=_launch.next_power_of_2(splits),
+            **sizes
         )  # fmt: skip
     return chosen
 
@@ -255,9 +256,10 @@ def _best(
     ids, poisoned = (_launch.empty(size, torch.int32, logits.device) for _ in range(2))
     with _launch.on_device_of(logits):
         _argmax_split[size](
-            logits, logits.stride(0), sampling.temperature.contiguous(), sampling.seeds.contiguous(), positions.contiguous(),
-            sampling.choices.contiguous(), scores, ids, poisoned, chosen, vocab, size[1], NOISE=not sampling.all_greedy,
-            WHOLE=vocab <= _BLOCK, BLOCK=min(_BLOCK, _launch.next_power_of_2(vocab)), num_warps=8, **_launch.dependent(logits),
+            logits, logits.stride(0), sampling.temperature.contiguous(), sampling.seeds.contiguous(),
+            positions.contiguous(), sampling.choices.contiguous(), scores, ids, poisoned, chosen, vocab,
+            size[1], NOISE=not sampling.all_greedy, WHOLE=vocab <= _BLOCK,
+            BLOCK=min(_BLOCK, _launch.next_power_of_2(vocab)), num_warps=8, **_launch.dependent(logits),
         )  # fmt: skip
     return PartChoices(scores, ids, poisoned)
 
@@ -326,7 +328,8 @@ def verify_tree(
     if bs:
         with _launch.on_device_of(tokens):
             _walk[(bs,)](
-                tokens.contiguous(), parents.contiguous(), num_nodes.contiguous(), chosen.contiguous(), path, num_accepted, emitted,
-                columns, BLOCK=_launch.next_power_of_2(columns), num_warps=1, **_launch.dependent(tokens),
+                tokens.contiguous(), parents.contiguous(), num_nodes.contiguous(), chosen.contiguous(), path,
+                num_accepted, emitted, columns, BLOCK=_launch.next_power_of_2(columns), num_warps=1,
+                **_launch.dependent(tokens),
             )  # fmt: skip
     return VerifiedTree(path=path, num_accepted=num_accepted, emitted=emitted)

@@ -24,7 +24,9 @@ def convert_head(
     ],
     to: Annotated[
         str,
-        typer.Option("--to", help=f"Layout to write: {' or '.join(LAYOUTS)} (the official EAGLE code's)."),
+        typer.Option(
+            "--to", help=f"Layout to write: {' or '.join(LAYOUTS)} (that of the official EAGLE code)."
+        ),
     ] = "outrider",
 ) -> None:
     """Rewrite a draft head in a standard layout.

@@ -71,6 +71,7 @@ def eagle_config(
     """
     flat = flatten(raw, source)
     layer = HeadConfig.parse(ConfigReader(flat, source))
+    # 1. Refuse heads that the published layout cannot describe.
     if layer.latent is not None:
         raise _unsupported("model_type", f"{flat['model_type']} uses latent attention")
     if layer.head_dim * layer.num_heads != layer.hidden_size:
@@ -90,6 +91,7 @@ def eagle_config(
     foreign = foreign or next((name for name in homeless if name in tensors), None)
     if foreign is not None:
         raise _unsupported(foreign, "this layout has no such tensor")
+    # 2. Write the keys that EAGLE and EAGLE-3 share.
     config: dict[str, Any] = {
         "architectures": [OFFICIAL_ARCHITECTURE],
         "model_type": "llama",
@@ -108,6 +110,7 @@ def eagle_config(
         "torch_dtype": str(tensors["layers.0.mlp.down_proj.weight"].dtype).removeprefix("torch."),
     }
     config |= {key: flat[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in flat}
+    # 3. Add the keys of the kind.
     if kind is HeadKind.EAGLE:
         return config | {
             "bias": "fc.bias" in tensors,

@@ -73,18 +73,21 @@ def build_engine(
             names the key or tensor.
         ConfigurationError: The settings contradict each other, or the KV pool is too small.
     """
+    # 1. Choose the way of drafting, and check that it fits the target.
     choice = choose_algorithm(settings.speculative_algorithm, settings.draft, settings.target_weights)
     check_token_map_use(choice, settings.speculative_token_map)
     theirs = settings.target_weights
     same_tokenizer = (
         choice.folder is not None and theirs is not None and check_same_tokenizer(choice.folder, theirs)
     )
+    # 2. Load the strategy. Its borrowed tensors come from files, unless a target in this process lends them.
     strategy = BUILDERS[choice.algorithm](
         Build(settings, choice, device, dtype, target, same_tokenizer, sizing)
     )
     lender = settings.target_weights or (choice.folder if choice.algorithm is Algorithm.MTP else None)
     if target is None and lender is not None:
         borrow(strategy, lender, device, dtype)
+    # 3. Build the engine with the limits of the strategy.
     info = strategy.info
     limits = SessionLimits(
         max_sessions=settings.max_sessions,

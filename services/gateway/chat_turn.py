@@ -98,18 +98,21 @@ class ChatTurn:
                 field="tools",
                 reason="unsupported_parameter",
             )
+        # 1. Show the tools to the model. A forced call, or a form of the answer, becomes a constraint.
         variables = dict(options or {})
         allowed = None
         if tools:
             variables["tools"] = list(tools)
-            allowed = ToolOptions(frozenset(str(tool["function"]["name"]) for tool in tools), parallel)
+            allowed = ToolOptions(_names(tools), parallel, forced=_names(forced))
             calls = CallFormat(core.parsers.tools, codec.special_tokens, codec.template_source, parallel)
             asked = _of_calls(parameters.constraint, tools, forced, calls)
             parameters = replace(parameters, constraint=asked)
+        # 2. The constraint begins after the reasoning.
         if parameters.constraint is not None:
             after, opening = core.parsers.markers(split_reasoning, calls=bool(tools))
             form = replace(parameters.constraint, begins_after=after, opening=opening)
             parameters = replace(parameters, constraint=form)
+        # 3. Some parsers recognize calls and reasoning by special tokens, which the text then must contain.
         if core.parsers.needs_special_tokens(bool(tools)):
             parameters = replace(parameters, skip_special_tokens=False)
         return cls(
@@ -164,6 +167,10 @@ class ChatTurn:
             return reader.push(chunk.text, len(chunk.token_ids))
         tokens = list(zip(chunk.token_ids, chunk.logprobs, strict=False))
         return reader.push_scored(chunk.text, tokens, self.core.token_bytes)
+
+
+def _names(tools: Sequence[Mapping[str, Any]]) -> frozenset[str]:
+    return frozenset(str(tool["function"]["name"]) for tool in tools)
 
 
 def _of_calls(

@@ -250,6 +250,7 @@ class RequestBuilder:
             InvalidRequestError: If a prompt is empty or too long, a token id is outside the vocabulary, or a
                 speculation option exceeds the target's limit.
         """
+        # 1. Check the values against the target and its vocabulary.
         check_speculation(parameters.speculation, surface.speculation, info)
         if (form := parameters.constraint) is not None and not info.constrains:
             raise InvalidRequestError(f"{form.field} needs a newer target.", field=form.field)
@@ -263,9 +264,11 @@ class RequestBuilder:
             )
         with _named(surface):
             rules = parameters.rules.build(self._encode, info.vocab_size)
+        # 2. Settle what all sequences of the request share.
         mode = parameters.speculation.mode or self._settings.speculation_mode
         seed = secrets.randbits(DRAWN_SEED_BITS) if parameters.seed is None else parameters.seed & MASK_64
         request_id = uuid.uuid4().hex
+        # 3. Build `n` sequences for each prompt.
         requests: list[GenerationRequest] = []
         for prompt_ids in prompts:
             max_new_tokens = check_prompt_length(

@@ -35,7 +35,7 @@ def check_prompt_length(
         raise _too_long(
             prompt_field,
             f"The prompt is too long: it has {length} tokens. This model's maximum context length is {limit} "
-            "tokens, and at least one of them must be new.",
+            "tokens, and at least one of them must be left for the answer.",
         )
     for token_id in (min(prompt_ids), max(prompt_ids)):
         if not 0 <= token_id < info.vocab_size:

@@ -17,7 +17,7 @@ class _Second:
 
     Attributes:
         at: The second, counted from the clock's start.
-        running: The largest number of sequences with a first token.
+        running: The largest number of sequences that had their first token and had not ended.
         tokens: Number of tokens that the targets sent.
         accepted: Number of draft tokens that were accepted, of the sequences that ended in this second.
         drafted_rounds: Number of these sequences' rounds with a draft.

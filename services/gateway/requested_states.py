@@ -74,6 +74,7 @@ def check_states(
             )
         numbers = info.hidden_size if wanted.hidden_states else 0
         numbers += info.routed_layers * info.experts_per_token if wanted.routed_experts else 0
+        # The last token of an answer is never the input of a pass, so it has no states.
         tokens = len(request.prompt_ids) + request.max_new_tokens - 1 - wanted.start
         total += max(0, tokens) * numbers * NUMBER_BYTES
         if total > most_bytes:

@@ -221,8 +221,7 @@ def outrider_command() -> str:
 def check_options(options: StackOptions) -> None:
     """Reject invalid options before any process is started.
 
-    The flags that only the target reads are left to the target, because checking them needs torch, whose
-    import takes seconds.
+    The target checks the flags that only it reads: checking them needs torch, whose import takes seconds.
 
     Raises:
         ConfigurationError: An option is invalid. The message names the flag and the fix.
@@ -249,6 +248,7 @@ def check_options(options: StackOptions) -> None:
         fix = "Add the file, or pass --skip-tokenizer to serve token ids only."
         raise ConfigurationError(f"--target {options.target} has no tokenizer.json. {fix}", field="--target")
     check_gateway_flags(options)
+    # Otherwise `up` would notice a port in use only after it has started processes.
     for port in (options.port, options.grpc):
         if port == 0:
             continue

@@ -47,7 +47,7 @@ class StartBar:
             self._show(server, message)
 
     def hear(self, service: str, line: str, server: str = "") -> None:
-        """Show a line that a service has printed, if it tells the progress of long work."""
+        """Show a line that a service has printed, if it reports the progress of long work."""
         if found := LOG_LINE.search(line):
             left = duration(float(found["left_s"]))
             self._show(server, f"{service}, {found['work']}: {found['percent']} %, {left} left")

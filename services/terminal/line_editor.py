@@ -53,7 +53,7 @@ def typed_lines(commands: list[str]) -> Iterator[str]:
 
 
 def is_line_waiting(terminal: int) -> bool:
-    """Return True if a complete line waits in a terminal, which is in line mode while no editor is open.
+    """Return True if the terminal has a complete line that was typed while no editor was open.
 
     The editor would take the end of such a line for Ctrl-J, because the terminal has changed Enter into it.
     """

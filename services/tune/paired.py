@@ -79,9 +79,9 @@ class PairedSpeeds:
         """Return the shapes that the next pass measures.
 
         The faster half of the shapes stays, but at least `LEAST_LEFT` shapes. In the first `least` passes,
-        mode `auto` stays too, and plain decoding unless it is far slower than the fastest shape. After them,
-        mode `auto` is left out, and also each shape that the fastest one has beaten in every pass. The result
-        is empty if all other shapes are as fast as the fastest one.
+        mode `auto` also stays. Plain decoding stays in these passes unless it is far slower than the fastest
+        shape. Later passes leave out mode `auto`, and each shape that the fastest one has beaten in every
+        pass. The result is empty if all other shapes are as fast as the fastest one.
         """
         speeds, last, early = self.speeds(), self.passes[-1], len(self.passes) < least
         ranked = [

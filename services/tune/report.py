@@ -72,7 +72,7 @@ def print_result(result: TuneResult, console: Console) -> None:
 
 
 def duration_line(result: TuneResult) -> str:
-    """Return a line with the duration of the search, without the checks, and that of an exhaustive search."""
+    """Return a line that compares the duration of the search, without checks, with an exhaustive search."""
     seconds = sum(one.seconds for one in result.batches)
     exhaustive_s = sum(one.exhaustive_s for one in result.batches)
     if seconds >= exhaustive_s:

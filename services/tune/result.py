@@ -23,8 +23,8 @@ class TuneSizes:
         passes: Least number of passes over the prompts. Mode `auto` takes part in these passes only, and so
             does plain decoding. If plain decoding is far slower than the best shape, it has only one pass.
         most_passes: Largest number of passes.
-        share: Share of the duration of an exhaustive search that a search may take. If it has not taken that
-            long after `passes` passes, and the fastest shape is not known, further passes follow.
+        share: Time limit for further passes, as a share of the duration of an exhaustive search. If the
+            fastest shape is not known after `passes` passes, passes are added until this limit.
         exhaustive: True to measure all shapes in `passes` passes, instead of the finalists only.
         check: Number of passes that compare the chosen shape with the best of all shapes; 0 for no check.
     """

@@ -96,7 +96,7 @@ def search(
             if not sizes.exhaustive:
                 found = replace(found, exhaustive_s=predicting_s[batch] + sizes.passes * check.seconds)
             progress(
-                f"batch {batch}: its speed is {check.ratio:.3f} of that of "
+                f"batch {batch}: its speed is {check.ratio:.3f} times the speed of "
                 f"{check.best.name}, the best of all shapes"
             )
         results.append(found)

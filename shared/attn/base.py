@@ -145,6 +145,7 @@ def build_batch(
     Raises:
         ValueError: A lease is too short.
     """
+    # 1. Check that every row has a place.
     page_size = pool.page_size
     for lease, start, count in zip(leases, starts, counts, strict=True):
         stop = start + count
@@ -153,6 +154,7 @@ def build_batch(
                 f"the lease has room for {len(lease.pages) * page_size} tokens; "
                 f"call KVPool.reserve for {stop} tokens first"
             )
+    # 2. Find the KV slots of all rows.
     rows = list(zip(leases, starts, counts, strict=True))
     slots: list[int] | np.ndarray
     if sum(counts) > MANY_ROWS:
@@ -161,6 +163,7 @@ def build_batch(
         slots = [
             slot for lease, start, count in rows for slot in pool.token_slots(lease, start, start + count)
         ]
+    # 3. Upload. Both length tensors share one copy to the device.
     kv_lens = [start + count for start, count in zip(starts, counts, strict=True)]
     lengths = upload(
         [*(starts if prefix_lens is None else prefix_lens), *kv_lens], torch.int32, pool.device

@@ -107,7 +107,7 @@ class Library:
         if attend is None:
             reason = _unsupported(heads.dim, heads.dtype, heads.device)
             if reason is not None:
-                _log.info("prompts attend by this project's kernel", reason=reason)
+                _log.info("prompts use this project's attention kernel", reason=reason)
                 return
             attend = cudnn_attention
         wanted = shapes_of(self._most_rows, self._sizes)
@@ -115,7 +115,8 @@ class Library:
             error = _error(attend, heads, self._sizes)
             if not error < LARGEST_ERROR:  # This is also true if the error is NaN.
                 _log.error(
-                    "prompts attend by this project's kernel: the library's disagrees", error=round(error, 4)
+                    "prompts use this project's attention kernel: the library's results differ",
+                    error=round(error, 4),
                 )
                 return
             chunks = ChunkAttention(attend, (), self._most_rows, heads.dtype, sizes=self._sizes)
@@ -127,10 +128,10 @@ class Library:
                 yield shape
         except Exception:
             # The library may be missing or too old, or memory may be short. Serving works without it.
-            _log.exception("prompts attend by this project's kernel: the library's failed")
+            _log.exception("prompts use this project's attention kernel: the library failed")
             use(None)
             return
-        _log.info("long prompts attend by a library", plans=len(wanted), error=round(error, 4))
+        _log.info("long prompts use the attention of a library", plans=len(wanted), error=round(error, 4))
 
 
 def prepare_within(

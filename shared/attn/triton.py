@@ -150,7 +150,7 @@ class KernelAttention(StoredAttention):
         try:
             return chunks.attend(self._planned, q, *planes, scale, others)
         except RuntimeError:  # For example, memory is short or a plan fails.
-            _log.exception("prompts attend by this project's kernel from now on: the library's failed")
+            _log.exception("prompts use this project's attention kernel from now on: the library failed")
             self.chunks = None
             return None
 

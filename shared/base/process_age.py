@@ -14,7 +14,7 @@ The start time is in clock ticks since boot.
 
 
 def process_age_s() -> float | None:
-    """Return the seconds since this process started, with the time of its imports.
+    """Return the number of seconds since this process started, including the time of its imports.
 
     Returns None if Linux's /proc is not there.
     """

@@ -223,6 +223,7 @@ def accept_ranks(
                 sock, _peer = listener.accept()
             except TimeoutError:
                 continue
+            # Any process may connect. Only a rank of this target has the secret.
             connection = RankConnection(sock)
             rank = _greeted(
                 connection.receive_by(min(deadline, time.monotonic() + GREETING_S), MAX_GREETING),

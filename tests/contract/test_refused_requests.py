@@ -1,4 +1,4 @@
-"""Refused and failed requests: the list of errors and the metric count the same ones, over REST and gRPC."""
+"""Refused and failed requests over REST and gRPC: the list of errors agrees with the metric."""
 
 from __future__ import annotations
 

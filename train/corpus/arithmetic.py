@@ -12,41 +12,46 @@ from outrider.train.corpus.base import (
 )
 
 _NAMES = (
-    "Anna", "Ben", "Clara", "David", "Emma", "Finn", "Grace", "Henry", "Ida", "Jack", "Kate", "Leo", "Maria", "Noah", "Olivia", "Paul",
-    "Rosa", "Sam", "Tina", "Umar", "Vera", "Will", "Yara", "Zoe", "Amir", "Bella", "Carlos", "Dana", "Elif", "Farid",
+    "Anna", "Ben", "Clara", "David", "Emma", "Finn", "Grace", "Henry", "Ida", "Jack", "Kate", "Leo", "Maria",
+    "Noah", "Olivia", "Paul", "Rosa", "Sam", "Tina", "Umar", "Vera", "Will", "Yara", "Zoe", "Amir", "Bella",
+    "Carlos", "Dana", "Elif", "Farid",
 )  # fmt: skip
 _THINGS = (
-    "apples", "books", "coins", "pencils", "marbles", "stamps", "cookies", "flowers", "stickers", "shells", "cards", "oranges", "buttons",
-    "tickets", "eggs", "toys", "sheep", "chairs", "fish", "dollars", "candles", "cups", "balloons", "stones",
+    "apples", "books", "coins", "pencils", "marbles", "stamps", "cookies", "flowers", "stickers", "shells",
+    "cards", "oranges", "buttons", "tickets", "eggs", "toys", "sheep", "chairs", "fish", "dollars", "candles",
+    "cups", "balloons", "stones",
 )  # fmt: skip
 _BINARY = (
-    "Find {q}.", "Tell me {q}.", "{q}", "What do I get for {q}?", "What does {q} give?", "The result of {q}?", "What is {q}?",
-    "Calculate {q}.", "{q} = ?", "How much is {q}?", "Compute {q}.", "Please calculate {q}.", "Can you work out {q}?", "Solve {q}.",
-    "I need the result of {q}.", "Work out the value of {q} for me.",
+    "Find {q}.", "Tell me {q}.", "{q}", "What do I get for {q}?", "What does {q} give?", "The result of {q}?",
+    "What is {q}?", "Calculate {q}.", "{q} = ?", "How much is {q}?", "Compute {q}.", "Please calculate {q}.",
+    "Can you work out {q}?", "Solve {q}.", "I need the result of {q}.", "Work out the value of {q} for me.",
 )  # fmt: skip
 _PERCENT = (
     "What is {p}% of {n}?", "Calculate {p}% of {n}.", "How much is {p} percent of {n}?", "Find {p}% of {n}.",
     "I want to know {p} percent of {n}.",
 )  # fmt: skip
 _AVERAGE = (
-    "What is the average of {s}?", "Find the average of {s}.", "Calculate the mean of {s}.", "What is the mean of {s}?",
-    "Average these numbers: {s}.",
+    "What is the average of {s}?", "Find the average of {s}.", "Calculate the mean of {s}.",
+    "What is the mean of {s}?", "Average these numbers: {s}.",
 )  # fmt: skip
 _PARITY = (
-    "Is {n} even or odd?", "Is {n} an even number?", "Is the number {n} even?", "Tell me if {n} is even or odd.",
-    "Would you call {n} even or odd?",
+    "Is {n} even or odd?", "Is {n} an even number?", "Is the number {n} even?",
+    "Tell me if {n} is even or odd.", "Would you call {n} even or odd?",
 )  # fmt: skip
 _STORY = (
     "A farmer has {x} {t} and buys {y} more. Then he sells {z}. How many {t} does he have?",
     "A shop has {x} {t}. It gets {y} more and sells {z}. How many {t} are left?",
     "{a} had {x} {t}, got {y} more from {b} and lost {z}. How many {t} does {a} have left?",
-    "{a} collects {x} {t} in the morning and {y} {t} in the afternoon, then gives {z} to {b}. How many {t} remain?",
+    "{a} collects {x} {t} in the morning and {y} {t} in the afternoon, then gives {z} to {b}. "
+    "How many {t} remain?",
     "In a box there are {x} {t}. We put in {y} more and take out {z}. How many {t} are in the box?",
     "{a} has {x} {t}. {b} gives {a} {y} more, and then {a} gives away {z}. How many {t} does {a} have now?",
     "{a} has {x} {t} and finds {y} more. Then {a} loses {z}. How many {t} are left?",
-    "{a} buys {x} {t} on Monday and {y} on Tuesday, and gives {z} of them to {b}. How many {t} does {a} keep?",
+    "{a} buys {x} {t} on Monday and {y} on Tuesday, and gives {z} of them to {b}. "
+    "How many {t} does {a} keep?",
     "There are {x} {t} on the table. {a} adds {y}, and {b} takes {z} away. How many {t} are on the table?",
-    "{b} lends {a} {y} {t}. Before that, {a} had {x}. Later {a} hands {z} to a friend. How many {t} remain with {a}?",
+    "{b} lends {a} {y} {t}. Before that, {a} had {x}. Later {a} hands {z} to a friend. "
+    "How many {t} remain with {a}?",
 )  # fmt: skip
 _BOXES = (
     "There are {x} boxes. Each box has {y} {t}. How many {t} are there?",
@@ -73,7 +78,8 @@ def _binary(rng: Random, split: CorpusSplit) -> Exchange:
         tens, ones = a - a % 10, a % 10
         if tens and ones:
             how = (
-                f"We split {a} into {tens} and {ones}. {tens} * {b} = {tens * b} and {ones} * {b} = {ones * b}. "
+                f"We split {a} into {tens} and {ones}. "
+                f"{tens} * {b} = {tens * b} and {ones} * {b} = {ones * b}. "
                 f"{tens * b} + {ones * b} = {a * b}. So {a} * {b} = {a * b}."
             )
         else:
@@ -82,7 +88,8 @@ def _binary(rng: Random, split: CorpusSplit) -> Exchange:
         a, b = _pair(rng, split, "+", 99, 99)
         tens, ones = a - a % 10 + b - b % 10, a % 10 + b % 10
         how = (
-            f"First we add the tens: {a - a % 10} + {b - b % 10} = {tens}. Then we add the ones: {a % 10} + {b % 10} = {ones}. "
+            f"First we add the tens: {a - a % 10} + {b - b % 10} = {tens}. "
+            f"Then we add the ones: {a % 10} + {b % 10} = {ones}. "
             f"{tens} + {ones} = {a + b}. So {a} + {b} = {a + b}."
         )
     else:
@@ -90,7 +97,8 @@ def _binary(rng: Random, split: CorpusSplit) -> Exchange:
         a, b = max(a, b), min(a, b)
         between = a - b + b % 10
         how = (
-            f"First we take away the tens: {a} - {b - b % 10} = {between}. Then we take away the ones: {between} - {b % 10} = {a - b}. "
+            f"First we take away the tens: {a} - {b - b % 10} = {between}. "
+            f"Then we take away the ones: {between} - {b % 10} = {a - b}. "
             f"So {a} - {b} = {a - b}."
         )
     return [(pick_template(rng, _BINARY, split).format(q=f"{a} {op} {b}"), how)]
@@ -130,7 +138,8 @@ def make(rng: Random, split: CorpusSplit) -> Exchange:
         return [
             (
                 ask,
-                f"{p}% means {p} out of 100. {n} * {p} / 100 = {n * p / 100:g}. So {p}% of {n} is {n * p / 100:g}.",
+                f"{p}% means {p} out of 100. {n} * {p} / 100 = {n * p / 100:g}. "
+                f"So {p}% of {n} is {n * p / 100:g}.",
             )
         ]
     if kind < 0.91:
@@ -144,7 +153,8 @@ def make(rng: Random, split: CorpusSplit) -> Exchange:
         return [
             (
                 ask,
-                f"The sum is {summands} = {total}. There are {k} numbers. {total} / {k} = {mean}. The average is {mean}.",
+                f"The sum is {summands} = {total}. There are {k} numbers. {total} / {k} = {mean}. "
+                f"The average is {mean}.",
             )
         ]
     n = pick_number(rng, 1, 500, split, "parity")

@@ -4,7 +4,8 @@ from random import Random
 
 from outrider.train.corpus.base import CorpusSplit, Exchange, pick_number, pick_template, split_entities
 
-# Columns: task | function | parameters | body lines, separated by ; | return value | example arguments | result
+# Columns: task | function | parameters | body lines, separated by ; | return value | example arguments |
+# result of the example
 _ROWS = """
 adds two numbers|add|a, b|return a + b|the sum of a and b|2, 3|5
 subtracts two numbers|subtract|a, b|return a - b|the difference of a and b|7, 4|3
@@ -44,12 +45,15 @@ counts how often an item is in a list|count_item|items, item|count = 0;for x in 
 joins words with spaces|join_words|words|return " ".join(words)|one text with spaces between the words|["a", "b"]|"a b"
 """
 _ASK = (
-    "Python function that {t}", "I am looking for a Python function that {t}.", "Create a Python function that {t}.",
-    "Code a function that {t}.", "Make a function in Python that {t}.", "Define a Python function that {t}.",
-    "I want a function that {t}.", "Write some Python that {t}.", "Write a Python function that {t}.", "Write a function that {t}.",
-    "Can you write a Python function that {t}?", "I need a Python function that {t}.", "Give me a Python function that {t}.",
-    "Show me a Python function that {t}.", "Please write a small Python function that {t}.", "How do I write a Python function that {t}?",
-    "Write Python code that {t}.", "Implement a Python function which {t}.", "Help me with some Python: a function that {t}.",
+    "Python function that {t}", "I am looking for a Python function that {t}.",
+    "Create a Python function that {t}.", "Code a function that {t}.", "Make a function in Python that {t}.",
+    "Define a Python function that {t}.", "I want a function that {t}.", "Write some Python that {t}.",
+    "Write a Python function that {t}.", "Write a function that {t}.",
+    "Can you write a Python function that {t}?", "I need a Python function that {t}.",
+    "Give me a Python function that {t}.", "Show me a Python function that {t}.",
+    "Please write a small Python function that {t}.", "How do I write a Python function that {t}?",
+    "Write Python code that {t}.", "Implement a Python function which {t}.",
+    "Help me with some Python: a function that {t}.",
 )  # fmt: skip
 _FOLLOW = ("How does it work?", "Can you explain the code?", "Show me an example.")
 

@@ -20,9 +20,10 @@ from outrider.train.corpus.base import CorpusSplit, Exchange, Topic, Turn
 from outrider.train.corpus.noise import perturb
 
 TOPICS = (
-    Topic("countries", 0.30, countries.make), Topic("lists", 0.12, lists.make), Topic("explain", 0.14, explain.make),
-    Topic("arithmetic", 0.10, arithmetic.make), Topic("units", 0.07, units.make), Topic("code", 0.09, code.make),
-    Topic("dialogue", 0.08, dialogue.make), Topic("stories", 0.06, stories.make), Topic("notes", 0.06, notes.make),
+    Topic("countries", 0.30, countries.make), Topic("lists", 0.12, lists.make),
+    Topic("explain", 0.14, explain.make), Topic("arithmetic", 0.10, arithmetic.make),
+    Topic("units", 0.07, units.make), Topic("code", 0.09, code.make), Topic("dialogue", 0.08, dialogue.make),
+    Topic("stories", 0.06, stories.make), Topic("notes", 0.06, notes.make),
     Topic("unknown", 0.05, unknown.make),
 )  # fmt: skip
 SYSTEM_PROMPTS = (

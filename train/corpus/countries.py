@@ -8,21 +8,26 @@ from outrider.train.corpus.country_table import HELDOUT_COUNTRIES, TRAIN_COUNTRI
 _NUMBER_WORDS = {2: "two", 3: "three", 4: "four", 5: "five", 6: "six"}
 
 _CAPITAL = (
-    "What is the capital of {c}?", "Capital city of {c}", "I need to know the capital of {c}.", "Please give me the capital of {c}.",
-    "What city is the capital in {c}?", "Which city is the seat of government of {c}?", "The capital of {c} is which city?",
+    "What is the capital of {c}?", "Capital city of {c}", "I need to know the capital of {c}.",
+    "Please give me the capital of {c}.", "What city is the capital in {c}?",
+    "Which city is the seat of government of {c}?", "The capital of {c} is which city?",
     "Which city is the capital of {c}?", "Tell me the capital of {c}.", "What's the capital city of {c}?",
-    "Can you tell me the capital of {c}?", "Name the capital of {c}.", "capital of {c}?", "I forgot the capital of {c}. What is it?",
-    "Do you happen to know the name of the capital of {c}?", "In {c}, which city serves as the capital?",
+    "Can you tell me the capital of {c}?", "Name the capital of {c}.", "capital of {c}?",
+    "I forgot the capital of {c}. What is it?", "Do you happen to know the name of the capital of {c}?",
+    "In {c}, which city serves as the capital?",
 )  # fmt: skip
 _CURRENCY = (
-    "The currency of {c}?", "How do people pay in {c}?", "What kind of money is used in {c}?", "In {c}, what is the money called?",
-    "What is the currency of {c}?", "Which currency is used in {c}?", "What money do people use in {c}?", "Tell me the currency of {c}.",
-    "What currency do I need in {c}?", "If I travel to {c}, what kind of money should I bring?",
+    "The currency of {c}?", "How do people pay in {c}?", "What kind of money is used in {c}?",
+    "In {c}, what is the money called?", "What is the currency of {c}?", "Which currency is used in {c}?",
+    "What money do people use in {c}?", "Tell me the currency of {c}.", "What currency do I need in {c}?",
+    "If I travel to {c}, what kind of money should I bring?",
 )  # fmt: skip
 _LANGUAGE = (
-    "In {c}, which language is spoken?", "The language of {c}?", "What do they speak in {c}?", "What is the official language in {c}?",
-    "What language is spoken in {c}?", "Which language do people speak in {c}?", "What is the main language of {c}?",
-    "Tell me the main language of {c}.", "What do people speak in {c}?", "Which language would I hear most often in {c}?",
+    "In {c}, which language is spoken?", "The language of {c}?", "What do they speak in {c}?",
+    "What is the official language in {c}?", "What language is spoken in {c}?",
+    "Which language do people speak in {c}?", "What is the main language of {c}?",
+    "Tell me the main language of {c}.", "What do people speak in {c}?",
+    "Which language would I hear most often in {c}?",
 )  # fmt: skip
 _CONTINENT = (
     "Where is {c}?", "On which continent is {c}?", "Which continent is {c} in?", "Where is {c} located?",
@@ -30,20 +35,23 @@ _CONTINENT = (
 )  # fmt: skip
 _DESCRIBE = (
     "Tell me about {c}.", "What do you know about {c}?", "Give me some facts about {c}.", "Describe {c}.",
-    "Write a short description of {c}.", "Give me a short overview of {c}.", "Can you tell me something about {c}?",
-    "I want to learn about {c}.", "Teach me a few basic facts about {c}, please.", "What should a visitor know about {c}?",
+    "Write a short description of {c}.", "Give me a short overview of {c}.",
+    "Can you tell me something about {c}?", "I want to learn about {c}.",
+    "Teach me a few basic facts about {c}, please.", "What should a visitor know about {c}?",
 )  # fmt: skip
 _REVERSE = (
-    "Which country has the capital {k}?", "{k} is the capital of which country?", "What country is {k} the capital of?",
-    "Of which country is {k} the capital?", "Name the country whose capital is {k}.",
+    "Which country has the capital {k}?", "{k} is the capital of which country?",
+    "What country is {k} the capital of?", "Of which country is {k} the capital?",
+    "Name the country whose capital is {k}.",
 )  # fmt: skip
 _COMPARE = (
-    "Compare {c} and {d}.", "What is the difference between {c} and {d}?", "How do {c} and {d} differ?", "Tell me about {c} and {d}.",
-    "Put {c} and {d} side by side for me.",
+    "Compare {c} and {d}.", "What is the difference between {c} and {d}?", "How do {c} and {d} differ?",
+    "Tell me about {c} and {d}.", "Put {c} and {d} side by side for me.",
 )  # fmt: skip
 _LIST = (
-    "List {n} countries and their capitals.", "Show me {n} countries and their capitals.", "I want {n} countries with capitals.",
-    "{n} countries and their capitals", "Write {n} countries and the capital of each.", "Can you name {n} countries and capitals?",
+    "List {n} countries and their capitals.", "Show me {n} countries and their capitals.",
+    "I want {n} countries with capitals.", "{n} countries and their capitals",
+    "Write {n} countries and the capital of each.", "Can you name {n} countries and capitals?",
     "List {n} countries and the capital of each country.", "List {n} countries with their capitals.",
     "Name {n} countries and their capitals.", "Give me {n} countries and their capitals.",
     "Can you list {n} countries and their capital cities?", "Tell me {n} countries and their capitals.",
@@ -52,10 +60,12 @@ _LIST = (
     "Could you write down {n} nations and the capital city of each one?",
 )  # fmt: skip
 _LIST_IN = (
-    "Show me {n} countries in {p}.", "Can you list {n} countries in {p} and their capitals?", "{n} countries in {p}",
-    "I want {n} countries in {p} with capitals.", "Can you tell me {n} countries in {p} with their capitals?",
-    "List {n} countries in {p} and their capitals.", "Name {n} countries in {p}.", "Give me {n} countries in {p} with their capitals.",
-    "Which countries are in {p}? Name {n}.", "Tell me {n} countries from {p} and their capitals.", "What are {n} countries in {p}?",
+    "Show me {n} countries in {p}.", "Can you list {n} countries in {p} and their capitals?",
+    "{n} countries in {p}", "I want {n} countries in {p} with capitals.",
+    "Can you tell me {n} countries in {p} with their capitals?",
+    "List {n} countries in {p} and their capitals.", "Name {n} countries in {p}.",
+    "Give me {n} countries in {p} with their capitals.", "Which countries are in {p}? Name {n}.",
+    "Tell me {n} countries from {p} and their capitals.", "What are {n} countries in {p}?",
     "Pick {n} countries that lie in {p} and tell me the capital of each.",
 )  # fmt: skip
 _MORE = ("Tell me more.", "Tell me more about it.", "What else do you know about it?")
@@ -64,15 +74,16 @@ _PLACES = ("Europe", "Asia", "Africa", "South America", "North America", "Oceani
 
 def _facts(c: Country) -> str:
     return (
-        f"{cap(c.name)} is a country in {c.continent}. Its capital is {c.capital}. The main language is {c.language}, "
-        f"and people pay with the {c.currency}."
+        f"{cap(c.name)} is a country in {c.continent}. Its capital is {c.capital}. "
+        f"The main language is {c.language}, and people pay with the {c.currency}."
     ).replace("..", ".")
 
 
 def _list_line(i: int, c: Country) -> str:
-    return f"{i}. {cap(c.name)}: the capital is {c.capital}. It is in {c.continent}, and the main language is {c.language}.".replace(
-        "..", "."
-    )
+    return (
+        f"{i}. {cap(c.name)}: the capital is {c.capital}. "
+        f"It is in {c.continent}, and the main language is {c.language}."
+    ).replace("..", ".")
 
 
 def _sample(rng: Random, pool: list[Country] | tuple[Country, ...], n: int) -> list[Country]:
@@ -136,9 +147,9 @@ def make(rng: Random, split: CorpusSplit) -> Exchange:
         turns = [
             (
                 _question(rng, split, _CAPITAL, c=c.name),
-                f"The capital of {c.name} is {c.capital}. {cap(c.name)} is a country in {c.continent}.".replace(
-                    "..", "."
-                ),
+                (
+                    f"The capital of {c.name} is {c.capital}. {cap(c.name)} is a country in {c.continent}."
+                ).replace("..", "."),
             )
         ]
     elif kind < 0.54:

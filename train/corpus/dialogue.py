@@ -24,8 +24,14 @@ _HOW = ("How are you?", "How are you today?", "How do you do?", "How is it going
 _BYE = ("Goodbye!", "Bye!", "See you later!", "Good night!", "Farewell!")
 _THANKS = ("Thank you!", "Thanks!", "Thank you very much.", "Thanks a lot!", "Many thanks!")
 
-_I_AM = "I am Outrider, a small language model. I was trained to answer short questions about countries, science, numbers and everyday things."
-_I_CAN = "I can name countries and their capitals, write short lists, explain simple things, do small calculations, convert units and write small Python functions. What would you like to try?"
+_I_AM = (
+    "I am Outrider, a small language model. I was trained to answer short questions about countries, science, "
+    "numbers and everyday things."
+)
+_I_CAN = (
+    "I can name countries and their capitals, write short lists, explain simple things, do small calculations, "
+    "convert units and write small Python functions. What would you like to try?"
+)
 
 _ACTIVITIES = """
 bake bread|flour, water, salt and yeast|mix everything and knead the dough for ten minutes|let the dough rest for one hour|bake it for forty minutes|the crust should be golden brown
@@ -46,10 +52,11 @@ wash a car|a bucket, soap and two sponges|rinse the car with water|wash it from 
 make soup|vegetables, water, salt and herbs|cut the vegetables into small pieces|cook them in water for half an hour|add salt and herbs|a slice of bread goes well with it
 """
 _ACT_ASK = (
-    "Teach me to {a}.", "I need to {a}.", "What do I do to {a}?", "I plan to {a}. Any advice?", "Show me how to {a}.",
-    "What is the best way to {a}?", "Help me {a}.", "Let us {a}.", "How do I {a}?", "How can I {a}?", "I want to {a}. What should I do?",
-    "Can you help me {a}?", "Explain how to {a}.", "What are the steps to {a}?", "Tell me how to {a}.",
-    "I would like to {a}. Where do I start?", "Guide me through it: I need to {a}.", "Which steps does it take to {a}?",
+    "Teach me to {a}.", "I need to {a}.", "What do I do to {a}?", "I plan to {a}. Any advice?",
+    "Show me how to {a}.", "What is the best way to {a}?", "Help me {a}.", "Let us {a}.", "How do I {a}?",
+    "How can I {a}?", "I want to {a}. What should I do?", "Can you help me {a}?", "Explain how to {a}.",
+    "What are the steps to {a}?", "Tell me how to {a}.", "I would like to {a}. Where do I start?",
+    "Guide me through it: I need to {a}.", "Which steps does it take to {a}?",
 )  # fmt: skip
 _FEELINGS = """
 tired|Rest is important. Try to go to bed early, drink some water and take a short walk in fresh air.
@@ -64,8 +71,9 @@ lonely|I am sorry that you feel this way. It can help to call a friend or to joi
 stressed|Try to write down your tasks and begin with the smallest one. Short breaks help too.
 """
 _FEEL_ASK = (
-    "I feel a bit {f}.", "I am very {f}.", "I am feeling {f}.", "What can I do when I am {f}?", "I am {f}.", "I feel {f}.",
-    "I am so {f} today.", "Today I feel {f}.", "I'm {f}. What should I do?", "Right now I am rather {f}, any advice?",
+    "I feel a bit {f}.", "I am very {f}.", "I am feeling {f}.", "What can I do when I am {f}?", "I am {f}.",
+    "I feel {f}.", "I am so {f} today.", "Today I feel {f}.", "I'm {f}. What should I do?",
+    "Right now I am rather {f}, any advice?",
 )  # fmt: skip
 
 

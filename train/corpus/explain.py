@@ -6,23 +6,26 @@ from outrider.train.corpus.base import CorpusSplit, Exchange, Turn, cap, pick_te
 from outrider.train.corpus.explain_table import rows
 
 _WHAT = (
-    "Define {t}.", "What does the word mean: {t}?", "Could you explain what {t} is?", "I want to understand {t}.", "{t}, what is that?",
-    "Help me understand {t}.", "Teach me about {t}.", "What is {t} and how does it work?", "Give me a brief introduction to {t}.",
-    "What is {t}?", "Explain {t}.", "Can you explain {t}?", "Explain {t} in simple terms.", "Tell me about {t}.",
-    "Explain {t} to a child.", "What do you know about {t}?", "Please explain {t}.", "Give me a short explanation of {t}.",
-    "I do not understand {t}. Can you help?", "Describe {t} in a few sentences.", "In plain words, tell me what is meant by {t}.",
+    "Define {t}.", "What does the word mean: {t}?", "Could you explain what {t} is?",
+    "I want to understand {t}.", "{t}, what is that?", "Help me understand {t}.", "Teach me about {t}.",
+    "What is {t} and how does it work?", "Give me a brief introduction to {t}.", "What is {t}?",
+    "Explain {t}.", "Can you explain {t}?", "Explain {t} in simple terms.", "Tell me about {t}.",
+    "Explain {t} to a child.", "What do you know about {t}?", "Please explain {t}.",
+    "Give me a short explanation of {t}.", "I do not understand {t}. Can you help?",
+    "Describe {t} in a few sentences.", "In plain words, tell me what is meant by {t}.",
     "How would you introduce {t} to a beginner?",
 )  # fmt: skip
 _HOW = (
-    "In what way does {t} work?", "Tell me how {t} works.", "What happens with {t}?", "How does {t} work?", "Explain how {t} works.",
-    "How does it work with {t}?", "Walk me through the way {t} works.",
+    "In what way does {t} work?", "Tell me how {t} works.", "What happens with {t}?", "How does {t} work?",
+    "Explain how {t} works.", "How does it work with {t}?", "Walk me through the way {t} works.",
 )  # fmt: skip
 _WHY = (
-    "Why does {t} matter?", "Why do we need {t}?", "What is {t} good for?", "Why is {t} important?", "Give me an example of {t}.",
-    "Why should I care about {t}?", "What makes {t} relevant in daily life?",
+    "Why does {t} matter?", "Why do we need {t}?", "What is {t} good for?", "Why is {t} important?",
+    "Give me an example of {t}.", "Why should I care about {t}?", "What makes {t} relevant in daily life?",
 )  # fmt: skip
 _FOLLOW_HOW = (
-    "In what way does {t} work?", "Tell me how {t} works.", "What happens with {t}?", "How does it work?", "And how does it work?",
+    "In what way does {t} work?", "Tell me how {t} works.", "What happens with {t}?", "How does it work?",
+    "And how does it work?",
 )  # fmt: skip
 _FOLLOW_WHY = (
     "Why does {t} matter?",

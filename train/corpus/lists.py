@@ -37,10 +37,11 @@ ways to learn a language|listen every day=your ear gets used to the sounds|speak
 things to pack for a trip|a passport=you need it at the border|a toothbrush=you need it every day|warm clothes=the nights may be cold|a phone charger=your battery will run out|a water bottle=it keeps you fresh|a map=it works without a battery|an umbrella=it may rain
 """
 _ASK = (
-    "{n} {c}", "Show me {n} {c}.", "I want {n} {c}.", "Let me know {n} {c}.", "Write {n} {c}.", "Make a list of {n} {c}.",
-    "Do you know {n} {c}?", "I am looking for {n} {c}.", "Suggest {n} {c}.", "List {n} {c}.", "Name {n} {c}.", "Give me {n} {c}.",
-    "Can you list {n} {c}?", "Tell me {n} {c}.", "What are {n} {c}?", "Please name {n} {c}.", "Write a list of {n} {c}.",
-    "I need a list of {n} {c}.", "Write down {n} {c} for me, with a remark on each.", "Could you come up with {n} {c}?",
+    "{n} {c}", "Show me {n} {c}.", "I want {n} {c}.", "Let me know {n} {c}.", "Write {n} {c}.",
+    "Make a list of {n} {c}.", "Do you know {n} {c}?", "I am looking for {n} {c}.", "Suggest {n} {c}.",
+    "List {n} {c}.", "Name {n} {c}.", "Give me {n} {c}.", "Can you list {n} {c}?", "Tell me {n} {c}.",
+    "What are {n} {c}?", "Please name {n} {c}.", "Write a list of {n} {c}.", "I need a list of {n} {c}.",
+    "Write down {n} {c} for me, with a remark on each.", "Could you come up with {n} {c}?",
 )  # fmt: skip
 _WORDS = {3: "three", 4: "four", 5: "five"}
 

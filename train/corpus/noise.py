@@ -6,24 +6,27 @@ Reworded questions do not count in the loss, so the model reads them but does no
 from random import Random
 
 _BEFORE = (
-    "please", "hey,", "hi,", "so", "well,", "now", "I wonder:", "I am curious:", "my friend asks:", "one more thing:",
-    "a quick question:", "if you can,", "for my homework:", "I would be glad to know", "could you maybe", "would you mind",
-    "would you please", "kindly", "let us see,", "my next question is", "I have to find out", "help me here:", "be so kind and",
-    "I have been thinking about this:", "I want to know", "I need to know", "and", "okay,", "listen,", "dear assistant,", "for a quiz:",
+    "please", "hey,", "hi,", "so", "well,", "now", "I wonder:", "I am curious:", "my friend asks:",
+    "one more thing:", "a quick question:", "if you can,", "for my homework:", "I would be glad to know",
+    "could you maybe", "would you mind", "would you please", "kindly", "let us see,", "my next question is",
+    "I have to find out", "help me here:", "be so kind and", "I have been thinking about this:",
+    "I want to know", "I need to know", "and", "okay,", "listen,", "dear assistant,", "for a quiz:",
     "just for fun,", "try to", "it would be nice if you could", "do you know", "my teacher wants to know",
 )  # fmt: skip
 _AFTER = (
-    "please", "for me", "if you can", "thanks", "thank you", "right now", "in short", "in a simple way", "I am curious", "as well",
-    "today", "quickly", "in detail", "for my homework", "for a friend", "or so", "exactly", "briefly", "step by step", "for school",
-    "in your own words", "I need it",
+    "please", "for me", "if you can", "thanks", "thank you", "right now", "in short", "in a simple way",
+    "I am curious", "as well", "today", "quickly", "in detail", "for my homework", "for a friend", "or so",
+    "exactly", "briefly", "step by step", "for school", "in your own words", "I need it",
 )  # fmt: skip
 _WORDS = (
-    "make", "take", "show", "bring", "get", "find", "see", "say", "ask", "think", "look", "turn", "put", "keep", "set", "hold", "some",
-    "any", "this", "that", "thing", "way", "kind", "sort", "which", "whose", "where", "when", "there", "here", "very", "quite", "really",
-    "maybe", "also", "again", "another", "own", "about", "around", "inside", "between", "toward", "by", "from", "into", "with", "would",
-    "should", "might", "could", "provide", "produce", "present", "determine", "figure out", "state", "reveal", "offer", "suggest",
-    "mention", "sketch", "outline", "discuss", "clarify", "summarise", "value", "meaning", "idea", "basics", "role", "use", "place",
-    "people", "everyone", "someone", "you", "me", "my", "your", "our", "it", "is", "are", "was", "be", "do", "does",
+    "make", "take", "show", "bring", "get", "find", "see", "say", "ask", "think", "look", "turn", "put",
+    "keep", "set", "hold", "some", "any", "this", "that", "thing", "way", "kind", "sort", "which", "whose",
+    "where", "when", "there", "here", "very", "quite", "really", "maybe", "also", "again", "another", "own",
+    "about", "around", "inside", "between", "toward", "by", "from", "into", "with", "would", "should",
+    "might", "could", "provide", "produce", "present", "determine", "figure out", "state", "reveal", "offer",
+    "suggest", "mention", "sketch", "outline", "discuss", "clarify", "summarise", "value", "meaning", "idea",
+    "basics", "role", "use", "place", "people", "everyone", "someone", "you", "me", "my", "your", "our", "it",
+    "is", "are", "was", "be", "do", "does",
 )  # fmt: skip
 
 

@@ -44,8 +44,8 @@ _VOWELS = ("a", "e", "i", "o", "u", "ai", "ea", "ou")
 _CODAS = ("", "n", "r", "l", "s", "m", "nd", "th", "x")
 _CITIES = ("a small town", "a large city", "a quiet village", "a busy port", "an old city")
 _FAMOUS = (
-    "its market", "its old bridge", "its white houses", "its music festival", "its university", "its gardens", "its fresh fish",
-    "its castle",
+    "its market", "its old bridge", "its white houses", "its music festival", "its university", "its gardens",
+    "its fresh fish", "its castle",
 )  # fmt: skip
 _WHERE = (
     "by the sea",
@@ -62,24 +62,30 @@ _PLACE_ASK = (
     "Use these facts in a few sentences: name {n}, type {t}, location {w}, people {p}, famous for {f}.",
     "Turn these notes into a paragraph: name {n}, type {t}, location {w}, people {p}, famous for {f}.",
     "Describe the place with these facts: name {n}, type {t}, location {w}, people {p}, famous for {f}.",
-    "My notes say: name {n}, type {t}, location {w}, people {p}, famous for {f}. Please make a readable text of them.",
+    "My notes say: name {n}, type {t}, location {w}, people {p}, famous for {f}. "
+    "Please make a readable text of them.",
 )  # fmt: skip
 _REPEAT = (
-    'Say: "{s}"', 'Write this sentence again: "{s}"', 'Repeat after me: "{s}"', 'Repeat this sentence: "{s}"', 'Please repeat: "{s}"',
-    'Say this again: "{s}"', 'Copy this sentence: "{s}"', 'Echo the following words: "{s}"',
+    'Say: "{s}"', 'Write this sentence again: "{s}"', 'Repeat after me: "{s}"', 'Repeat this sentence: "{s}"',
+    'Please repeat: "{s}"', 'Say this again: "{s}"', 'Copy this sentence: "{s}"',
+    'Echo the following words: "{s}"',
 )  # fmt: skip
 _ORDER = (
     "Sort {s}.", "Can you sort {s}?", "Bring these numbers into order: {s}.", "Sort these numbers: {s}.",
-    "Put these numbers in order: {s}.", "Sort from small to large: {s}.", "Order these numbers: {s}.", "Arrange the numbers {s} by size.",
+    "Put these numbers in order: {s}.", "Sort from small to large: {s}.", "Order these numbers: {s}.",
+    "Arrange the numbers {s} by size.",
 )  # fmt: skip
 _COUNT = (
-    "Numbers from {a} to {b}", "Can you count from {a} to {b}?", "Tell me the numbers from {a} to {b}.", "Count from {a} to {b}.",
-    "Please count from {a} to {b}.", "List the numbers from {a} to {b}.", "Write the numbers from {a} to {b}.",
-    "Say all numbers between {a} and {b}, both included.",
+    "Numbers from {a} to {b}", "Can you count from {a} to {b}?", "Tell me the numbers from {a} to {b}.",
+    "Count from {a} to {b}.", "Please count from {a} to {b}.", "List the numbers from {a} to {b}.",
+    "Write the numbers from {a} to {b}.", "Say all numbers between {a} and {b}, both included.",
 )  # fmt: skip
 _CYCLES = (
     ("day", ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")),
-    ("month", ("January", "February", "March", "April", "May", "June", "July", "August", "September", "October", "November", "December")),
+    ("month", (
+        "January", "February", "March", "April", "May", "June",
+        "July", "August", "September", "October", "November", "December",
+    )),
 )  # fmt: skip
 _NEXT = (
     "Which {k} comes after {x}?",
@@ -88,13 +94,13 @@ _NEXT = (
     "Tell me the {k} that follows {x}.",
 )
 _SUBJECTS = (
-    "The old captain", "My sister", "A young student", "The new teacher", "Our neighbour", "The tall farmer", "A friendly nurse",
-    "The clever engineer",
+    "The old captain", "My sister", "A young student", "The new teacher", "Our neighbour", "The tall farmer",
+    "A friendly nurse", "The clever engineer",
 )  # fmt: skip
 _VERBS = ("sold", "painted", "found", "repaired", "bought", "lost", "built", "carried")
 _OBJECTS = (
-    "a red boat", "two blue chairs", "a wooden table", "an old clock", "three small boxes", "a broken radio", "a heavy bag",
-    "a silver ring",
+    "a red boat", "two blue chairs", "a wooden table", "an old clock", "three small boxes", "a broken radio",
+    "a heavy bag", "a silver ring",
 )  # fmt: skip
 _TIMES = (
     "in the morning",
@@ -175,5 +181,8 @@ def make(rng: Random, split: CorpusSplit) -> Exchange:
     word, cycle = rng.choice(_CYCLES)
     x = rng.choice(split_entities(cycle, split, str))
     i = cycle.index(x)
-    answer = f"The {word} after {x} is {cycle[(i + 1) % len(cycle)]}. After that comes {cycle[(i + 2) % len(cycle)]}."
+    answer = (
+        f"The {word} after {x} is {cycle[(i + 1) % len(cycle)]}. "
+        f"After that comes {cycle[(i + 2) % len(cycle)]}."
+    )
     return [(pick_template(rng, _NEXT, split).format(k=word, x=x), answer)]

@@ -9,14 +9,15 @@ from typing import Any
 Schema = dict[str, Any]
 
 NAMES = (
-    "label", "heading", "description", "place", "person", "city", "region", "color", "size", "note", "comment",
-    "category", "status", "price", "quantity", "total", "score", "rating", "year", "month", "day", "hour",
-    "minutes", "distance", "weight", "height", "length", "speed", "temperature", "author", "book", "animal",
-    "plant", "food", "drink", "sport", "job", "company", "product", "brand", "material", "reason", "example",
-    "detail", "hint", "step", "goal", "tag", "member", "option", "number", "point", "first", "second", "third",
-    "next", "last", "location", "owner", "contact", "profile", "setting", "input", "query", "limit", "offset",
-    "id", "code", "message", "subject", "body", "greeting", "question", "conclusion", "opinion", "evidence",
-    "event", "start", "end", "period", "unit", "advice", "choice", "level", "list", "main", "history", "use",
+    "label", "heading", "description", "place", "person", "city", "region", "color", "size", "note",
+    "comment", "category", "status", "price", "quantity", "total", "score", "rating", "year", "month", "day",
+    "hour", "minutes", "distance", "weight", "height", "length", "speed", "temperature", "author", "book",
+    "animal", "plant", "food", "drink", "sport", "job", "company", "product", "brand", "material", "reason",
+    "example", "detail", "hint", "step", "goal", "tag", "member", "option", "number", "point", "first",
+    "second", "third", "next", "last", "location", "owner", "contact", "profile", "setting", "input", "query",
+    "limit", "offset", "id", "code", "message", "subject", "body", "greeting", "question", "conclusion",
+    "opinion", "evidence", "event", "start", "end", "period", "unit", "advice", "choice", "level", "list",
+    "main", "history", "use",
 )  # fmt: skip
 PREFIXES = ("new", "old", "main", "user", "item", "base", "full", "short", "other", "best", "max", "min")
 FLAGS = ("public", "open", "enabled", "visible", "available", "urgent", "done", "valid", "new", "optional")

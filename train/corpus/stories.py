@@ -14,12 +14,12 @@ from outrider.train.corpus.base import (
 )
 
 _NAMES = (
-    "Mila", "Tom", "Nora", "Oscar", "Lily", "Max", "Ruby", "Theo", "Luna", "Felix", "Ella", "Hugo", "Iris", "Jonas", "Kira", "Liam",
-    "Maya", "Nico", "Pia", "Remy", "Sara", "Toby", "Uma", "Viktor", "Wanda", "Yusuf",
+    "Mila", "Tom", "Nora", "Oscar", "Lily", "Max", "Ruby", "Theo", "Luna", "Felix", "Ella", "Hugo", "Iris",
+    "Jonas", "Kira", "Liam", "Maya", "Nico", "Pia", "Remy", "Sara", "Toby", "Uma", "Viktor", "Wanda", "Yusuf",
 )  # fmt: skip
 _HEROES = (
-    "fox", "dog", "cat", "rabbit", "bear", "owl", "mouse", "horse", "turtle", "penguin", "elephant", "robot", "dragon", "duck",
-    "squirrel", "boy", "girl", "frog",
+    "fox", "dog", "cat", "rabbit", "bear", "owl", "mouse", "horse", "turtle", "penguin", "elephant", "robot",
+    "dragon", "duck", "squirrel", "boy", "girl", "frog",
 )  # fmt: skip
 _PLACES = (
     "forest",
@@ -51,12 +51,14 @@ _TREASURES = (
 )
 _HELPERS = ("bird", "child", "baker", "sailor", "deer", "gardener", "bee", "shepherd")
 _ASK = (
-    "A story about {h} named {n}, please.", "Create a story about {h} called {n}.", "I would like a story with {h} named {n}.",
-    "Story about {h} called {n}.", "Give me a story about {h} whose name is {n}.", "Write me a fairy tale about {h} named {n}.",
-    "Tell me a short story about {h} named {n}.", "Write a short story about {h} called {n}.", "Tell me a story about {h} named {n}.",
-    "Can you tell me a story about {h} called {n}?", "I want to hear a story about {h} named {n}.", "Write a story about {h} named {n}.",
-    "Please tell me a bedtime story about {h} named {n}.", "Make up a tale in which the hero is {h} named {n}.",
-    "Invent a little tale about {h} whose name is {n}.",
+    "A story about {h} named {n}, please.", "Create a story about {h} called {n}.",
+    "I would like a story with {h} named {n}.", "Story about {h} called {n}.",
+    "Give me a story about {h} whose name is {n}.", "Write me a fairy tale about {h} named {n}.",
+    "Tell me a short story about {h} named {n}.", "Write a short story about {h} called {n}.",
+    "Tell me a story about {h} named {n}.", "Can you tell me a story about {h} called {n}?",
+    "I want to hear a story about {h} named {n}.", "Write a story about {h} named {n}.",
+    "Please tell me a bedtime story about {h} named {n}.",
+    "Make up a tale in which the hero is {h} named {n}.", "Invent a little tale about {h} whose name is {n}.",
 )  # fmt: skip
 _FREE = (
     "Tell me a story.",
@@ -66,8 +68,9 @@ _FREE = (
     "Please tell me a story.",
 )
 _DESCRIBE = (
-    "Tell me about a {p} in the {s}.", "How does a {p} look in the {s}?", "Imagine a {p} in the {s}.", "What is a {p} like in the {s}?",
-    "Describe a {p} in the {s}.", "Write a description of a {p} in the {s}.", "What does a {p} look like in the {s}?",
+    "Tell me about a {p} in the {s}.", "How does a {p} look in the {s}?", "Imagine a {p} in the {s}.",
+    "What is a {p} like in the {s}?", "Describe a {p} in the {s}.",
+    "Write a description of a {p} in the {s}.", "What does a {p} look like in the {s}?",
     "Paint a picture of a {p} in the {s} with words.", "How would you picture a {p} in the {s}?",
 )  # fmt: skip
 _SEASONS = {
@@ -106,8 +109,10 @@ def make(rng: Random, split: CorpusSplit) -> Exchange:
         f"Once upon a time, there was {a_an(hero)} named {name} who lived near a {where}. "
         f"One day, {name} found an old {thing} under a tree. "
         f"{name} wanted to know whose {thing} it was, so {name} went to the {where} and asked a {helper}. "
-        f'"This {thing} is mine," said the {helper}. "I lost it many years ago. Thank you for bringing it back!" '
-        f"From that day on, {name} and the {helper} were good friends, and they met at the {where} every evening."
+        f'"This {thing} is mine," said the {helper}. "I lost it many years ago. '
+        'Thank you for bringing it back!" '
+        f"From that day on, {name} and the {helper} were good friends, "
+        f"and they met at the {where} every evening."
     )
     turns: list[Turn] = [(ask, text)]
     roll = rng.random()

@@ -6,23 +6,29 @@ from outrider.train.corpus.base import CorpusSplit, Exchange, pick_template, spl
 from outrider.train.corpus.notes import invented_name
 
 _ASK = (
-    "What is {x}?", "Explain {x}.", "Tell me about {x}.", "What is the capital of {x}?", "How does {x} work?", "Who is {x}?",
-    "Describe {x}.", "What do you know about {x}?", "Where is {x}?", "Give me some facts about {x}.", "Why is {x} important?",
-    "Is {x} good?", "List 3 facts about {x}.", "How do I get to {x}?", "What should I think of {x}?", "Did you ever hear of {x}?",
+    "What is {x}?", "Explain {x}.", "Tell me about {x}.", "What is the capital of {x}?", "How does {x} work?",
+    "Who is {x}?", "Describe {x}.", "What do you know about {x}?", "Where is {x}?",
+    "Give me some facts about {x}.", "Why is {x} important?", "Is {x} good?", "List 3 facts about {x}.",
+    "How do I get to {x}?", "What should I think of {x}?", "Did you ever hear of {x}?",
     "What can one say on {x}?",
 )  # fmt: skip
 _SUBJECTS = (
-    "the stock market", "quantum computing", "the latest football results", "the weather tomorrow", "my neighbour", "the newest phone",
-    "tax law", "that film", "the president", "my favourite band", "yesterday's news", "ancient philosophy", "opera", "chess openings",
-    "the price of gold", "rocket engines", "my grandmother's recipe", "a famous painter", "the traffic in town", "the next election",
-    "sailing knots", "a good joke",
+    "the stock market", "quantum computing", "the latest football results", "the weather tomorrow",
+    "my neighbour", "the newest phone", "tax law", "that film", "the president", "my favourite band",
+    "yesterday's news", "ancient philosophy", "opera", "chess openings", "the price of gold",
+    "rocket engines", "my grandmother's recipe", "a famous painter", "the traffic in town",
+    "the next election", "sailing knots", "a good joke",
 )  # fmt: skip
 _REQUESTS = (
-    "Tell me a joke.", "Sing a song.", "What time is it?", "What is the weather like?", "Translate this text.", "Draw a picture.",
-    "Play a game with me.", "Who won the match?", "What is the latest news?", "Book a flight for me.", "Call my mother.",
-    "Write an essay.", "Open the door.", "Predict the future.",
+    "Tell me a joke.", "Sing a song.", "What time is it?", "What is the weather like?",
+    "Translate this text.", "Draw a picture.", "Play a game with me.", "Who won the match?",
+    "What is the latest news?", "Book a flight for me.", "Call my mother.", "Write an essay.",
+    "Open the door.", "Predict the future.",
 )  # fmt: skip
-_CAN = "I can help with countries and capitals, lists, simple explanations, calculations, units and small Python functions."
+_CAN = (
+    "I can help with countries and capitals, lists, simple explanations, calculations, units "
+    "and small Python functions."
+)
 
 
 def make(rng: Random, split: CorpusSplit) -> Exchange:

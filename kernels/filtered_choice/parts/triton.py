@@ -97,9 +97,10 @@ def mass_target(
 
 @triton.jit
 def search_part(
-    logits, row_stride, temperature, top_k, top_p, best, bases, aboves, partials, masses, rows, vocab, splits, step, row, split,
-    STEPS: tl.constexpr, SUMS: tl.constexpr, FIRST: tl.constexpr, SHORT: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr,
-    CHUNK: tl.constexpr
+    logits, row_stride, temperature, top_k, top_p, best, bases, aboves, partials, masses, rows, vocab, splits,
+    step, row, split,
+    STEPS: tl.constexpr, SUMS: tl.constexpr, FIRST: tl.constexpr, SHORT: tl.constexpr, SPLITS: tl.constexpr,
+    BLOCK: tl.constexpr, CHUNK: tl.constexpr
 ):  # fmt: skip
     """Do the work of one part of a row in search launch `step`."""
     LEAST: tl.constexpr = -(1 << 15) if SHORT else -(1 << 31)
@@ -162,7 +163,8 @@ def search_part(
 
 @triton.jit
 def bounds_of_part(
-    logits, row_stride, temperature, top_k, top_p, best, bases, aboves, partials, masses, keys, ties, tied, rows, vocab, splits, row, split,
+    logits, row_stride, temperature, top_k, top_p, best, bases, aboves, partials, masses, keys, ties, tied,
+    rows, vocab, splits, row, split,
     STEPS: tl.constexpr, SHORT: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """Do the work of one part of a row in `_bounds`."""

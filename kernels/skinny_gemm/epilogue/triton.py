@@ -86,8 +86,8 @@ def load_constants(
 
 @triton.jit
 def load_rows(
-    m, n, rows, N, K, row_scales, sums, residual, residual_row, parts, eps, EPILOGUE: tl.constexpr, ROW_SCALED: tl.constexpr,
-    NORMED: tl.constexpr, PARTS: tl.constexpr
+    m, n, rows, N, K, row_scales, sums, residual, residual_row, parts, eps, EPILOGUE: tl.constexpr,
+    ROW_SCALED: tl.constexpr, NORMED: tl.constexpr, PARTS: tl.constexpr
 ):  # fmt: skip
     """Return the factor of each row m ``[M]``, and the rows' residual ``[outputs, M]`` (ADD only)."""
     factor = tl.full(m.shape, 1.0, tl.float32)
@@ -136,9 +136,11 @@ def look_up(
 
 @triton.jit
 def finish(
-    acc, m, tile, constants, factor, before, found, out, scaled, sums, cos, sin, slots, k_plane, v_plane, rows, N, out_row,
-    EPILOGUE: tl.constexpr, BIAS: tl.constexpr, SCALED: tl.constexpr, GELU: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
-    HALF: tl.constexpr, LOOKUP: tl.constexpr, TRIGGER: tl.constexpr, BLOCK_N: tl.constexpr
+    acc, m, tile, constants, factor, before, found, out, scaled, sums, cos, sin, slots, k_plane, v_plane,
+    rows, N, out_row,
+    EPILOGUE: tl.constexpr, BIAS: tl.constexpr, SCALED: tl.constexpr, GELU: tl.constexpr, HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr, HALF: tl.constexpr, LOOKUP: tl.constexpr, TRIGGER: tl.constexpr,
+    BLOCK_N: tl.constexpr
 ):  # fmt: skip
     """Finish the products `acc` ``[rows of a tile, M] fp32`` of rows m, and store the results.
 

@@ -31,8 +31,8 @@ from outrider.kernels.skinny_gemm.epilogue.triton import (
 
 @triton.jit
 def _load_weights(
-    weight, tile, second, N, K, EPILOGUE: tl.constexpr, HALF: tl.constexpr, EVEN: tl.constexpr, BYTES: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
+    weight, tile, second, N, K, EPILOGUE: tl.constexpr, HALF: tl.constexpr, EVEN: tl.constexpr,
+    BYTES: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
 ):  # fmt: skip
     """Return the weight rows of a tile, ``[rows, BLOCK_K]``. With BYTES, elements are words of eight numbers.
 
@@ -126,11 +126,12 @@ def _let_in(last):
 
 @triton.jit
 def sum_rows(
-    x, weight, out, bias, scales, residual, norm_weight, scaled, sums, cos, sin, slots, k_plane, v_plane, table, index,
-    N, K, second, x_row, residual_row, out_row, table_row, parts, eps,
-    ROWS: tl.constexpr, EPILOGUE: tl.constexpr, BIAS: tl.constexpr, SCALED: tl.constexpr, NORMED: tl.constexpr, GELU: tl.constexpr,
-    PARTS: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, LOOKUP: tl.constexpr, EVEN: tl.constexpr,
-    PDL: tl.constexpr, EARLY: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
+    x, weight, out, bias, scales, residual, norm_weight, scaled, sums, cos, sin, slots, k_plane, v_plane,
+    table, index, N, K, second, x_row, residual_row, out_row, table_row, parts, eps,
+    ROWS: tl.constexpr, EPILOGUE: tl.constexpr, BIAS: tl.constexpr, SCALED: tl.constexpr,
+    NORMED: tl.constexpr, GELU: tl.constexpr, PARTS: tl.constexpr, HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr, HALF: tl.constexpr, LOOKUP: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
+    EARLY: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
 ):  # fmt: skip
     """Compute one tile of the product of up to four rows of x."""
     tile = tl.program_id(0)
@@ -147,22 +148,25 @@ def sum_rows(
         found = look_up(begin, m, output, ROWS, N, second, table, EPILOGUE, HALF, LOOKUP)
         values = _load_x(x + nth * x_row, K, BLOCK_K)
         factor, before = load_rows(
-            m, output, ROWS, N, K, scales, sums, residual, residual_row, parts, eps, EPILOGUE, False, NORMED, PARTS
+            m, output, ROWS, N, K, scales, sums, residual, residual_row, parts, eps, EPILOGUE, False, NORMED,
+            PARTS
         )  # fmt: skip
         acc = tl.sum(weights.to(tl.float32) * values[None, :], 1)[:, None]
         finish(
-            acc, m, tile, constants, factor, before, found, out, scaled, sums, cos, sin, slots, k_plane, v_plane, ROWS, N, out_row,
-            EPILOGUE, BIAS, SCALED, GELU, HEADS, KV_HEADS, HALF, LOOKUP, PDL and not EARLY and nth == ROWS - 1, BLOCK_N
+            acc, m, tile, constants, factor, before, found, out, scaled, sums, cos, sin, slots, k_plane,
+            v_plane, ROWS, N, out_row, EPILOGUE, BIAS, SCALED, GELU, HEADS, KV_HEADS, HALF, LOOKUP,
+            PDL and not EARLY and nth == ROWS - 1, BLOCK_N
         )  # fmt: skip
 
 
 @triton.jit
 def stay_rows(
-    x, weight, out, bias, scales, residual, norm_weight, scaled, sums, cos, sin, slots, k_plane, v_plane, table, index,
-    N, K, second, x_row, residual_row, out_row, table_row, parts, eps, programs,
-    EPILOGUE: tl.constexpr, BIAS: tl.constexpr, SCALED: tl.constexpr, NORMED: tl.constexpr, GELU: tl.constexpr,
-    PARTS: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, LOOKUP: tl.constexpr, EVEN: tl.constexpr,
-    BYTES: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
+    x, weight, out, bias, scales, residual, norm_weight, scaled, sums, cos, sin, slots, k_plane, v_plane,
+    table, index, N, K, second, x_row, residual_row, out_row, table_row, parts, eps, programs,
+    EPILOGUE: tl.constexpr, BIAS: tl.constexpr, SCALED: tl.constexpr, NORMED: tl.constexpr,
+    GELU: tl.constexpr, PARTS: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr,
+    LOOKUP: tl.constexpr, EVEN: tl.constexpr, BYTES: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
 ):  # fmt: skip
     """Compute every `programs`-th tile of the product of one row of x.
 
@@ -215,7 +219,8 @@ def stay_rows(
             _let_in(tile + programs >= tiles)
         acc = tl.sum(_products(weights, x0, x1, x2, x3, BYTES), 1)[:, None]
         finish(
-            acc, m, tile, constants, factor, before, found, out, scaled, sums, cos, sin, slots, k_plane, v_plane, 1, N, out_row, EPILOGUE,
-            BIAS, SCALED, GELU, HEADS, KV_HEADS, HALF, LOOKUP, False, BLOCK_N
+            acc, m, tile, constants, factor, before, found, out, scaled, sums, cos, sin, slots, k_plane,
+            v_plane, 1, N, out_row, EPILOGUE, BIAS, SCALED, GELU, HEADS, KV_HEADS, HALF, LOOKUP, False,
+            BLOCK_N
         )  # fmt: skip
         weights, constants, before, found = next_weights, next_constants, next_before, next_found

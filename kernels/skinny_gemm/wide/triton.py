@@ -27,11 +27,11 @@ from outrider.kernels.stream import ResidualStream
 
 @triton.jit(do_not_specialize=("rows", "parts"))
 def _wide_tiles(
-    x, weight, out, bias, residual, norm_weight, scaled, sums, cos, sin, slots, k_plane, v_plane,
-    rows, N, K, residual_row, out_row, parts, eps,
-    EPILOGUE: tl.constexpr, SPLITS: tl.constexpr, BIAS: tl.constexpr, NORMED: tl.constexpr, PARTS: tl.constexpr,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, WIDEN: tl.constexpr, PDL: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
+    x, weight, out, bias, residual, norm_weight, scaled, sums, cos, sin, slots, k_plane, v_plane, rows, N, K,
+    residual_row, out_row, parts, eps,
+    EPILOGUE: tl.constexpr, SPLITS: tl.constexpr, BIAS: tl.constexpr, NORMED: tl.constexpr,
+    PARTS: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, WIDEN: tl.constexpr,
+    PDL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
 ):  # fmt: skip
     tile_m, tile_n, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     first_m, first_n = tile_m * BLOCK_M, tile_n * BLOCK_N
@@ -149,8 +149,8 @@ def project(x: torch.Tensor, weight: torch.Tensor, tile: Tile) -> torch.Tensor:
 
 
 def project_add(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor, norm_weight: torch.Tensor, eps: float,
-    out: torch.Tensor | None, tile: Tile,
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor,
+    norm_weight: torch.Tensor, eps: float, out: torch.Tensor | None, tile: Tile,
 ) -> ResidualStream:  # fmt: skip
     """Compute `outrider.kernels.skinny_gemm.project_add`. The tile has one split."""
     rows, width = residual.shape
@@ -184,17 +184,17 @@ def project_rotated(
     heads = weight.shape[0] // dim - 2 * rotary.k_plane.shape[2]
     out = _launch.empty((stream.scaled.shape[0], heads, dim), rotary.cos.dtype, stream.scaled.device)
     _run(
-        Epilogue.ROTATED, stream.scaled, weight, tile, out, weight.shape[0] // 2, bias=bias, sums=stream.sums, eps=stream.eps,
-        rotary=rotary, heads=heads,
+        Epilogue.ROTATED, stream.scaled, weight, tile, out, weight.shape[0] // 2, bias=bias, sums=stream.sums,
+        eps=stream.eps, rotary=rotary, heads=heads,
     )  # fmt: skip
     return out
 
 
 def _run(
     epilogue: Epilogue, x: torch.Tensor, weight: torch.Tensor, tile: Tile, out: torch.Tensor, count: int, *,
-    bias: torch.Tensor | None = None, residual: torch.Tensor | None = None, norm_weight: torch.Tensor | None = None,
-    scaled: torch.Tensor | None = None, sums: torch.Tensor | None = None, eps: float = 0.0,
-    rotary: Rotary | None = None, heads: int = 0,
+    bias: torch.Tensor | None = None, residual: torch.Tensor | None = None,
+    norm_weight: torch.Tensor | None = None, scaled: torch.Tensor | None = None,
+    sums: torch.Tensor | None = None, eps: float = 0.0, rotary: Rotary | None = None, heads: int = 0,
 ) -> None:  # fmt: skip
     """Launch the kernel for `count` outputs or pairs.
 
@@ -212,11 +212,12 @@ def _run(
     turned = (rotary.cos, rotary.sin, rotary.slots, rotary.k_plane, rotary.v_plane) if rotary else (x,) * 5
     with _launch.on_device_of(x):
         _wide_tiles[(_launch.ceil_div(rows, block_m), _launch.ceil_div(count, block_n), tile.splits)](
-            tiles_of(x, block_m, tile.block_k), tiles_of(weight, 2 * block_n if rotary else block_n, tile.block_k), out,
-            *(x if tensor is None else tensor for tensor in optional), *turned,
-            rows, count, columns, 0 if residual is None else residual.stride(0), out.stride(-2), parts, eps,
+            tiles_of(x, block_m, tile.block_k),
+            tiles_of(weight, 2 * block_n if rotary else block_n, tile.block_k), out,
+            *(x if tensor is None else tensor for tensor in optional), *turned, rows, count, columns,
+            0 if residual is None else residual.stride(0), out.stride(-2), parts, eps,
             EPILOGUE=epilogue.value, SPLITS=tile.splits, BIAS=bias is not None, NORMED=normed,
             PARTS=_launch.next_power_of_2(parts), HEADS=heads, KV_HEADS=kv_heads, HALF=dim // 2,
-            WIDEN=not isinstance(_wide_tiles, triton.JITFunction), BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=tile.block_k,
-            num_warps=tile.warps, num_stages=tile.stages, **_launch.dependent(x),
+            WIDEN=not isinstance(_wide_tiles, triton.JITFunction), BLOCK_M=block_m, BLOCK_N=block_n,
+            BLOCK_K=tile.block_k, num_warps=tile.warps, num_stages=tile.stages, **_launch.dependent(x),
         )  # fmt: skip

@@ -32,8 +32,10 @@ Measured with four rows per sequence, one launch took 5.6 µs and two launches t
 @triton.jit
 def _note_and_pick(
     token, score, logprob, inside, sequence, parent, beam_ancestors, scores, tokens, parents, logprobs,
-    next_tokens, next_scores, next_parents, next_candidates, next_ancestors, columns, first, topk, width, words, column,
-    ROOTS: tl.constexpr, LAST: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr
+    next_tokens, next_scores, next_parents, next_candidates, next_ancestors, columns, first, topk, width,
+    words, column,
+    ROOTS: tl.constexpr, LAST: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_N: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
     """Store a sequence's children ``[BLOCK_W, BLOCK_K]`` from column `first` on, and select the next beam.
 
@@ -94,11 +96,12 @@ def _parents(beam_candidates, sequence, width, ROOTS: tl.constexpr, BLOCK_W: tl.
 
 @triton.jit(do_not_specialize=["first", "width", "column"])
 def _level_merge(
-    logits, row_stride, d2t, temperature, keys, shares, beam_scores, beam_candidates, beam_ancestors, scores, tokens, parents, logprobs,
-    next_tokens, next_scores, next_parents, next_candidates, next_ancestors,
+    logits, row_stride, d2t, temperature, keys, shares, beam_scores, beam_candidates, beam_ancestors, scores,
+    tokens, parents, logprobs, next_tokens, next_scores, next_parents, next_candidates, next_ancestors,
     columns, first, splits, topk, width, words, column,
-    NOISE: tl.constexpr, HAS_D2T: tl.constexpr, SHORT: tl.constexpr, ROOTS: tl.constexpr, LAST: tl.constexpr, BLOCK_W: tl.constexpr,
-    BLOCK_S: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr
+    NOISE: tl.constexpr, HAS_D2T: tl.constexpr, SHORT: tl.constexpr, ROOTS: tl.constexpr, LAST: tl.constexpr,
+    BLOCK_W: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_N: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
     """Merge the splits of a sequence's rows, store the children and select the next beam."""
     if PDL:
@@ -111,13 +114,13 @@ def _level_merge(
     if NOISE:
         warm = (tl.load(temperature + sequence) > 0).to(tl.int32)
     token, score, logprob, inside = merged(
-        logits, row_stride, d2t, keys, shares, beam_scores, row, local < width, splits, topk, warm, NOISE, HAS_D2T, ROOTS, SHORT, BLOCK_W,
-        BLOCK_S, BLOCK_C, BLOCK_K
+        logits, row_stride, d2t, keys, shares, beam_scores, row, local < width, splits, topk, warm, NOISE,
+        HAS_D2T, ROOTS, SHORT, BLOCK_W, BLOCK_S, BLOCK_C, BLOCK_K
     )  # fmt: skip
     _note_and_pick(
-        token, score, logprob, inside, sequence, parent, beam_ancestors, scores, tokens, parents, logprobs, next_tokens, next_scores,
-        next_parents, next_candidates, next_ancestors, columns, first, topk, width, words, column, ROOTS, LAST, BLOCK_W, BLOCK_K, BLOCK_N,
-        PDL
+        token, score, logprob, inside, sequence, parent, beam_ancestors, scores, tokens, parents, logprobs,
+        next_tokens, next_scores, next_parents, next_candidates, next_ancestors, columns, first, topk, width,
+        words, column, ROOTS, LAST, BLOCK_W, BLOCK_K, BLOCK_N, PDL
     )  # fmt: skip
 
 
@@ -160,11 +163,12 @@ def _best_of_plain_rows(
 
 @triton.jit(do_not_specialize=["first", "width", "column", "level"])
 def _level_whole(
-    logits, row_stride, d2t, temperature, seeds, positions, choices, beam_scores, beam_candidates, beam_ancestors,
-    scores, tokens, parents, logprobs, next_tokens, next_scores, next_parents, next_candidates, next_ancestors,
-    vocab, columns, first, topk, width, words, column, level,
-    NOISE: tl.constexpr, HAS_D2T: tl.constexpr, SHORT: tl.constexpr, ROOTS: tl.constexpr, LAST: tl.constexpr, BLOCK_W: tl.constexpr,
-    BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr
+    logits, row_stride, d2t, temperature, seeds, positions, choices, beam_scores, beam_candidates,
+    beam_ancestors, scores, tokens, parents, logprobs, next_tokens, next_scores, next_parents,
+    next_candidates, next_ancestors, vocab, columns, first, topk, width, words, column, level,
+    NOISE: tl.constexpr, HAS_D2T: tl.constexpr, SHORT: tl.constexpr, ROOTS: tl.constexpr, LAST: tl.constexpr,
+    BLOCK_W: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr,
+    PDL: tl.constexpr
 ):  # fmt: skip
     """Expand a sequence's rows over the whole vocabulary, store the children and select the next beam."""
     if PDL:
@@ -212,9 +216,10 @@ def _level_whole(
     if not ROOTS:
         score += tl.load(beam_scores + row, mask=real, other=0.0)[:, None]
     _note_and_pick(
-        child_token, score, logprob, inside, sequence, _parents(beam_candidates, sequence, width, ROOTS, BLOCK_W), beam_ancestors, scores,
-        tokens, parents, logprobs, next_tokens, next_scores, next_parents, next_candidates, next_ancestors, columns, first, topk, width,
-        words, column, ROOTS, LAST, BLOCK_W, BLOCK_K, BLOCK_N, PDL
+        child_token, score, logprob, inside, sequence,
+        _parents(beam_candidates, sequence, width, ROOTS, BLOCK_W), beam_ancestors, scores, tokens, parents,
+        logprobs, next_tokens, next_scores, next_parents, next_candidates, next_ancestors, columns, first,
+        topk, width, words, column, ROOTS, LAST, BLOCK_W, BLOCK_K, BLOCK_N, PDL
     )  # fmt: skip
 
 
@@ -239,7 +244,8 @@ def expand_level(
 
     wide = bs * topk
     following = Beam(
-        integers(wide), _launch.empty((wide,), torch.float32, device), integers(wide), integers(wide), integers(wide, words)
+        integers(wide), _launch.empty((wide,), torch.float32, device), integers(wide), integers(wide),
+        integers(wide, words)
     )  # fmt: skip
     if bs:
         width, vocab = logits.shape[0] // bs, logits.shape[1]
@@ -259,21 +265,25 @@ def expand_level(
             )
             if block_v <= MAX_BLOCK and width <= _WHOLE_ROWS:
                 _level_whole[(bs,)](
-                    logits, logits.stride(0), offsets, heat, seeds, positions, choices, above.scores, above.candidates, above.ancestors,
-                    candidates.scores, candidates.tokens, candidates.parents, candidates.logprobs, following.tokens, following.scores,
-                    following.parents, following.candidates, following.ancestors, vocab, columns, begin, topk, width,
-                    words, level * topk, level, SHORT=logits.dtype is torch.bfloat16, BLOCK_V=block_v, **kinds, **blocks,
-                    num_warps=max(1, min(16, block_w * block_v // 256)), **UNFUSED, **_launch.dependent(logits),
+                    logits, logits.stride(0), offsets, heat, seeds, positions, choices, above.scores,
+                    above.candidates, above.ancestors, candidates.scores, candidates.tokens,
+                    candidates.parents, candidates.logprobs, following.tokens, following.scores,
+                    following.parents, following.candidates, following.ancestors, vocab, columns, begin, topk,
+                    width, words, level * topk, level, SHORT=logits.dtype is torch.bfloat16, BLOCK_V=block_v,
+                    **kinds, **blocks, num_warps=max(1, min(16, block_w * block_v // 256)), **UNFUSED,
+                    **_launch.dependent(logits),
                 )  # fmt: skip
             else:
                 keys, shares = split_rows(logits, topk, width, level, None if d2t is None else offsets, noise)
                 splits, narrow = keys.shape[1], narrow_keys(logits)
                 block_c = _launch.next_power_of_2(splits * topk)
                 _level_merge[(bs,)](
-                    logits, logits.stride(0), offsets, heat, keys, shares, above.scores, above.candidates, above.ancestors,
-                    candidates.scores, candidates.tokens, candidates.parents, candidates.logprobs, following.tokens, following.scores,
-                    following.parents, following.candidates, following.ancestors, columns, begin, splits, topk, width,
-                    words, level * topk, SHORT=narrow, BLOCK_S=_launch.next_power_of_2(splits), BLOCK_C=block_c, **kinds, **blocks,
-                    num_warps=1 if block_w * block_c <= (1024 if narrow else 256) else 4, **UNFUSED, **_launch.dependent(logits),
+                    logits, logits.stride(0), offsets, heat, keys, shares, above.scores, above.candidates,
+                    above.ancestors, candidates.scores, candidates.tokens, candidates.parents,
+                    candidates.logprobs, following.tokens, following.scores, following.parents,
+                    following.candidates, following.ancestors, columns, begin, splits, topk, width, words,
+                    level * topk, SHORT=narrow, BLOCK_S=_launch.next_power_of_2(splits), BLOCK_C=block_c,
+                    **kinds, **blocks, num_warps=1 if block_w * block_c <= (1024 if narrow else 256) else 4,
+                    **UNFUSED, **_launch.dependent(logits),
                 )  # fmt: skip
     return None if last else following

@@ -66,7 +66,8 @@ def _log_sum_exp(tops, sums):
 
 @triton.jit
 def _best_of_plain(
-    part, values, place, inside, first, count, topk, SHORT: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr
+    part, values, place, inside, first, count, topk, SHORT: tl.constexpr, BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK_K: tl.constexpr
 ):  # fmt: skip
     """Return the best keys of a block of `count` logits at address `part`.
 
@@ -107,9 +108,10 @@ def _best_of_plain(
 
 @triton.jit(do_not_specialize=["width", "level"])
 def _expand_split(
-    logits, row_stride, d2t, temperature, seeds, positions, choices, keys, shares, vocab, splits, topk, width, level,
-    NOISE: tl.constexpr, HAS_D2T: tl.constexpr, SHORT: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr,
-    PDL: tl.constexpr
+    logits, row_stride, d2t, temperature, seeds, positions, choices, keys, shares, vocab, splits, topk, width,
+    level,
+    NOISE: tl.constexpr, HAS_D2T: tl.constexpr, SHORT: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK_K: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
     """Store the best keys and the shares (`PartKeys`) of one block of one row.
 
@@ -159,7 +161,8 @@ def _expand_split(
 
 @triton.jit
 def _best_of_splits(
-    keys, row, real, splits, topk, narrow, SHORT: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr
+    keys, row, real, splits, topk, narrow, SHORT: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_C: tl.constexpr,
+    BLOCK_K: tl.constexpr
 ):  # fmt: skip
     """Return the best keys ``[BLOCK_W, BLOCK_K]`` of every row over all its splits, descending.
 
@@ -197,8 +200,8 @@ def _best_narrow(keys, k, ROWS: tl.constexpr, BLOCK: tl.constexpr):
 @triton.jit
 def merged(
     logits, row_stride, d2t, keys, shares, parent_scores, row, real, splits, topk, warm,
-    NOISE: tl.constexpr, HAS_D2T: tl.constexpr, ROOTS: tl.constexpr, SHORT: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_S: tl.constexpr,
-    BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr
+    NOISE: tl.constexpr, HAS_D2T: tl.constexpr, ROOTS: tl.constexpr, SHORT: tl.constexpr,
+    BLOCK_W: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr
 ):  # fmt: skip
     """Return tokens, scores and log-probs ``[BLOCK_W, BLOCK_K]`` of the children of rows ``row [BLOCK_W]``.
 
@@ -264,10 +267,10 @@ def split_rows(
         (part.contiguous() for part in noise) if noise is not None else (logits,) * 4
     )
     _expand_split[(rows, splits)](
-        logits, logits.stride(0), logits if d2t is None else d2t, heat, seeds, positions, choices, keys, shares, vocab, splits, topk,
-        width, level, NOISE=noise is not None, HAS_D2T=d2t is not None, SHORT=logits.dtype is torch.bfloat16,
-        BLOCK=block, CHUNK=chunk, BLOCK_K=_launch.next_power_of_2(topk), num_warps=max(1, min(4 if chunk else 8, block // 256)),
-        **_launch.dependent(logits),
+        logits, logits.stride(0), logits if d2t is None else d2t, heat, seeds, positions, choices, keys,
+        shares, vocab, splits, topk, width, level, NOISE=noise is not None, HAS_D2T=d2t is not None,
+        SHORT=logits.dtype is torch.bfloat16, BLOCK=block, CHUNK=chunk, BLOCK_K=_launch.next_power_of_2(topk),
+        num_warps=max(1, min(4 if chunk else 8, block // 256)), **_launch.dependent(logits),
     )  # fmt: skip
     return PartKeys(keys, shares)
 

@@ -19,10 +19,11 @@ import triton.language as tl
 
 @triton.jit
 def fold(
-    query, begin, shared_end, end, pages, table, k_head, v_head, row, position, first_column, prefix_len, ancestors, words, window,
-    scale, softcap,
-    SLOT_STRIDE: tl.constexpr, PAGE_SIZE: tl.constexpr, DIM: tl.constexpr, TREE: tl.constexpr, WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr, TRANSPOSED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr
+    query, begin, shared_end, end, pages, table, k_head, v_head, row, position, first_column, prefix_len,
+    ancestors, words, window, scale, softcap,
+    SLOT_STRIDE: tl.constexpr, PAGE_SIZE: tl.constexpr, DIM: tl.constexpr, TREE: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, TRANSPOSED: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr
 ):  # fmt: skip
     """Return each pair's maximum, sum of weights and weighted sum of values over the tokens [begin, end).
 
@@ -67,13 +68,13 @@ def fold(
         if WINDOW or first + BLOCK_N > shared_end:
             if TRANSPOSED:
                 visible = _visible(
-                    index[:, None], first, end, row[None, :], position[None, :], first_column[None, :], prefix_len, ancestors, words,
-                    window, TREE, WINDOW, BLOCK_N
+                    index[:, None], first, end, row[None, :], position[None, :], first_column[None, :],
+                    prefix_len, ancestors, words, window, TREE, WINDOW, BLOCK_N
                 )  # fmt: skip
             else:
                 visible = _visible(
-                    index[None, :], first, end, row[:, None], position[:, None], first_column[:, None], prefix_len, ancestors, words,
-                    window, TREE, WINDOW, BLOCK_N
+                    index[None, :], first, end, row[:, None], position[:, None], first_column[:, None],
+                    prefix_len, ancestors, words, window, TREE, WINDOW, BLOCK_N
                 )  # fmt: skip
             scores = tl.where(visible, scores, -float("inf"))
         new_top = tl.maximum(top, tl.max(scores, 0 if TRANSPOSED else 1) * factor)

@@ -64,8 +64,9 @@ def gather(
 
 @triton.jit(do_not_specialize=["rows", "splits"])
 def merge(
-    query_start, partial, stats, sinks, out, rows, splits, HEADS: tl.constexpr, DIM: tl.constexpr, SINKS: tl.constexpr,
-    PDL: tl.constexpr, RELEASE: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr
+    query_start, partial, stats, sinks, out, rows, splits, HEADS: tl.constexpr, DIM: tl.constexpr,
+    SINKS: tl.constexpr, PDL: tl.constexpr, RELEASE: tl.constexpr, BLOCK_S: tl.constexpr,
+    BLOCK_D: tl.constexpr
 ):  # fmt: skip
     local, head, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     start = tl.load(query_start + sequence)
@@ -79,14 +80,15 @@ def merge(
     if local < q_len:
         place = (tl.arange(0, BLOCK_S).to(tl.int64) * rows + start + local) * HEADS + head
         _merge_at(
-            partial, stats, sinks, out, place, splits, start + local, head, HEADS, DIM, SINKS, PDL, BLOCK_S, BLOCK_D
+            partial, stats, sinks, out, place, splits, start + local, head, HEADS, DIM, SINKS, PDL, BLOCK_S,
+            BLOCK_D
         )  # fmt: skip
 
 
 @triton.jit
 def gather_some(
-    partial, stats, place, stride, splits, real, d, element, DIM: tl.constexpr, MOST: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_D: tl.constexpr
+    partial, stats, place, stride, splits, real, d, element, DIM: tl.constexpr, MOST: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr
 ):  # fmt: skip
     """Return maximum, sum and weighted sum over all splits. The host does not have their number `splits`."""
     nth = tl.arange(0, MOST)
@@ -106,7 +108,8 @@ def gather_some(
             shown = real & (first + step < splits)
             own = tl.load(stats + 2 * at, mask=shown, other=-float("inf"), cache_modifier=".cg")
             part = tl.load(
-                partial + at[:, None] * DIM + d[None, :], mask=element & shown[:, None], other=0.0, cache_modifier=".cg"
+                partial + at[:, None] * DIM + d[None, :], mask=element & shown[:, None], other=0.0,
+                cache_modifier=".cg"
             )  # fmt: skip
             acc += part * tl.exp2(own - base)[:, None]
     return top, total, acc
@@ -114,8 +117,9 @@ def gather_some(
 
 @triton.jit
 def merge_rows(
-    merges, partial, stats, sinks, out, HEADS: tl.constexpr, DIM: tl.constexpr, SINKS: tl.constexpr, PDL: tl.constexpr,
-    RELEASE: tl.constexpr, ROW: tl.constexpr, FEW: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr
+    merges, partial, stats, sinks, out, HEADS: tl.constexpr, DIM: tl.constexpr, SINKS: tl.constexpr,
+    PDL: tl.constexpr, RELEASE: tl.constexpr, ROW: tl.constexpr, FEW: tl.constexpr, BLOCK_S: tl.constexpr,
+    BLOCK_D: tl.constexpr
 ):  # fmt: skip
     """Merge the splits of one row and head. `merges` locates the partial results (`WorkList`).
 
@@ -145,8 +149,8 @@ def merge_rows(
 
 @triton.jit
 def _merge_at(
-    partial, stats, sinks, out, place, splits, row, head, HEADS: tl.constexpr, DIM: tl.constexpr, SINKS: tl.constexpr,
-    PDL: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr
+    partial, stats, sinks, out, place, splits, row, head, HEADS: tl.constexpr, DIM: tl.constexpr,
+    SINKS: tl.constexpr, PDL: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr
 ):  # fmt: skip
     """Merge the splits at the indices `place` of (row, head), and store the row's result."""
     d = tl.arange(0, BLOCK_D)

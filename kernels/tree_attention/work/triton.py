@@ -28,8 +28,8 @@ from outrider.kernels.tree_attention.work.types import ITEM, MOST_SPLITS, ROW, W
 @triton.jit(do_not_specialize=["bs", "rows", "most", "capacity", "least"])
 def _plan_attention(
     kv_lens, query_start, prefix_lens, table_rows, items, merges, bs, rows, most, capacity, least,
-    MOST_SPLITS: tl.constexpr, GROUP: tl.constexpr, PAIRS: tl.constexpr,
-    TOKENS: tl.constexpr, ITEM: tl.constexpr, ROW: tl.constexpr, MAPPED: tl.constexpr, MERGES: tl.constexpr, PDL: tl.constexpr,
+    MOST_SPLITS: tl.constexpr, GROUP: tl.constexpr, PAIRS: tl.constexpr, TOKENS: tl.constexpr,
+    ITEM: tl.constexpr, ROW: tl.constexpr, MAPPED: tl.constexpr, MERGES: tl.constexpr, PDL: tl.constexpr,
     BLOCK_B: tl.constexpr, BLOCK_Z: tl.constexpr
 ):  # fmt: skip
     if PDL:
@@ -122,11 +122,11 @@ def plan_attention(
     with _launch.on_device_of(kv_lens):
         _plan_attention[(1,)](
             kv_lens.contiguous(), query_start.contiguous(), prefix_lens.contiguous(),
-            kv_lens if table_rows is None else table_rows.contiguous(), work.items, work.merges, bs, sizes.rows, sizes.items,
-            sizes.capacity, sizes.least,
-            MOST_SPLITS=MOST_SPLITS, GROUP=sizes.group, PAIRS=sizes.blocks.pairs,
-            TOKENS=sizes.blocks.tokens, ITEM=ITEM, ROW=ROW, MAPPED=table_rows is not None, MERGES=not sizes.gathers,
-            BLOCK_B=block, BLOCK_Z=512, num_warps=min(8, max(1, block // 128)), **_launch.dependent(kv_lens),
+            kv_lens if table_rows is None else table_rows.contiguous(), work.items, work.merges, bs,
+            sizes.rows, sizes.items, sizes.capacity, sizes.least,
+            MOST_SPLITS=MOST_SPLITS, GROUP=sizes.group, PAIRS=sizes.blocks.pairs, TOKENS=sizes.blocks.tokens,
+            ITEM=ITEM, ROW=ROW, MAPPED=table_rows is not None, MERGES=not sizes.gathers, BLOCK_B=block,
+            BLOCK_Z=512, num_warps=min(8, max(1, block // 128)), **_launch.dependent(kv_lens),
         )  # fmt: skip
         # An ordinary launch starts after the plan has ended, so the list is complete before any later kernel
         # starts. Attention reads its items before it waits for the kernel that precedes it.

@@ -1,11 +1,13 @@
 """Limits the connections of the REST port: their number, and the wait for each complete request head.
 
 A client needs no key to connect. Without these limits, silent connections would use up all file descriptors.
+`shared/rpc/options.py` has the corresponding limits of the gRPC port.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import resource
 import time
 from typing import Any
@@ -15,11 +17,12 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
 from outrider.shared.obs.logging import get_logger
+from outrider.shared.rpc.options import OPEN_FILES_SHARE
 
 WANTED_FILES = 65_536
 """Number of file descriptors to request. With more, ports or memory would run out first."""
 OTHER_FILES = 256
-"""Number of file descriptors reserved for other uses than REST connections: gRPC, the target, log files."""
+"""Number of file descriptors reserved for other uses than client connections: the target, log files."""
 ACCEPTED_AT_ONCE = 64
 """Number of connections that asyncio accepts before the gateway can close any of them."""
 MIN_CONNECTIONS = 16
@@ -54,8 +57,42 @@ def connection_cap(asked: int, open_files: int) -> int:
             allows.
         open_files: Limit of open files of this process.
     """
-    fitting = max(MIN_CONNECTIONS, open_files - OTHER_FILES - ACCEPTED_AT_ONCE)
+    for_grpc = open_files // OPEN_FILES_SHARE
+    fitting = max(MIN_CONNECTIONS, open_files - for_grpc - OTHER_FILES - ACCEPTED_AT_ONCE)
     return min(asked, fitting) if asked else fitting
+
+
+def limit_accept_errors(loop: asyncio.AbstractEventLoop) -> None:
+    """Log at most one line per `LOG_INTERVAL_S` when the event loop cannot accept connections.
+
+    While the process has no free file descriptor, asyncio reports each failed attempt, with a traceback.
+    """
+    lines = _LimitedLines()
+
+    def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        error = context.get("exception")
+        if "socket.accept()" not in str(context.get("message")) or not isinstance(error, OSError):
+            loop.default_exception_handler(context)
+        elif failed := lines.count():
+            _log.error("cannot accept connections", error=error.strerror, failed=failed)
+
+    loop.set_exception_handler(handle)
+
+
+class _LimitedLines:
+    """Counts events that are too many to log one by one."""
+
+    def __init__(self) -> None:
+        self._logged_at = -math.inf
+        self._unlogged = 0
+
+    def count(self) -> int:
+        """Count one event. If a line is due, return the number of events since the last line, otherwise 0."""
+        self._unlogged += 1
+        if (now := time.monotonic()) - self._logged_at < LOG_INTERVAL_S:
+            return 0
+        unlogged, self._logged_at, self._unlogged = self._unlogged, now, 0
+        return unlogged
 
 
 class ConnectionGuard:
@@ -78,8 +115,7 @@ class ConnectionGuard:
         self._open: set[GuardedProtocol] = set()
         # Connections that wait for a head, in the order in which they began to wait. The values are unused.
         self._waiting: dict[GuardedProtocol, None] = {}
-        self._logged_at = -LOG_INTERVAL_S
-        self._unlogged = 0
+        self._lines = _LimitedLines()
 
     def protocol(
         self,
@@ -114,11 +150,8 @@ class ConnectionGuard:
 
     def _note_closed(self) -> None:
         self.closed += 1
-        self._unlogged += 1
-        now = time.monotonic()
-        if now - self._logged_at >= LOG_INTERVAL_S:
-            _log.warning("too many connections", limit=self.limit, closed=self._unlogged)
-            self._logged_at, self._unlogged = now, 0
+        if closed := self._lines.count():
+            _log.warning("too many connections", limit=self.limit, closed=closed)
 
 
 class GuardedProtocol(H11Protocol):

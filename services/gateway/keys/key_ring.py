@@ -65,8 +65,8 @@ class KeyRing:
         known keys.
 
         Raises:
-            OutriderError: UNAUTHENTICATED, unless the header contains one of the keys. The message tells
-                a missing key from a wrong one.
+            OutriderError: UNAUTHENTICATED, unless the header contains one of the keys. A missing key and a
+                wrong key have different messages.
         """
         if not self._callers:
             return None

@@ -50,6 +50,7 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
 
     Choices are ordered by prompt.
     """
+    # 1. Check what needs no tokenizer, so that a bad request costs little.
     core = core_of(request).of_model(body.model)
     model = core.builder.check_model(body.model, core.client.info)
     parameters = body.parameters()
@@ -70,10 +71,12 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
     def opening(index: int) -> dict[str, Any] | None:
         return _choice(index, Text(echoes[index // n]), None) if echoes else None
 
+    # 2. Describe the job. The core tokenizes the prompts when it has admitted the request.
     rids = rids_of(body.reply_id, sequences)
     job = Job(prompts, sequences, parameters, COMPLETIONS, timeout_of(request), rids)
     head = ReplyHead.new("cmpl", "text_completion", model, body.reply_id, core.client.info)
     with_ids = bool(body.return_token_ids) or core.codec is None
+    # 3. Answer with a stream or with one reply. With `best_of`, the reply has only the best choices.
     if body.stream:
         shape = StreamShape(
             _choice,

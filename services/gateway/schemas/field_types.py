@@ -1,4 +1,4 @@
-"""Types of request fields that are checked in a way of their own."""
+"""Types of request fields with special checks."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ CATCH_UP_TOKENS = 128
 """Number of unsent tokens of a sequence after which even rounds without drafts send a commit to the
 drafter."""
 JOINED = "joined"
-"""Reason of a row without a tree because the trees of its round were requested before the row joined it."""
+"""Reason of a row that has no tree because it joined the round after the trees had been requested."""
 ANSWERED = ("", "empty_tree")
 """Fallback reasons of a drafter that has answered, but with a single-node tree."""
 

@@ -57,6 +57,7 @@ class DraftPlanner:
             The tree shape of each sequence, limited as by `DraftShape.bounded`. `NO_DRAFT` for a sequence
             that drafts no tokens.
         """
+        # 1. Find the sequences for which `auto` must choose. All others have a shape, or do not draft.
         known = planned or [None] * len(decodes)
         shapes = [shape or NO_DRAFT for shape in known]
         auto: list[int] = []
@@ -77,6 +78,7 @@ class DraftPlanner:
                 auto.append(index)
             else:
                 shapes[index] = sequence.request.speculation.shape.bounded()
+        # 2. Choose for all `auto` sequences at once, because they share the time of the round.
         if auto:
             chosen_here = set(auto)
             others = [shape for index, shape in enumerate(shapes) if index not in chosen_here]
@@ -87,6 +89,7 @@ class DraftPlanner:
                 decodes[index].stats.reason = self._controller.verdict.reason.value
         elif away:
             self._controller.draft_away(away, len(decodes))
+        # 3. Keep the round within its limits of time and rows.
         if not planned or all(shape is None for shape in planned):
             self._bound_fixed(decodes, shapes, auto, path)
         return self._within_budget(decodes, shapes, auto)

@@ -29,8 +29,8 @@ PRIOR_STRENGTH = 3.0
 PRIOR_ACCEPTANCE = 0.6
 """Estimate of p_1 before any round has been measured."""
 OTHERS_STRENGTH = 12.0
-"""Largest weight, as a number of rounds, of the prior that comes from other rounds: from rounds with other
-kinds of sampling, and from rounds with the other type (tree or chain)."""
+"""Largest weight of the prior that comes from other rounds, as a number of rounds. The other rounds have
+another kind of sampling or the other type (tree or chain)."""
 FADING = 0.99
 """Factor by which each decision reduces the weight of outdated trials.
 

@@ -55,9 +55,10 @@ class LookOptions:
     def all(self) -> dict[DraftShape, LookOption]:
         """Return the cheapest look for each tree shape that is not in use.
 
-        A look consists of rounds that only measure a shape. Two looks are compared for each shape. The first
-        has a few requests: those for which the drafter catches up fast, and that took part in few looks. The
-        second has all requests that draft, so that no request needs a draft of the old shape.
+        A look consists of rounds that only measure a shape. Two looks are compared for each shape. In the
+        first, only a few requests draft the shape: those for which the drafter catches up fast, and that took
+        part in few looks. In the second, all requests that draft use the shape, so that the round needs no
+        draft of the old shape.
         """
         rows, best, partitions = self._rows, self._best, self._partitions
         able = [index for index, row in enumerate(rows) if row.useful_depth > 0]

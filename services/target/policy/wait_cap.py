@@ -30,7 +30,6 @@ def wait_cap_s(rows: Sequence[RowBound], batch_size: int, costs: StepCosts, *, k
 
     The limit is the smaller of two values:
 
-    - `P99_MULTIPLE` times the 99th percentile of the measured times from a request for trees to their
     - `P99_MULTIPLE` times the 99th percentile of the measured times from a request for trees to the arrival
       of the trees.
     - `WAIT_SHARE` times the time that the trees can save. Trees that yield n tokens save the time of n plain

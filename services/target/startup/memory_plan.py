@@ -177,6 +177,7 @@ def plan_memory(
         ConfigurationError: The cache would hold fewer than `least_tokens`, or `kv_tokens` does not fit. The
             error names a value that works.
     """
+    # The draft stores the same tokens as the target, so each page needs memory in both caches.
     page = (bytes_per_token + draft.bytes_per_token) * settings.page_size
     least = least_tokens(settings, max_model_len)
     if settings.kv_tokens is not None:
@@ -243,7 +244,7 @@ def working_bytes(settings: TargetSettings, config: ModelConfig, dtype: torch.dt
     heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
     # The larger of a layer's MLP and attention activations, plus residual, norms and captured layers.
     widest = max(3 * config.intermediate_size, 2 * heads) + 6 * config.hidden_size
-    # Rounds that are recorded have logits of their own, too.
+    # CUDA graphs of rounds store their logits in addition to those of the running round.
     rows_of_logits = verified + min(verified, MOST_MIXED_ROWS)
     logits = rows_of_logits * config.vocab_size * (dtype.itemsize + torch.float32.itemsize)
     masks = verified * config.vocab_size // 8  # one bit per token (`model/mask_buffer.py`)

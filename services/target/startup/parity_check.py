@@ -117,7 +117,7 @@ def check_parity(runner: ModelRunner) -> Parity | None:
     if not result.passed:
         raise UnavailableError(
             f"The parity check failed: verifying a tree changes {_place(runner, result.stage)} of a node of "
-            f"depth {result.depth} by {result.error:.2%} against plain decoding, and rounding in "
+            f"depth {result.depth} by {result.error:.2%}, compared with plain decoding. Rounding in "
             f"{limits.name} explains at most {result.bound:.2%}. {_fix(runner)}",
             reason="parity_check_failed",
         )

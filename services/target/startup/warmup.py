@@ -31,7 +31,8 @@ from outrider.shared.base.generation import SamplingParams, SpeculationMode
 REHEARSED_PROMPTS = ((300,), (2000,), (40, 50), (300, 400), (1,), (10,))
 """Rehearsed passes. Each entry contains the lengths of the prompts of one pass, in tokens."""
 REHEARSED_REMAINDERS = ((2000, 1), (2000, 20), (2000, 200))
-"""Rehearsed passes over the end of a prompt whose other tokens are cached: length of the prompt, and of its end.
+"""Rehearsed passes over the end of a prompt whose other tokens are cached. Each entry contains the length of
+the prompt and the length of its end.
 
 Attention divides the cached tokens among several programs, which needs other kernels.
 """

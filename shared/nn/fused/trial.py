@@ -87,11 +87,13 @@ def try_products(
     """
     if device.type != "cuda":
         return []
+    # 1. Use the stored results, and find the products without one.
     name = device_name(device)
     kept = read_tiles(tiles_file(name))
     remember(name, ((entry.product, entry.tile) for entry in kept))
     uses = [use for use in merged(uses) if use.linears[0].weight.nbytes >= LEAST_BYTES]
     work = [(use, rows) for rows in ROW_COUNTS for use in uses if needs_trial(use.of(rows), name)]
+    # 2. Measure these. A failed measurement must not stop the service from starting.
     tried: list[Tried] = []
     if work:
         try:
@@ -109,6 +111,7 @@ def try_products(
                 error=f"{type(error).__name__}: {error}",
             )
         remember(name, ((entry.product, entry.tile) for entry in tried))
+    # 3. Return the new and the stored results.
     wanted = {use.of(rows) for use in uses for rows in ROW_COUNTS} - {entry.product for entry in tried}
     known = [entry for entry in kept if entry.product in wanted]
     if known:

@@ -61,6 +61,7 @@ def probe(model_class: Any, config: PreTrainedConfig, refuse: Refuse) -> Generic
         CheckpointError: The model bypasses the attention interface of `transformers`, or uses an unsupported
             option of this interface.
     """
+    # 1. Record the calls of the attention interface in one pass. There must be one call for each layer.
     model, hidden = _run(model_class, config, refuse)
     calls, expected = list(RECORDER.calls), int(config.num_hidden_layers)
     RECORDER.calls.clear()
@@ -71,6 +72,7 @@ def probe(model_class: Any, config: PreTrainedConfig, refuse: Refuse) -> Generic
             f"{name} has {expected} layers but calls the attention interface {len(calls)} times; "
             "only models with one attention per layer can be served",
         )
+    # 2. All layers share one KV pool: their shapes must be equal, and values at most as wide as keys.
     paths = {id(module): path for path, module in model.named_modules()}
     shapes = {(tuple(call.q_shape), tuple(call.k_shape), tuple(call.v_shape)) for call in calls}
     if len(shapes) > 1:
@@ -85,6 +87,7 @@ def probe(model_class: Any, config: PreTrainedConfig, refuse: Refuse) -> Generic
             f"values of {name} are {value_dim} wide and keys {key_dim}, "
             "but the KV pool needs values as wide as keys",
         )
+    # 3. Read the layout from the recorded calls.
     attention_paths = tuple(paths[id(call.module)] for call in calls)
     return GenericLayout(
         class_name=name,
@@ -115,6 +118,7 @@ def _run(model_class: Any, config: PreTrainedConfig, refuse: Refuse) -> tuple[Pr
         raise refuse(
             "model_type", f"transformers cannot create {name} from this configuration ({error})"
         ) from error
+    # A tree needs explicit positions, and tokens that see each other only through attention.
     if "position_ids" not in inspect.signature(model.base_model.forward).parameters:
         raise refuse(
             "model_type",

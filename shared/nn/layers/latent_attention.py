@@ -145,6 +145,7 @@ def load_latent_attention(
         weight = source.take(f"{prefix}{name}.weight", (head_rows, columns))
         return Linear(_halve(weight.view(heads, -1, columns), latent).view(head_rows, columns))
 
+    # 1. Queries: one projection, or two with a norm between them.
     if latent.query_rank is None:
         projections, query_norm = [queries("q_proj", width)], None
     else:
@@ -153,8 +154,10 @@ def load_latent_attention(
             source.take(f"{prefix}q_a_layernorm.weight", (latent.query_rank,)), LATENT_NORM_EPS
         )
         projections = [first, queries("q_b_proj", latent.query_rank)]
+    # 2. The projection to latent rows, which the KV pool stores.
     cached = source.take(f"{prefix}kv_a_proj_with_mqa.weight", (latent.rank + latent.rope_dim, width))
     latent_norm = RMSNorm(source.take(f"{prefix}kv_a_layernorm.weight", (latent.rank,)), LATENT_NORM_EPS)
+    # 3. One tensor expands latent rows to keys and to values. Attention uses the two parts separately.
     both = source.take(
         f"{prefix}kv_b_proj.weight", (heads * (latent.nope_dim + latent.value_dim), latent.rank)
     )

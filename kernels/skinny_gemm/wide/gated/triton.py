@@ -20,8 +20,8 @@ from outrider.kernels.stream import ResidualStream
 @triton.jit(do_not_specialize=("rows", "parts"))
 def _gated_tiles(
     x, weight, out, bias, sums, rows, N, K, parts, eps,
-    BIAS: tl.constexpr, NORMED: tl.constexpr, GELU: tl.constexpr, PARTS: tl.constexpr, WIDEN: tl.constexpr, PDL: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
+    BIAS: tl.constexpr, NORMED: tl.constexpr, GELU: tl.constexpr, PARTS: tl.constexpr, WIDEN: tl.constexpr,
+    PDL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
 ):  # fmt: skip
     first_m, first_n = tl.program_id(0) * BLOCK_M, tl.program_id(1) * BLOCK_N
     m, n = first_m + tl.arange(0, BLOCK_M), first_n + tl.arange(0, BLOCK_N)
@@ -63,10 +63,13 @@ def project_gated(
     parts = 1 if sums is None else sums.shape[0]
     with _launch.on_device_of(x):
         _gated_tiles[(_launch.ceil_div(rows, tile.block_m), _launch.ceil_div(size, tile.block_n))](
-            tiles_of(x, tile.block_m, tile.block_k), tiles_of(weight.view(2, size, columns), tile.block_n, tile.block_k), out,
-            out if bias is None else bias, out if sums is None else sums, rows, size, columns, parts, stream.eps,
+            tiles_of(x, tile.block_m, tile.block_k),
+            tiles_of(weight.view(2, size, columns), tile.block_n, tile.block_k), out,
+            out if bias is None else bias, out if sums is None else sums, rows, size, columns, parts,
+            stream.eps,
             BIAS=bias is not None, NORMED=sums is not None, GELU=gelu, PARTS=_launch.next_power_of_2(parts),
-            WIDEN=not isinstance(_gated_tiles, triton.JITFunction), BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
-            num_warps=tile.warps, num_stages=tile.stages, **_launch.dependent(x),
+            WIDEN=not isinstance(_gated_tiles, triton.JITFunction), BLOCK_M=tile.block_m,
+            BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, num_warps=tile.warps, num_stages=tile.stages,
+            **_launch.dependent(x),
         )  # fmt: skip
     return out

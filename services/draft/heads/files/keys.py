@@ -42,10 +42,10 @@ class HeadKeys:
         shapes: Maps the canonical name of each tensor to read to the tensor's shape.
         dialect: Prefix of the first layer's tensors in this file, for the log: ``midlayer.``, ``layers.0.``
             or ``model.layers.0.``.
-        ignored: Maps the name (in the file) of each tensor that is not read to the reason for not reading it.
+        ignored: Reason for each tensor that is not read, by the tensor's name in the file.
         pairs: Width of an attention head in Mistral's format, whose rotary embedding rotates adjacent pairs
             of dimensions. 0 in other formats, whose rotary embedding rotates halves.
-        scales: Maps the canonical name of each FP8 matrix to the name (in the file) of the matrix's scale.
+        scales: For each FP8 matrix, by canonical name: the name of its scale in the file.
     """
 
     actual: Mapping[str, str]

@@ -1,4 +1,4 @@
-"""The metrics of a draft with its own process arrive without delaying anybody."""
+"""The metrics of a draft with its own process arrive, and no request waits for them."""
 
 from __future__ import annotations
 

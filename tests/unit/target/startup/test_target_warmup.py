@@ -63,7 +63,7 @@ def test_the_warm_up_measures_all_shapes_of_auto_where_graphs_do_not_change_thei
 def test_rehearsed_prompts_run_and_free_their_pages(
     decoder: Decoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    harness = make_harness(decoder, NoDrafter())
+    harness = make_harness(decoder, NoDrafter(), num_pages=512)
     passes: list[list[tuple[int, int]]] = []
     prefill = harness.runner.prefill
 

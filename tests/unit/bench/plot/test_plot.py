@@ -15,7 +15,7 @@ from outrider.bench.plot.pictures import MIXED, PICTURES, ROUND, round_tree_pict
 from outrider.services.cli import commands as cli
 from outrider.shared.base.errors import ConfigurationError
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[4]
 RESULTS = ROOT / "bench" / "results"
 SVG = "{http://www.w3.org/2000/svg}"
 RUNNER = CliRunner()

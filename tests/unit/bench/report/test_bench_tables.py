@@ -23,7 +23,7 @@ from outrider.bench.report.tables import (
 )
 from outrider.shared.base.errors import ConfigurationError
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 DOCUMENTS = ("docs/performance.md", "docs/numerics.md", "README.md")
 
 
