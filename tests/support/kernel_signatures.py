@@ -31,6 +31,7 @@ import outrider.kernels
 from outrider.kernels import _dispatch, ahead
 from outrider.kernels._launch import outputs_of_zeros
 from outrider.services.draft.inproc import drafter_beside
+from outrider.services.draft.warmup import _first_works, _further_works
 from outrider.services.target.engine.loop_plan import LoopPlan
 from outrider.services.target.model.packed_batch import SamplingMode
 from outrider.services.target.startup.graph_plan import GraphPlan, list_graphs, other_trees
@@ -207,8 +208,11 @@ def main(kind: str) -> None:
     variants = KernelVariants()
     variants.stage = "draft"
     with tempfile.TemporaryDirectory() as folder:
-        pair = make_pair(kind, Path(folder))
+        pair = make_pair(kind, Path(folder), attention_backend="triton")
         drafter = drafter_beside(pair.decoder, pair.settings)
+    gpu = torch.device("cuda")  # the draft only reads the kind of the device
+    for work in [*_first_works(drafter._engine, gpu), *_further_works(drafter._engine, gpu, record=False)]:
+        work()
     loop = LoopPlan(lookahead=1, drafts_on_device=True, max_depth=8, recorded_entries=RUNNING)
     harness = make_harness(
         pair.decoder,
