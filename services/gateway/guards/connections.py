@@ -202,7 +202,8 @@ class GuardedProtocol(H11Protocol):
         ignore: an interim reply (100 Continue), or a comment if the reply is a stream that has begun.
         """
         cycle = self.cycle
-        if cycle is None or cycle.response_complete or cycle.more_body:
+        # A TLS connection cannot stay half-open.
+        if self.scheme == "https" or cycle is None or cycle.response_complete or cycle.more_body:
             return False
         cycle.keep_alive = False
         if self._peer_timer is None:
