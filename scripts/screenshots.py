@@ -148,7 +148,7 @@ def main(url: str) -> None:
         for _ in range(3):
             open_chat(other, url)
         page.locator(".chart .line[d*='L']").first.wait_for(state="attached")
-        page.screenshot(path=IMAGES / "status.png")
+        page.screenshot(path=IMAGES / "status.png", full_page=True)
         browser.close()
     for name in ("playground-light", "playground-dark", "playground-phone", "race", "status"):
         shrink(IMAGES / f"{name}.png")

@@ -89,7 +89,8 @@ def create_app(core: GatewayCore) -> FastAPI:
     public_paths = PUBLIC_PATHS | ({"/metrics"} if settings.public_metrics else frozenset())
     if settings.playground:
         files = load_files()
-        routers.append(playground_router(files))
+        guarded = load_files(needs_key=True)
+        routers.append(playground_router(files, guarded, lambda: core.ring.guarded))
         public_paths |= files.keys()
     for router in routers:
         app.include_router(router)

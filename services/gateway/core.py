@@ -199,8 +199,7 @@ class GatewayCore:
 
         Raises:
             OutriderError: With status 429 if the server is overloaded, 400 if the tokens exceed a limit, and
-                503 if the server drains or has no target. Errors that the target reports are raised too. The
-                error for too many sequences is raised before the prompts are tokenized.
+                503 if the server drains or has no target. Errors that the target reports are raised too.
         """
         if not self.lifecycle.admitting:
             raise self._draining()
@@ -216,6 +215,7 @@ class GatewayCore:
                 caller.name if caller is not None else "",
                 deadline_s=self._timeout_s(job),
                 priority=job.parameters.priority,
+                model=self.client.model_id,
             ) as slot,
         ):
             names: list[tuple[str, str]] = []

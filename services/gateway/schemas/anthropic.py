@@ -12,6 +12,7 @@ from outrider.services.gateway.parameters import Parameters
 from outrider.services.gateway.schemas.base import NeutralOnly, OpenModel
 from outrider.services.gateway.schemas.chat_messages import CalledFunction, Message, TextPart, ToolCall
 from outrider.services.gateway.schemas.constraint_types import TextFormat
+from outrider.services.gateway.schemas.json_values import JsonValues
 from outrider.services.gateway.schemas.option_fields.messages import MessagesFields
 from outrider.services.gateway.schemas.speculation_fields import requested_speculation
 from outrider.services.gateway.schemas.tools import (
@@ -156,12 +157,12 @@ class CountTokensRequest(NeutralOnly):
                 f"messages must contain at most {max_messages} messages, not {len(self.messages)}.",
                 field="messages",
             )
-        shown = []
+        shown, values = [], JsonValues()
         if self.system:
             shown.append(Message(role="system", content=self.system).for_template("system"))
         for number, message in enumerate(self.messages):
             field = f"messages.{number}"
-            shown += [one.for_template(field) for one in message.messages(field)]
+            shown += [one.for_template(field, values) for one in message.messages(field)]
         return shown
 
     def template_tools(self) -> list[dict[str, Any]]:
@@ -244,6 +245,8 @@ def tool_input(arguments: str) -> dict[str, Any]:
 
     If the text is not a JSON object, return an object with the text under the key ``INVALID_JSON``.
     """
+    if not arguments:
+        return {}
     try:
         value = json.loads(arguments)
     except (ValueError, RecursionError):

@@ -12,6 +12,7 @@ from outrider.services.gateway.schemas.chat_messages import CalledFunction, Mess
 from outrider.services.gateway.schemas.common import OpenAIRequest
 from outrider.services.gateway.schemas.constraint_types import TextFormat, only_one
 from outrider.services.gateway.schemas.field_types import ReasoningEffort
+from outrider.services.gateway.schemas.json_values import JsonValues
 from outrider.services.gateway.schemas.option_fields.openai import ResponseFields
 from outrider.services.gateway.schemas.template_options import template_options
 from outrider.services.gateway.schemas.tools import (
@@ -167,11 +168,12 @@ class ResponsesRequest(ResponseFields, OpenAIRequest):
                 f"input must contain 1 to {max_messages} items, not {len(items)}.", field="input"
             )
         messages: list[dict[str, Any]] = []
+        values = JsonValues()
         if self.instructions is not None:
             messages.append(Message(role="system", content=self.instructions).for_template("instructions"))
         for number, item in enumerate(items):
             field = f"input.{number}"
-            message = item.message(field).for_template(field)
+            message = item.message(field).for_template(field, values)
             last = messages[-1] if messages else {}
             if message["role"] == last.get("role") == "assistant":
                 _join(last, message)
