@@ -76,10 +76,17 @@ def overload(
         str, typer.Option(help="Tokens per answer. Each request draws one of these lengths.")
     ] = "16,64,128",
     max_queue_wait: Annotated[
-        float,
-        typer.Option(min=0.0, help="--max-queue-wait-s of the gateway that is started; 0 sets no limit."),
-    ] = 1.0,
+        float | None,
+        typer.Option(
+            min=0.0,
+            help="--max-queue-wait-s of the gateway that is started; 0 sets no limit. By default, the "
+            "gateway has its own default.",
+        ),
+    ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the arrival times and of the lengths.")] = 0,
+    flood_share: Annotated[
+        float, typer.Option(min=0.0, help="Share of the capacity that the limited key may use.")
+    ] = 0.1,
     target: TargetDir = None,
     draft: DraftDir = None,
     transport: StackTransport = Transport.AUTO,
@@ -93,7 +100,9 @@ def overload(
     The command starts the services and first measures their capacity. The requests do not wait for earlier
     answers (an open loop). For comparison, the command also sends requests at 0.8 times the capacity. It then
     sends the requests of one API key that stays within its limits: first alone, then while another key sends
-    too many requests. The exit code is 1 if a request fails without status 429 and Retry-After.
+    too many requests. Last, two clients of one key wait for their answers: first alone, then beside 60
+    clients of a key whose limits allow --flood-share of the capacity. The exit code is 1 if a request fails
+    without status 429 and Retry-After.
     """
     from outrider.bench.faults.overload import OverloadOptions, run_overload
 
@@ -105,6 +114,7 @@ def overload(
         max_tokens=numbers(max_tokens, "--max-tokens"),
         max_queue_wait_s=max_queue_wait,
         seed=seed,
+        flood_share=flood_share,
         output=result_file(output, "overload", device, force),
     )
     raise typer.Exit(run_overload(options))
@@ -130,8 +140,10 @@ def move(
 ) -> None:
     """Kill one of two targets that serve streams. The streams move to the other target.
 
-    The command checks the tokens of the moved streams, and measures their pause. The exit code is 1 if a
-    stream gets other tokens than in an undisturbed run.
+    The command checks the tokens of the moved streams, and measures their pause. Each target has enough slots
+    for all streams: --max-running-requests N, where N is --streams. Otherwise, moved streams would wait for
+    slots, and their pauses would be longer. The exit code is 1 if a stream gets other tokens than in an
+    undisturbed run.
     """
     from outrider.bench.faults.move import MoveOptions, run_move
 

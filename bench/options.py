@@ -5,6 +5,7 @@ The helpers resolve devices, dtypes, draft folders and lists of numbers.
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -157,11 +158,26 @@ def result_file(output: Path | None, name: str, device: str, force: bool) -> Pat
         force: Value of `--force`: True to overwrite an existing file.
 
     Raises:
-        ConfigurationError: The file exists, and `force` is False.
+        ConfigurationError: The file exists and `force` is False, or no file can be written there.
     """
     from outrider.bench.report.record import result_path
 
     path = result_path(output, name, device.split(":")[0])
+    folder = next(parent for parent in path.parents if os.path.exists(parent))
+    if not folder.is_dir():
+        raise ConfigurationError(
+            f"--output {output}: {folder} is a file. Give a file whose name ends in .json, or a folder.",
+            field="--output",
+        )
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ConfigurationError(
+            f"--output {output}: nothing can be written in {folder}. Choose another place with --output.",
+            field="--output",
+        )
+    if path.is_dir():
+        raise ConfigurationError(
+            f"--output {output}: {path} is a folder. Choose another name.", field="--output"
+        )
     if path.exists() and not force:
         raise ConfigurationError(
             f"{path} exists. Choose another file with --output, or pass --force to overwrite it.",

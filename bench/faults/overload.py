@@ -2,12 +2,14 @@
 
 The command first measures the capacity, with clients that wait for their answers. It then sends requests at
 rates derived from this capacity. Requests arrive whether or not earlier ones have been answered (an open
-loop). There are four loads:
+loop). There are five loads:
 
 1. less than the capacity, for comparison;
 2. more than the capacity;
 3. the requests of one API key that stays within its limits, alone;
-4. the same requests, while another key sends far too many requests.
+4. the same requests, while another key sends far too many requests;
+5. clients that wait for their answers: two of one key alone, and then beside many of a key with a limit
+   (`limited_key`).
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from outrider.bench.faults.limited_key import FLOOD_CLIENTS, STEADY_CLIENTS, rates_beside_limited_key
 from outrider.bench.faults.processes import usages
 from outrider.bench.load.open_loop import Experience, Load, LoadRequest, run_clients, run_load
 from outrider.bench.load.rest import RestLoad
@@ -42,14 +45,15 @@ CLIENTS_PER_SLOT = 2
 DEFAULT_SLOTS = 16
 PROMPTS = 40
 SAMPLE_S = 0.5
+RELOAD_S = 3.0
 CAPACITY_SHARES = 3
 """The capacity is the median of this many measurements."""
-LOADS = 4
+LOADS = 5
 """Number of loads after these measurements. All of them last equally long."""
 FIRST_TOKEN_GOAL, TENANT_GOAL, MEMORY_GOAL = 3.0, 0.8, 1.1
 REFUSED = 429
-STEADY, FLOOD = "steady-tenant", "flooding-tenant"
-KEYS = {name: f"sk-bench-{name}-0001" for name in (STEADY, FLOOD)}
+STEADY, FLOOD, LIMITED = "steady-tenant", "flooding-tenant", "limited-tenant"
+KEYS = {name: f"sk-bench-{name}-0001" for name in (STEADY, FLOOD, LIMITED)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +65,9 @@ class OverloadOptions:
         requests: Number of requests in the load above the capacity.
         capacity_s: Duration of the measurement of the capacity, in seconds.
         max_tokens: Lengths of answers. Each request draws one of them at random.
-        max_queue_wait_s: The gateway's setting of this name, in seconds.
+        max_queue_wait_s: The gateway's setting of this name, in seconds. With None, the gateway's default.
         seed: Seed of the arrival times and of the lengths.
+        flood_share: Tokens per minute of the key with a limit, as a share of the capacity.
         output: The JSON file for the result.
     """
 
@@ -70,8 +75,9 @@ class OverloadOptions:
     requests: int
     capacity_s: float
     max_tokens: Sequence[int]
-    max_queue_wait_s: float
+    max_queue_wait_s: float | None
     seed: int
+    flood_share: float
     output: Path
 
 
@@ -151,22 +157,35 @@ def run_overload(options: OverloadOptions) -> int:
     """
     with ExitStack() as cleanup:
         folder = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="outrider-")))
-        stack = cleanup.enter_context(started_services(_with_keys(options, folder)))
-        return asyncio.run(_measure(options, stack))
+        started = _with_keys(options, folder)
+        stack = cleanup.enter_context(started_services(started))
+        return asyncio.run(_measure(options, stack, started))
 
 
 def _with_keys(options: OverloadOptions, folder: Path) -> StackOptions:
-    """Return the options of a stack with two API keys. The file of the keys is written into `folder`."""
+    """Return the options of a stack with several API keys. The file of the keys is written into `folder`."""
     file = folder / "keys.toml"
     file.touch(mode=0o600)
-    file.write_text(
-        "".join(f'[[keys]]\nname = "{name}"\nkey = "{key}"\n' for name, key in KEYS.items()), encoding="ascii"
-    )
+    _write_keys(file, "")
     settings = {"api_keys_file": file, "max_queue_wait_s": options.max_queue_wait_s}
     return replace(options.stack, gateway_settings={**options.stack.gateway_settings, **settings})
 
 
-async def _measure(options: OverloadOptions, stack: Stack) -> int:
+def _write_keys(file: Path, limits: str) -> None:
+    """Write the keys into a file. `limits` are TOML lines for the key `LIMITED`, which is the last one."""
+    keys = [f'[[keys]]\nname = "{name}"\nkey = "{key}"\n' for name, key in KEYS.items()]
+    file.write_text("".join(keys) + limits, encoding="ascii")
+
+
+async def _limit_flood(options: OverloadOptions, stack: StackOptions, capacity: float) -> None:
+    """Limit the key `LIMITED`, and wait until the gateway has read its file again."""
+    tokens = options.flood_share * capacity * statistics.mean(options.max_tokens) * 60
+    limits = f"max_concurrent = 1\ntokens_per_minute = {max(1, round(tokens))}\n"
+    _write_keys(Path(str(stack.gateway_settings["api_keys_file"])), limits)
+    await asyncio.sleep(RELOAD_S)
+
+
+async def _measure(options: OverloadOptions, stack: Stack, started: StackOptions) -> int:
     server = find_server(stack.url, KEYS[STEADY])
     loads = {name: RestLoad(server, key) for name, key in KEYS.items()}
     try:
@@ -190,12 +209,16 @@ async def _measure(options: OverloadOptions, stack: Stack) -> int:
                 offer(STEADY, WITHIN * capacity, "the same beside a flood", 3),
                 offer(FLOOD, ABOVE * capacity, "the same beside a flood", 3, 1),
             )
+            progress.tell(LOADS - 1, step="clients that wait, beside a key with a limit")
+            await _limit_flood(options, started, capacity)
+            closed = await rates_beside_limited_key(
+                loads[STEADY], loads[LIMITED], lambda number: _requests(options, number), seconds / 4
+            )
     finally:
         for load in loads.values():
             await load.close()
-    return _report(
-        options, capacities, {"0.8": below, "1.5": above, "alone": alone, "beside": beside, "flood": flood}
-    )
+    offers = {"0.8": below, "1.5": above, "alone": alone, "beside": beside, "flood": flood}
+    return _report(options, capacities, offers, closed)
 
 
 def _share_of(seconds: float, done: int, progress: Progress, step: str) -> Callable[[int], None]:
@@ -283,7 +306,12 @@ def _requests(options: OverloadOptions, number: int) -> Any:
     return request
 
 
-def _report(options: OverloadOptions, capacities: Sequence[float], offers: Mapping[str, LoadResult]) -> int:
+def _report(
+    options: OverloadOptions,
+    capacities: Sequence[float],
+    offers: Mapping[str, LoadResult],
+    closed: tuple[float, float],
+) -> int:
     below, above, alone, beside = (offers[name] for name in ("0.8", "1.5", "alone", "beside"))
     refused = [one for offer in offers.values() for one in offer.refused]
     silent = sum(one.retry_after_s is None for one in refused)
@@ -314,6 +342,18 @@ def _report(options: OverloadOptions, capacities: Sequence[float], offers: Mappi
             more={"goal": TENANT_GOAL, "goal_is": "at least", "met": kept >= TENANT_GOAL},
         ),
         Row("its first token beside a flood, p99", beside.first_token(99), "s"),
+        Row(
+            f"requests/s of {STEADY_CLIENTS} clients, beside {FLOOD_CLIENTS} of a limited key ÷ alone",
+            closed[1] / closed[0],
+            "×",
+            more={
+                "alone_per_s": round(closed[0], 3),
+                "flood_share": options.flood_share,
+                "goal": TENANT_GOAL,
+                "goal_is": "at least",
+                "met": closed[1] >= TENANT_GOAL * closed[0],
+            },
+        ),
     ]
     settings = {
         "device": options.stack.device,
@@ -321,6 +361,7 @@ def _report(options: OverloadOptions, capacities: Sequence[float], offers: Mappi
         "max_tokens": list(options.max_tokens),
         "max_queue_wait_s": options.max_queue_wait_s,
         "seed": options.seed,
+        "flood_share": options.flood_share,
         "transport": options.stack.transport.value,
     }
     more = {"offers": {name: offer.as_json() for name, offer in offers.items()}}

@@ -56,6 +56,12 @@ def cpu_seconds(process: int) -> float:
     return nanoseconds / 1e9
 
 
+def main_thread_seconds(process: int) -> float:
+    """Return the time that the main thread of a process has run, without waits for a core, in seconds."""
+    file = Path("/proc") / str(process) / "task" / str(process) / "schedstat"
+    return int(file.read_text(encoding="ascii").split()[0]) / 1e9
+
+
 def usages(supervisor: Supervisor) -> dict[str, ProcessUsage]:
     """Return what each running service uses, by name."""
     found = {}

@@ -1,11 +1,12 @@
 """`outrider bench stall`: sends request bodies that are slow to parse, and measures pauses of other streams.
 
-The bodies are malformed lists, very long texts over REST and gRPC, and large requests to the routes for
-tokens. If the gateway parsed such a body on its event loop, all streams would stop meanwhile.
+The bodies are malformed lists, objects with very many fields, very long texts over REST and gRPC, and large
+requests to the routes for tokens. If the gateway parsed such a body on its event loop, all streams would stop
+meanwhile.
 
 Other programs on the machine also cause pauses. The command therefore also measures the run time of the
-gateway's threads for each body, without their time for the streams. A body cannot stop the streams for longer
-than that.
+gateway for each body, without its time for the streams: of all its threads, and of its main thread. The event
+loop runs in the main thread. A body cannot stop the streams for longer than the main thread runs for it.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from urllib.parse import urlsplit
 
 import grpc
 
-from outrider.bench.faults.processes import cpu_seconds
+from outrider.bench.faults.processes import cpu_seconds, main_thread_seconds
 from outrider.bench.faults.questions import CHAT, COMPLETIONS, GENERATE
 from outrider.bench.measure.clock import percentile
 from outrider.bench.report.record import Result, Row, show_and_save
@@ -40,10 +41,14 @@ GOAL_S = 0.05
 TIMEOUT_S = 60.0
 STREAM_TOKENS = 1000
 AFTER_S = 0.2
+TELL_S = 2.0
+"""Seconds between two updates of the progress while the streams run undisturbed."""
 """Time after an answer in which a pause still counts for its body."""
 MIB = 1 << 20
 GRPC_SHARE = 4
 """Size of the texts that are sent over gRPC, divided by the size of the bodies for REST."""
+NAMES_WITHIN_LIMIT, VALUES_WITHIN_LIMIT = 16_300, 39_900
+"""Numbers of names of fields, and of values in arguments, that the gateway still accepts in one body."""
 JSON = {"content-type": "application/json"}
 REFUSED = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.OUT_OF_RANGE)
 COMPLETE = f"/{gateway_pb2.DESCRIPTOR.services_by_name['Inference'].full_name}/Complete"
@@ -96,12 +101,24 @@ def expensive_bodies(size: int = MIB) -> dict[str, Body]:
         count = max(1, int(size * share) // len(part))
         return Body(path, f"{before}{part * count}{after}".encode())
 
-    def call(part: str) -> Body:
+    def complete(part: str) -> Body:
         request = gateway_pb2.CompleteRequest(text=part * (GRPC_SHARE * size // len(part)))
         return Body(COMPLETE, request.SerializeToString())
 
     chat = ('{"messages":[{"role":"user","content":"', '"}],"max_tokens":1}')
     many = ",".join(f'"field{number}":1' for number in range(max(1, size // 20)))
+
+    def fields(before: str, field: str, after: str, count: int, escaped: bool = False) -> Body:
+        made = ",".join(field.format(number) for number in range(max(1, count)))
+        return Body(CHAT, (before + (json.dumps(made)[1:-1] if escaped else made) + after).encode())
+
+    user = '{"messages":[{"role":"user","content":"a"}'
+    tool = user + '],"max_tokens":1,"tools":[{"type":"function","function":{"name":"f","parameters":{'
+    call = ',{"role":"assistant","content":"","tool_calls":[{"function":{"name":"f","arguments":'
+    properties = (tool + '"properties":{', '"p{}":{{}}', "}}}}]}")
+    biases = (user + '],"max_tokens":1,"logit_bias":{', '"{}":1', "}}")
+    options = (user + '],"chat_template_kwargs":{', '"{}":1', "}}")
+    arguments = (user + call + '"{', '"{}":1', '}"}}]}],"max_tokens":1}')
     return {
         "floats as prompt": filled(COMPLETIONS, '{"prompt":[', "1.5", "]}"),
         "numbers as messages": filled(CHAT, '{"messages":[', "1", "]}"),
@@ -111,14 +128,25 @@ def expensive_bodies(size: int = MIB) -> dict[str, Body]:
         "unknown fields": Body(COMPLETIONS, ('{"prompt":"a",' + many + "}").encode()),
         "stop strings": filled(COMPLETIONS, '{"prompt":"a","stop":[', '"a"', "]}"),
         "nested lists": Body(COMPLETIONS, b'{"prompt":' + b"[" * (size // 2) + b"]" * (size // 2) + b"}"),
+        "properties of a tool": fields(*properties, size // 15),
+        "properties of a tool, most allowed": fields(*properties, min(size // 15, NAMES_WITHIN_LIMIT)),
+        "numbers in a tool": filled(CHAT, tool + '"enum":[', "1", "]}}}]}"),
+        "logit bias": fields(*biases, size // 11),
+        "logit bias, most allowed": fields(*biases, min(size // 11, NAMES_WITHIN_LIMIT)),
+        "template variables": fields(*options, size // 11),
+        "template variables, most allowed": fields(*options, min(size // 11, NAMES_WITHIN_LIMIT)),
+        "arguments of a call": fields(*arguments, size // 13, escaped=True),
+        "arguments of a call, most allowed": fields(
+            *arguments, min(size // 13, VALUES_WITHIN_LIMIT), escaped=True
+        ),
         "words in a chat": text(CHAT, *chat, "word and word "),
         "words in a chat, a tenth": text(CHAT, *chat, "word and word ", 0.1),
         "digits in a chat": text(CHAT, *chat, "1234567890"),
         "digits to tokenize": text("/tokenize", '{"prompt":"', '"}', "1234567890"),
         "token ids to detokenize": filled("/detokenize", '{"tokens":[', "77", "]}"),
         "token ids as prompt": filled(GENERATE, '{"input_ids":[', "77", "]}"),
-        "words over gRPC": call("word and word "),
-        "digits over gRPC": call("1234567890"),
+        "words over gRPC": complete("word and word "),
+        "digits over gRPC": complete("1234567890"),
     }
 
 
@@ -158,46 +186,63 @@ def run_stall(options: StallOptions) -> int:
         return _measure(options, stack.url, f"127.0.0.1:{options.stack.grpc}", gateway)
 
 
+def _wait(seconds: float, progress: Progress) -> None:
+    """Sleep, and show the time left every `TELL_S` seconds."""
+    began = time.monotonic()
+    while (left_s := began + seconds - time.monotonic()) > 0:
+        time.sleep(min(TELL_S, left_s))
+        progress.tell(min(seconds, time.monotonic() - began))
+
+
 def _measure(options: StallOptions, url: str, grpc_address: str, gateway: int) -> int:
     rows, statuses = [], {}
     with _streams(url, options.streams) as arrivals:
-        began, ran = time.perf_counter(), cpu_seconds(gateway)
+        began, ran, main = time.perf_counter(), cpu_seconds(gateway), main_thread_seconds(gateway)
         # A thread that redraws a bar would disturb the streams, whose clients are in this process.
-        with Progress(f"streams without a body, {options.quiet_s:g} s", still=True):
-            quiet = _window(arrivals, lambda: time.sleep(options.quiet_s))
+        with Progress("streams without a body", options.quiet_s, counts=False, still=True) as progress:
+            quiet = _window(arrivals, partial(_wait, options.quiet_s, progress))
         share = (cpu_seconds(gateway) - ran) / (time.perf_counter() - began)
+        main_share = (main_thread_seconds(gateway) - main) / (time.perf_counter() - began)
         rows += [
             Row("pause without a body, p99", percentile(quiet, 99), "s"),
             Row("pause without a body, longest", max(quiet), "s"),
         ]
         longest: list[tuple[float, str]] = []
         busiest: list[tuple[float, str]] = []
+        main_busiest: list[tuple[float, str]] = []
         bodies = expensive_bodies()
         with Progress("stall", len(bodies), still=True) as progress:
             for number, (name, body) in enumerate(bodies.items()):
                 progress.tell(number, step=name)
                 answers: list[tuple[int, float]] = []
                 pauses: list[float] = []
-                began, ran = time.perf_counter(), cpu_seconds(gateway)
+                began, ran, main = time.perf_counter(), cpu_seconds(gateway), main_thread_seconds(gateway)
                 for _ in range(options.repeats):
                     send = partial(_call, grpc_address) if body.path == COMPLETE else partial(_post, url)
                     pauses += _window(arrivals, partial(_answer, send, body, answers))
                 statuses[name] = sorted({status for status, _ in answers})
-                more_s = cpu_seconds(gateway) - ran - share * (time.perf_counter() - began)
-                cpu_s = max(0.0, more_s / options.repeats)
+                seconds = time.perf_counter() - began
+                cpu_s = max(0.0, (cpu_seconds(gateway) - ran - share * seconds) / options.repeats)
+                main_s = main_thread_seconds(gateway) - main - main_share * seconds
+                main_s = max(0.0, main_s / options.repeats)
                 worst = max(pauses)
                 longest.append((worst, name))
                 busiest.append((cpu_s, name))
+                main_busiest.append((main_s, name))
                 more = {
                     "status": statuses[name],
                     "answer_s": round(max(seconds for _, seconds in answers), 4),
                     "gateway_cpu_s": round(cpu_s, 4),
+                    "main_thread_s": round(main_s, 4),
                 }
                 rows.append(Row(f"pause beside: {name}", worst, "s", more={**more, **_goal(worst)}))
     worst, name = max(longest)
     rows.append(Row("longest pause beside a body", worst, "s", more={"body": name, **_goal(worst)}))
     worst, name = max(busiest)
     row = Row("longest run of the gateway for a body", worst, "s", more={"body": name, **_goal(worst)})
+    rows.append(row)
+    worst, name = max(main_busiest)
+    row = Row("longest run of its main thread for a body", worst, "s", more={"body": name, **_goal(worst)})
     rows.append(row)
     settings = {
         "device": options.stack.device,
@@ -206,7 +251,9 @@ def _measure(options: StallOptions, url: str, grpc_address: str, gateway: int) -
         "transport": options.stack.transport.value,
     }
     show_and_save(
-        Result("stall", settings, rows), options.output, shown=("status", "gateway_cpu_s", "goal", "met")
+        Result("stall", settings, rows),
+        options.output,
+        shown=("status", "gateway_cpu_s", "main_thread_s", "goal", "met"),
     )
     return int(any(status >= 500 for found in statuses.values() for status in found))
 
@@ -221,7 +268,7 @@ def _window(arrivals: Arrivals, action: Callable[[], object]) -> list[float]:
     action()
     time.sleep(AFTER_S)
     ended = time.perf_counter()
-    while not all(stream[-1] >= ended for stream in arrivals.streams) and not arrivals.failures:
+    while not arrivals.failures and not all(stream[-1] >= ended for stream in arrivals.streams):
         if time.perf_counter() - ended > TIMEOUT_S:
             raise UnavailableError(f"A stream has paused for {TIMEOUT_S:g} s.")
         time.sleep(0.01)

@@ -46,6 +46,7 @@ from outrider.bench.measure.floors import Work, draft_step, forward_work
 from outrider.bench.measure.roofline import Ceilings, measure_ceilings
 from outrider.bench.report.record import Result, Row, show_and_save
 from outrider.bench.stacks.draft_stack import drafting_round
+from outrider.bench.stacks.random_fit import check_shape_fits
 from outrider.kernels.ahead import compile_ahead
 from outrider.kernels.kv_compact import kv_compact
 from outrider.kernels.kv_store import kv_store
@@ -67,8 +68,11 @@ def run_kernels(options: KernelOptions) -> int:
     """Run the cases, print the table and save the result. Returns the exit code.
 
     Raises:
-        ConfigurationError: `--only` matches no case.
+        ConfigurationError: `--only` matches no case, or the weights of the shape do not fit into the memory.
     """
+    if any(_is_wanted(kind, options) for kind in PASSES):
+        # Only whole passes need all weights. The other cases make the tensors of one layer.
+        check_shape_fits(options.shape, options.device, options.dtype, with_head=True)
     ceilings = measure_ceilings(options.device, options.dtype, options.small)
     launch = measure(_launches(options.device), options.device, copies=LAUNCHES).median
     rows: list[Row] = []
@@ -154,8 +158,12 @@ def cases(options: KernelOptions) -> Iterator[tuple[str, Iterator[KernelCase]]]:
         options.shape.model_config(), options.shape.head, options.device, options.dtype, small=options.small
     )
     for kind, make in KINDS.items():
-        if any(fnmatch(kind, wanted.strip()) for wanted in options.only.split(",")):
+        if _is_wanted(kind, options):
             yield kind, make(sizes, options)
+
+
+def _is_wanted(kind: str, options: KernelOptions) -> bool:
+    return any(fnmatch(kind, wanted.strip()) for wanted in options.only.split(","))
 
 
 def _linear(sizes: KernelSizes, options: KernelOptions) -> Iterator[KernelCase]:

@@ -11,6 +11,7 @@ import math
 
 from outrider.bench.kernels.case import KernelOptions
 from outrider.bench.report.record import Result, Row, show_and_save
+from outrider.bench.stacks.random_fit import check_shape_fits
 from outrider.kernels.skinny_gemm.kept import Tried
 from outrider.shared.base.errors import ConfigurationError
 from outrider.shared.nn.dummy import random_decoder
@@ -22,10 +23,12 @@ def tune_tiles(options: KernelOptions) -> int:
     """Try tiles for matrix products without a measured tile, save the fastest, and return the exit code.
 
     Raises:
-        ConfigurationError: There is no GPU, or the model shape does not use fused kernels.
+        ConfigurationError: There is no GPU, the model shape does not use fused kernels, or its weights do
+            not fit into the memory.
     """
     if options.device.type != "cuda":
         raise ConfigurationError("--tune measures tiles of GPU kernels; use --device cuda.", field="--tune")
+    check_shape_fits(options.shape, options.device, options.dtype, with_head=False)
     decoder = random_decoder(options.shape.model_config(), options.device, options.dtype)
     if decoder.fused is None:
         raise ConfigurationError(

@@ -171,7 +171,8 @@ async def run_clients(
             experiences.append(await ask(client, request(next(indices))))
             on_answer(len(experiences))
             if experiences[-1].error:
-                await asyncio.sleep(PAUSE_AFTER_ERROR_S)  # a broken server must not be flooded
+                # A broken server must not be flooded, and a full one says when to come back.
+                await asyncio.sleep(experiences[-1].retry_after_s or PAUSE_AFTER_ERROR_S)
             if time.perf_counter() >= ends:
                 return
 

@@ -188,7 +188,10 @@ def _ask(client: RestClient, prompt: FormPrompt, formed: bool, options: FormsOpt
     messages = [{"role": "user", "content": prompt.prompt}]
     for _, trace in client.stream_chat_events(messages, body, reply):
         if trace:
-            rounds.append(trace["emitted_text"])
+            rounds.append(list(trace["emitted_text"]))
+    if rounds and rounds[-1] and not reply.text.endswith(rounds[-1][-1]):
+        # The trace names the token that ended the answer, which is not part of the text.
+        rounds[-1][-1] = ""
     return FormAnswer(prompt, formed, reply.text, rounds, reply.finish_reason == "stop")
 
 

@@ -40,10 +40,10 @@ from outrider.bench.stacks.engine_stack import (
     EngineOptions,
     RunningBatch,
     check_accept_length,
-    check_draft_device,
     running_engine,
     target_placement,
 )
+from outrider.bench.stacks.remote_draft import check_draft_device
 from outrider.services.stack.option_checks import check_mps_device
 from outrider.shared.base.errors import ConfigurationError, OutriderError
 from outrider.shared.base.process_age import process_age_s

@@ -39,6 +39,10 @@ def plot(
             f"--only {unknown[0]}: there is no such picture. Known: {', '.join(PICTURES)}.", field="--only"
         )
     folder = output or (DOCUMENTS if check else Path())
+    if folder.exists() and not folder.is_dir():
+        raise ConfigurationError(
+            f"--output {folder} is a file. Give a folder for the pictures.", field="--output"
+        )
     files = {name: [folder / f"{name}-{theme.name}.svg" for theme in (LIGHT, DARK)] for name in names}
     existing = [file for pair in files.values() for file in pair if file.exists()]
     if existing and not (force or check):

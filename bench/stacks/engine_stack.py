@@ -21,13 +21,13 @@ from typing import Any
 import torch
 
 from outrider.bench.stacks.answers import AnswerSink, TimedAnswer
+from outrider.bench.stacks.random_fit import check_shape_fits
 from outrider.bench.stacks.random_head import memory_folder, write_random_head
-from outrider.bench.stacks.random_target import random_target
+from outrider.bench.stacks.random_target import MAKING, random_target
 from outrider.bench.stacks.remote_draft import DraftTransport, RemoteDraft
 from outrider.bench.stacks.shapes import NamedShape
 from outrider.services.draft.inproc import drafter_beside
 from outrider.services.draft.settings import DraftSettings
-from outrider.services.stack.option_checks import DEVICE
 from outrider.services.stack.supervisor import Surroundings
 from outrider.services.target.app import StandIn, Target
 from outrider.services.target.model.synthetic_acceptance import SyntheticAcceptance, rates_of_mean
@@ -38,7 +38,7 @@ from outrider.shared.base.errors import ConfigurationError, UnavailableError
 from outrider.shared.base.generation import SamplingParams, SpeculationMode
 from outrider.shared.kv.pool import CacheSizing
 from outrider.shared.nn.decoder import Decoder, default_dtype
-from outrider.shared.obs.progress import Progress
+from outrider.shared.obs.progress import Waiting
 from outrider.shared.spec.drafter import DrafterState
 from outrider.shared.spec.tree import DraftShape
 
@@ -243,15 +243,21 @@ def running_engine(options: EngineOptions) -> Iterator[BenchEngine]:
     """Context manager that creates a target, starts its draft and its engine, and stops them on exit.
 
     Raises:
-        ConfigurationError: A setting is wrong, or the model does not fit into the GPU's memory.
+        ConfigurationError: A setting is wrong, or the model does not fit into the device's memory.
         UnavailableError: The draft did not start.
     """
     log: deque[str] = deque(maxlen=30)
     with ExitStack() as cleanup:
         settings = _settings(options, NO_DRAFT)
         device, dtype = target_placement(options)
-        with Progress("making random weights"):
-            decoder = _decoder(cleanup, options, settings, device, dtype)
+        check_shape_fits(
+            options.shape,
+            device,
+            dtype,
+            with_head=options.drafts and options.draft_device in (None, str(device)),
+            ranks=settings.tp,
+        )
+        decoder = _decoder(cleanup, options, settings, device, dtype)
         synthetic = SyntheticAcceptance(rates_of_mean(1.0), decoder.config.vocab_size, device)
         make_drafter = None
         if options.drafts:
@@ -265,7 +271,7 @@ def running_engine(options: EngineOptions) -> Iterator[BenchEngine]:
                 settings = _settings(options, _start_draft(cleanup, options, settings, head, dtype, log))
         target = Target(settings, make_drafter, StandIn(decoder, synthetic))
         cleanup.callback(target.shutdown)
-        with Progress("waiting for the draft"):
+        with Waiting("waiting for the draft"):
             asyncio.run(target.wait_for_draft(DRAFT_START_S))
         state = target.drafter.state()
         if options.drafts and state is not DrafterState.ON:
@@ -273,7 +279,8 @@ def running_engine(options: EngineOptions) -> Iterator[BenchEngine]:
                 f"The draft is {state.value} after {DRAFT_START_S:.0f} s. Its last output:\n" + "\n".join(log)
             )
         # Wait until the server has finished its work for idle times, which would disturb the measurements.
-        asyncio.run(target.wait_recorded(for_all=True))
+        with Waiting("recording what the engine records while it is idle"):
+            asyncio.run(target.wait_recorded(for_all=True))
         yield BenchEngine(target, decoder, synthetic)
 
 
@@ -284,22 +291,6 @@ def check_accept_length(accept_length: float) -> None:
         ConfigurationError: The length is out of range.
     """
     rates_of_mean(accept_length)
-
-
-def check_draft_device(device: str) -> None:
-    """Check that the draft can use this device, before the process of the draft starts.
-
-    Raises:
-        ConfigurationError: This machine has no such device.
-    """
-    gpus = torch.cuda.device_count()
-    if DEVICE.fullmatch(device) is None or (
-        device.startswith("cuda") and int(device.partition(":")[2] or 0) >= gpus
-    ):
-        raise ConfigurationError(
-            f"--draft-device {device}: expected auto, cpu, or cuda:N for one of this machine's {gpus} GPUs.",
-            field="--draft-device",
-        )
 
 
 def target_placement(options: EngineOptions) -> tuple[torch.device, torch.dtype]:
@@ -323,7 +314,8 @@ def _decoder(
 ) -> Decoder:
     if settings.tp == 1:
         return random_target(options.shape, device, dtype)
-    ranks = start_group(settings, random=options.shape.target)
+    with Waiting(MAKING):
+        ranks = start_group(settings, random=options.shape.target)
     cleanup.callback(ranks.close)
     return ranks.decoder
 

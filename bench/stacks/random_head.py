@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
+from math import prod
 from pathlib import Path
 
 import torch
 
 from outrider.bench.stacks.shapes import NamedShape
 from outrider.shared.nn.dummy import SPREAD, RandomTensors
+from outrider.shared.obs.progress import Progress
 
 LAYER = "midlayer."
 LOGIT_SPREAD = 6.0
@@ -50,16 +52,31 @@ def write_random_head(
     from safetensors.torch import save_file
 
     config = shape.head
-    hidden, inner, draft_vocab = (
-        config["hidden_size"],
-        config["intermediate_size"],
-        config["draft_vocab_size"],
-    )
+    hidden, draft_vocab = config["hidden_size"], config["draft_vocab_size"]
+    source = RandomTensors(device, dtype)
+    tensors: dict[str, torch.Tensor] = {}
+    shapes = head_shapes(shape)
+    with Progress("making a random head", sum(map(prod, shapes.values())), counts=False) as progress:
+        for name, size in shapes.items():
+            tensors[name] = source.take(name, size).cpu()
+            progress.advance(prod(size))
+    tensors["lm_head.weight"] *= LOGIT_SPREAD / (SPREAD * hidden**0.5)
+    stride = config["vocab_size"] // draft_vocab
+    tensors["d2t"] = torch.arange(draft_vocab) * (stride - 1)  # target id = stride * draft id
+    save_file(tensors, str(folder / "model.safetensors"))
+    (folder / "config.json").write_text(json.dumps(dict(config), indent=1), encoding="utf-8")
+    return folder
+
+
+def head_shapes(shape: NamedShape) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each random tensor of a head, by its name in the file."""
+    config = shape.head
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
     queries, keys = (
         config["num_attention_heads"] * config["head_dim"],
         config["num_key_value_heads"] * config["head_dim"],
     )
-    shapes = {
+    return {
         "fc.weight": (hidden, 3 * hidden),
         f"{LAYER}input_layernorm.weight": (hidden,),
         f"{LAYER}hidden_norm.weight": (hidden,),
@@ -72,13 +89,5 @@ def write_random_head(
         f"{LAYER}mlp.up_proj.weight": (inner, hidden),
         f"{LAYER}mlp.down_proj.weight": (hidden, inner),
         "norm.weight": (hidden,),
-        "lm_head.weight": (draft_vocab, hidden),
+        "lm_head.weight": (config["draft_vocab_size"], hidden),
     }
-    source = RandomTensors(device, dtype)
-    tensors = {name: source.take(name, size).cpu() for name, size in shapes.items()}
-    tensors["lm_head.weight"] *= LOGIT_SPREAD / (SPREAD * hidden**0.5)
-    stride = config["vocab_size"] // draft_vocab
-    tensors["d2t"] = torch.arange(draft_vocab) * (stride - 1)  # target id = stride * draft id
-    save_file(tensors, str(folder / "model.safetensors"))
-    (folder / "config.json").write_text(json.dumps(dict(config), indent=1), encoding="utf-8")
-    return folder

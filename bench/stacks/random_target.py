@@ -11,28 +11,34 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from outrider.bench.stacks.random_fit import target_bytes
 from outrider.bench.stacks.shapes import NamedShape
 from outrider.shared.nn.checkpoint.json_config import ConfigReader
 from outrider.shared.nn.decoder import Decoder
 from outrider.shared.nn.dummy import random_decoder
 from outrider.shared.nn.generic.layout import GenericConfig
+from outrider.shared.obs.progress import Progress, Waiting
 
 if TYPE_CHECKING:
     from outrider.shared.nn.generic.model import GenericDecoder
+
+MAKING = "making random weights"
 
 
 def random_target(shape: NamedShape, device: torch.device, dtype: torch.dtype) -> Decoder:
     """Return a target of the given shape, like a model that `load_decoder` loads from a checkpoint.
 
+    The function shows its progress.
+
     Raises:
         CheckpointError: The shape needs `transformers`, which is not installed or rejects the shape.
     """
     config = shape.model_config()
-    return (
-        _generic(shape, config, device, dtype)
-        if isinstance(config, GenericConfig)
-        else random_decoder(config, device, dtype)
-    )
+    if isinstance(config, GenericConfig):
+        with Waiting(MAKING):
+            return _generic(shape, config, device, dtype)
+    with Progress(MAKING, target_bytes(shape, dtype), counts=False) as progress:
+        return random_decoder(config, device, dtype, progress.advance)
 
 
 def _generic(

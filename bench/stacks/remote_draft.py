@@ -9,8 +9,12 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
+import torch
+
 from outrider.services.stack.launch import free_port, outrider_command
+from outrider.services.stack.option_checks import DEVICE
 from outrider.services.stack.supervisor import ChildSpec, Supervisor, Surroundings
+from outrider.shared.base.errors import ConfigurationError
 
 DRAIN_S = 10.0
 
@@ -77,3 +81,19 @@ class RemoteDraft:
         )
         cleanup.enter_context(supervisor).settle()
         return address
+
+
+def check_draft_device(device: str) -> None:
+    """Check that the draft can use this device, before the process of the draft starts.
+
+    Raises:
+        ConfigurationError: This machine has no such device.
+    """
+    gpus = torch.cuda.device_count()
+    if DEVICE.fullmatch(device) is None or (
+        device.startswith("cuda") and int(device.partition(":")[2] or 0) >= gpus
+    ):
+        raise ConfigurationError(
+            f"--draft-device {device}: expected auto, cpu, or cuda:N for one of this machine's {gpus} GPUs.",
+            field="--draft-device",
+        )

@@ -108,7 +108,8 @@ def normalise(stream: ResidualStream) -> torch.Tensor:
         >>> from outrider.kernels.stream import ResidualStream
         >>> row = torch.tensor([[4.0, 4.0]])
         >>> sums = torch.tensor([[16.0], [16.0]])  # sums of squares, in two parts
-        >>> normalise(Stream(residual=row, scaled=row * torch.tensor([1.0, 2.0]), sums=sums, eps=0.0))
+        >>> scaled = row * torch.tensor([1.0, 2.0])
+        >>> normalise(ResidualStream(residual=row, scaled=scaled, sums=sums, eps=0.0))
         tensor([[1., 2.]])
     """
     if stream.sums is None:

@@ -1,9 +1,16 @@
-"""Torch reference of packed_round. `kernels.packed_round` documents the ops."""
+"""Reference of packed_round, on the host. `kernels.packed_round` documents the ops.
+
+The two ops of every round use numpy. Their arrays are short, so overhead takes most of the time, and numpy's
+overhead is a third of torch's.
+"""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from outrider.kernels.packed_round.types import (
@@ -16,6 +23,8 @@ from outrider.kernels.packed_round.types import (
 )
 from outrider.kernels.verify.types import SamplingTensors
 
+Numbers = npt.NDArray[Any]
+
 
 def place_entries(
     state: SlotState,
@@ -25,57 +34,85 @@ def place_entries(
     page_size: int,
     sampling: SamplingTensors,
 ) -> PlacedEntries:
-    rows, device = trees.tokens.shape[0], trees.tokens.device
-    slots = entries.slots.long().clamp(min=0)
-    starts = entries.starts[:-1].long()
-    widths = entries.starts[1:].long() - starts
-    counts = state.counts[slots].long()
-    below = state.committed_lens[slots] < state.limits[slots]
-    live = (entries.slots >= 0) & (widths > 0) & (counts > 0) & below
+    device = trees.tokens.device
+    owners, starts, drafted = _host(entries.slots), _host(entries.starts), _host(entries.drafted)
+    tokens, depths, ancestors = _host(trees.tokens), _host(trees.depths), _host(trees.ancestors)
+    parents, logprobs, num_nodes = _host(trees.parents), _host(trees.logprobs), _host(trees.num_nodes)
+    slots = np.maximum(owners, 0)
+    widths = starts[1:] - starts[:-1]
+    counts, committed_lens = _host(state.counts)[slots], _host(state.committed_lens)[slots]
+    live = (owners >= 0) & (widths > 0) & (counts > 0) & (committed_lens < _host(state.limits)[slots])
     # 1. Write the roots of entries without a drafted tree, and of idle entries.
-    roots = torch.where(live, state.tokens[slots, (counts - 1).clamp(min=0)], 0)
-    plain = (widths > 0) & ~(live & (entries.drafted > 0))
-    at = starts[plain]
-    trees.tokens[at] = roots[plain]
-    trees.parents[at] = -1
-    trees.depths[at] = 0
-    trees.logprobs[at] = 0.0
-    trees.ancestors[at] = 0
-    trees.ancestors[at, 0] = 1
-    trees.num_nodes[plain | (widths == 0)] = 1
+    roots = np.where(live, _host(state.tokens)[slots, np.maximum(counts - 1, 0)], 0)
+    plain = (widths > 0) & ~(live & (drafted > 0))
+    at = starts[:-1][plain]
+    tokens[at] = roots[plain]
+    parents[at] = -1
+    depths[at] = 0
+    logprobs[at] = 0.0
+    ancestors[at] = 0
+    ancestors[at, 0] = 1
+    num_nodes[plain | (widths == 0)] = 1
+    if device.type != "cpu":
+        _write_back(
+            trees,
+            PackedTrees(*map(torch.from_numpy, (tokens, parents, depths, ancestors, logprobs, num_nodes))),
+        )
     # 2. Locate every row.
-    cached = torch.where(live, state.committed_lens[slots] - 1, 0)
-    row = torch.arange(rows, device=device)
-    entry = (torch.searchsorted(entries.starts[1:].long(), row, right=True)).clamp(max=len(slots) - 1)
+    cached = np.where(live, committed_lens - 1, 0)
+    row = np.arange(len(tokens))
+    entry = np.minimum(np.searchsorted(starts[1:], row, side="right"), len(slots) - 1)
     node = row - starts[entry]
-    inside = row < entries.starts[-1]
-    real = inside & live[entry] & (node < trees.num_nodes[entry])
-    positions = torch.where(real, cached[entry] + trees.depths, 0).long()
-    index = torch.where(real, cached[entry] + node, 0)
+    real = (row < starts[-1]) & live[entry] & (node < num_nodes[entry])
+    positions = np.where(real, cached[entry] + depths, 0).astype(np.int64)
+    index = np.where(real, cached[entry] + node, 0)
     slot = slots[entry]
-    pages = page_table[slot, (index // page_size).clamp(max=page_table.shape[1] - 1)].long()
+    table = _host(page_table)
+    pages = table[slot, np.minimum(index // page_size, table.shape[1] - 1)].astype(np.int64)
     return PlacedEntries(
-        cached_lens=cached.to(torch.int32),
-        kv_lens=torch.where(live, cached + trees.num_nodes, 0).to(torch.int32),
-        table_rows=torch.where(live, entries.slots, -1).to(torch.int32),
-        positions=positions,
-        next_positions=positions + 1,
-        kv_slots=torch.where(real, pages * page_size + index % page_size, -1),
-        sampling=_rows_of(sampling, slot, real),
+        cached_lens=_tensor(cached.astype(np.int32), device),
+        kv_lens=_tensor(np.where(live, cached + num_nodes, 0).astype(np.int32), device),
+        table_rows=_tensor(np.where(live, owners, -1).astype(np.int32), device),
+        positions=_tensor(positions, device),
+        next_positions=_tensor(positions + 1, device),
+        kv_slots=_tensor(np.where(real, pages * page_size + index % page_size, -1), device),
+        sampling=_rows_of(sampling, slot, ~real),
     )
 
 
-def _rows_of(sampling: SamplingTensors, slot: torch.Tensor, real: torch.Tensor) -> SamplingTensors:
-    """Return the sampling parameters of each row; rows that are not real get neutral parameters."""
+def _rows_of(sampling: SamplingTensors, slot: Numbers, idle: Numbers) -> SamplingTensors:
+    """Return the sampling parameters of each row. The rows where `idle` is True get neutral parameters."""
+
+    def rows_of(column: torch.Tensor, neutral: float) -> torch.Tensor:
+        rows = _host(column)[slot]
+        rows[idle] = neutral
+        return _tensor(rows, column.device)
+
     return replace(
         sampling,
-        temperature=torch.where(real, sampling.temperature[slot], 0.0),
-        top_k=torch.where(real, sampling.top_k[slot], 0),
-        top_p=torch.where(real, sampling.top_p[slot], 1.0),
-        min_p=torch.where(real, sampling.min_p[slot], 0.0),
-        seeds=torch.where(real, sampling.seeds[slot], 0),
-        choices=torch.where(real, sampling.choices[slot], 0),
+        temperature=rows_of(sampling.temperature, 0.0),
+        top_k=rows_of(sampling.top_k, 0),
+        top_p=rows_of(sampling.top_p, 1.0),
+        min_p=rows_of(sampling.min_p, 0.0),
+        seeds=rows_of(sampling.seeds, 0),
+        choices=rows_of(sampling.choices, 0),
     )
+
+
+def _host(tensor: torch.Tensor) -> Numbers:
+    """Return a tensor as an array. If the tensor is on a CPU, the array shares its memory."""
+    array: Numbers = tensor.cpu().numpy()
+    return array
+
+
+def _tensor(array: Numbers, device: torch.device) -> torch.Tensor:
+    return torch.from_numpy(array).to(device)
+
+
+def _write_back(on_device: PackedTrees | SlotState, changed: PackedTrees | SlotState) -> None:
+    """Copy the changed tensors of the host to the device."""
+    for one in fields(on_device):
+        getattr(on_device, one.name).copy_(getattr(changed, one.name))
 
 
 def accept_entries(
@@ -90,15 +127,18 @@ def accept_entries(
 ) -> AcceptedEntries:
     rows, columns = trees.tokens.shape[0], state.tokens.shape[1]
     device = trees.tokens.device
-    path = torch.full((results, columns), -1, dtype=torch.int32)
-    packed = torch.full((results, 2 + 2 * columns), -1, dtype=torch.int32)
-    feature_rows = torch.zeros(rows, dtype=torch.int64)
-    feature_slots = torch.full((rows,), -1, dtype=torch.int64)
-    feature_places = torch.full((rows,), -1, dtype=torch.int64)
+    path = np.full((results, columns), -1, dtype=np.int32)
+    packed = np.full((results, 2 + 2 * columns), -1, dtype=np.int32)
+    feature_rows = np.zeros(rows, dtype=np.int64)
+    feature_slots = np.full(rows, -1, dtype=np.int64)
+    feature_places = np.full(rows, -1, dtype=np.int64)
     starts, live = entries.starts.tolist(), placed.table_rows.tolist()
     captures, nodes = entries.captures.tolist(), trees.num_nodes.tolist()
     tokens, parents, after = trees.tokens.tolist(), trees.parents.tolist(), chosen.tolist()
-    cached_lens = placed.cached_lens.tolist()
+    cached_lens, table = placed.cached_lens.tolist(), _host(page_table)
+    kept_tokens, counts, committed_lens = (
+        _host(state.tokens), _host(state.counts), _host(state.committed_lens),
+    )  # fmt: skip
     for e in range(results):
         packed[e, 1] = nodes[e]
         slot = live[e]
@@ -115,30 +155,33 @@ def accept_entries(
                 walked.append(node)
                 said.append(after[start + node])
         accepted = len(walked) - 1
-        path[e, : accepted + 1] = torch.tensor(walked)
+        path[e, : accepted + 1] = walked
         packed[e, 0] = accepted
-        packed[e, 2 : 3 + accepted] = torch.tensor(walked)
-        packed[e, 2 + columns : 3 + columns + accepted] = torch.tensor(said)
+        packed[e, 2 : 3 + accepted] = walked
+        packed[e, 2 + columns : 3 + columns + accepted] = said
         # 2. Locate the feature rows of the path.
         if captures[e]:
             for column, node in enumerate(walked):
                 index = cached_lens[e] + column
-                page = int(page_table[slot, index // page_size])
+                page = int(table[slot, index // page_size])
                 feature_rows[start + column] = start + node
                 feature_slots[start + column] = page * page_size + index % page_size
                 feature_places[start + column] = slot * columns + column
         # 3. Prepare the slot's next round.
         kept = said if said[-1] >= 0 else []
-        state.tokens[slot] = torch.tensor(kept + [0] * (columns - len(kept)), dtype=torch.int32)
-        state.counts[slot] = len(kept)
-        state.committed_lens[slot] += len(kept)
+        kept_tokens[slot] = kept + [0] * (columns - len(kept))
+        counts[slot] = len(kept)
+        committed_lens[slot] += len(kept)
+    if device.type != "cpu":
+        changed = (committed_lens, _host(state.limits), kept_tokens, counts)
+        _write_back(state, SlotState(*map(torch.from_numpy, changed)))
     return AcceptedEntries(
-        path=path.to(device),
-        num_accepted=packed[:, 0].contiguous().to(device),
-        packed=packed.to(device),
-        feature_rows=feature_rows.to(device),
-        feature_slots=feature_slots.to(device),
-        feature_places=feature_places.to(device),
+        path=_tensor(path, device),
+        num_accepted=_tensor(packed[:, 0].copy(), device),
+        packed=_tensor(packed, device),
+        feature_rows=_tensor(feature_rows, device),
+        feature_slots=_tensor(feature_slots, device),
+        feature_places=_tensor(feature_places, device),
     )
 
 

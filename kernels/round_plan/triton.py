@@ -11,13 +11,13 @@ from outrider.kernels import _launch
 from outrider.kernels.round_plan.types import RowPlan
 
 
-@triton.jit
+# Clients choose the depth and the branches of their trees. Each constant would be a kernel of its own.
+@triton.jit(do_not_specialize=["bs", "rows", "columns", "depth", "topk"])
 def _plan(
     committed_lens, counts, tokens, max_nodes, page_table, table_stride, out_tokens, out_features,
-    extend_slots, level_slots, positions, lens, root_tokens, out_nodes, bs, rows, columns,
-    DEPTH: tl.constexpr, TOPK: tl.constexpr, PAGE_SIZE: tl.constexpr, LEAD: tl.constexpr,
-    BEHIND: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_D: tl.constexpr,
-    PDL: tl.constexpr
+    extend_slots, level_slots, positions, lens, root_tokens, out_nodes, bs, rows, columns, depth, topk,
+    PAGE_SIZE: tl.constexpr, LEAD: tl.constexpr, BEHIND: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_L: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
     if PDL:
         gdc_wait()
@@ -38,7 +38,7 @@ def _plan(
     page = tl.load(table + index // PAGE_SIZE, mask=fresh, other=0).to(tl.int64)
     scratch = tl.arange(0, BLOCK_L)
     ahead = stable + scratch
-    drafted = scratch < (DEPTH - 1) * TOPK
+    drafted = scratch < (depth - 1) * topk
     scratch_page = tl.load(table + ahead // PAGE_SIZE, mask=drafted & busy, other=0).to(tl.int64)
     nodes = tl.where(busy, tl.load(max_nodes + sequence), 1)
     if PDL:
@@ -49,13 +49,13 @@ def _plan(
     tl.store(positions + row, tl.maximum(index, 0), mask=inside)
     tl.store(root_tokens + sequence, tl.sum(tl.where(column == rows - 1, token, 0), 0))
     tl.store(out_nodes + sequence, nodes)
-    level = scratch // TOPK  # level - 1
-    at = (level * bs + sequence) * TOPK + scratch % TOPK
+    level = scratch // topk  # level - 1
+    at = (level * bs + sequence) * topk + scratch % topk
     tl.store(level_slots + at, tl.where(busy, scratch_page * PAGE_SIZE + ahead % PAGE_SIZE, -1), mask=drafted)
     tl.store(positions + bs * rows + at, tl.maximum(last + level, 0), mask=drafted)
     step = tl.arange(0, BLOCK_D)  # rows of lens: before the extension, then one per level from 0
-    length = tl.where(step == 0, tl.maximum(last - count, 0), stable + tl.where(busy, (step - 1) * TOPK, 0))
-    tl.store(lens + step * bs + sequence, length, mask=step <= DEPTH)
+    length = tl.where(step == 0, tl.maximum(last - count, 0), stable + tl.where(busy, (step - 1) * topk, 0))
+    tl.store(lens + step * bs + sequence, length, mask=step <= depth)
 
 
 def round_plan(
@@ -94,8 +94,8 @@ def round_plan(
                 committed_lens.contiguous(), counts.contiguous(), tokens.contiguous(), max_nodes.contiguous(),
                 page_table, page_table.stride(0), plan.tokens, plan.features, plan.extend_slots,
                 plan.level_slots, plan.positions, plan.lens, plan.root_tokens, plan.max_nodes, bs, rows,
-                columns, DEPTH=depth, TOPK=topk, PAGE_SIZE=page_size, LEAD=lead, BEHIND=behind,
-                BLOCK_R=_launch.next_power_of_2(rows), BLOCK_L=_launch.next_power_of_2(scratch),
-                BLOCK_D=_launch.next_power_of_2(1 + depth), num_warps=1, **_launch.dependent(tokens),
+                columns, depth, topk, PAGE_SIZE=page_size, LEAD=lead, BEHIND=behind,
+                BLOCK_R=_launch.lanes(rows), BLOCK_L=_launch.lanes(scratch),
+                BLOCK_D=_launch.lanes(1 + depth), num_warps=1, **_launch.dependent(tokens),
             )  # fmt: skip
     return plan

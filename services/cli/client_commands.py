@@ -28,6 +28,7 @@ Speculation = Annotated[
     ),
 ]
 MaxTokens = Annotated[int, typer.Option(help="Maximum number of tokens to generate.")]
+DEFAULT_MAX_TOKENS = 256
 Temperature = Annotated[float, typer.Option(help="Sampling temperature; 0 is greedy.")]
 Seed = Annotated[
     int | None,
@@ -50,7 +51,13 @@ def generate(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the answer and its numbers as one JSON object.")
     ] = False,
-    max_tokens: MaxTokens = 256,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(
+            help="Maximum number of tokens to generate.",
+            show_default=f"{DEFAULT_MAX_TOKENS}, or as many as fit into the model's context",
+        ),
+    ] = None,
     temperature: Temperature = 0.0,
     seed: Seed = None,
     speculation: Speculation = None,
@@ -59,6 +66,7 @@ def generate(
     """Send one prompt to a running gateway and print the answer."""
     from outrider.services.clients.rest import RestClient, StreamedReply
     from outrider.services.terminal.chat import print_summary
+    from outrider.services.terminal.context_room import stream_with_default_limit
 
     if prompt == "-" and sys.stdin.isatty():
         typer.echo("Type the prompt. End it with Ctrl-D on a line of its own.", err=True)
@@ -71,10 +79,13 @@ def generate(
         )
     reply = StreamedReply()
     with RestClient(url, api_key) as client:
-        options = _request_options(max_tokens, temperature, seed, speculation)
+        limit = DEFAULT_MAX_TOKENS if max_tokens is None else max_tokens
+        options = _request_options(limit, temperature, seed, speculation)
         if as_json:
             options["return_token_ids"] = True
-        if raw:
+        if max_tokens is None:
+            pieces = stream_with_default_limit(client, text, options, reply, raw=raw)
+        elif raw:
             pieces = client.stream_completion(text, options, reply)
         else:
             pieces = client.stream_chat([{"role": "user", "content": text}], options, reply)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from outrider.services.hub.model_folder import model_folder
 from outrider.services.stack.options import INPROC
+from outrider.shared.base.garbage import without_collections
 from outrider.shared.rpc.polling import watch_sockets
 from outrider.shared.spec.algorithm import Algorithm
 
@@ -22,7 +23,8 @@ if TYPE_CHECKING:
 def run_gateway(settings: GatewaySettings) -> int:
     """Run the gateway until it is stopped."""
     watch_sockets()
-    from outrider.services.gateway import app
+    with without_collections():
+        from outrider.services.gateway import app
 
     return app.run(settings)
 
@@ -35,14 +37,16 @@ def run_target(settings: TargetSettings) -> int:
     the target model.
     """
     watch_sockets()
-    from outrider.services.target import app
+    with without_collections():
+        from outrider.services.target import app
 
     model = model_folder(settings.model, "--model", settings.revision)
     settings = settings.model_copy(update={"model": model})
     if not settings.draft.startswith(INPROC) or settings.speculative_algorithm is Algorithm.NONE:
         return app.run(settings)
-    from outrider.services.draft.inproc import drafter_beside
-    from outrider.services.draft.settings import DraftSettings
+    with without_collections():
+        from outrider.services.draft.inproc import drafter_beside
+        from outrider.services.draft.settings import DraftSettings
     from outrider.services.target.settings import MOST_RUNNING_REQUESTS
 
     # The target and the draft must agree on tree shapes, limits and page size.
@@ -70,13 +74,15 @@ def run_target(settings: TargetSettings) -> int:
 
 def import_draft() -> None:
     """Import the code of the draft service, which takes seconds."""
-    from outrider.services.draft import app  # noqa: F401
+    with without_collections():
+        from outrider.services.draft import app  # noqa: F401
 
 
 def run_draft(settings: DraftSettings) -> int:
     """Run the draft until it is stopped."""
     watch_sockets()
-    from outrider.services.draft import app
+    with without_collections():
+        from outrider.services.draft import app
 
     folders = {}
     if settings.draft is not None:

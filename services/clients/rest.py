@@ -15,6 +15,7 @@ from typing import Any
 
 import httpx
 
+from outrider.services.clients.received import ReceivedRounds
 from outrider.shared.base.errors import ErrorCode, OutriderError, UnavailableError
 
 DEFAULT_URL = "http://127.0.0.1:8000"
@@ -41,8 +42,10 @@ class StreamedReply:
         text: The complete text.
         token_ids: Token ids of the text if the request set ``return_token_ids``, else empty.
         finish_reason: Why the answer ended, such as ``stop`` or ``length``. None until the answer ends.
-        prompt_tokens, completion_tokens: Token counts as reported by the server.
-        speculation: The server's `speculation` object.
+        prompt_tokens, completion_tokens: Token counts as reported by the server. If the answer was cut off,
+            `completion_tokens` counts the received tokens, and `prompt_tokens` is 0.
+        speculation: The server's `speculation` object. If the answer was cut off, its numbers are those of
+            the received rounds.
         seed: Seed that the server used, if it reported one.
         first_token_s, last_token_s, total_s: Seconds from the request to the first text, to the last text and
             to the end, respectively.
@@ -68,10 +71,13 @@ class StreamedReply:
     def stream_speed(self) -> float | None:
         """Tokens after the first one per second after the first text, as the playground defines tokens/s.
 
-        None if the text came almost at once, because the time then says nothing about the speed.
+        None if there is no such token, or if the text came almost at once. The time then says nothing about
+        the speed.
         """
         seconds = self.last_token_s - self.first_token_s
-        return (self.completion_tokens - 1) / seconds if seconds >= SHORTEST_STREAM_S else None
+        if self.completion_tokens < 2 or seconds < SHORTEST_STREAM_S:
+            return None
+        return (self.completion_tokens - 1) / seconds
 
 
 class RestClient:
@@ -149,15 +155,16 @@ class RestClient:
             raise _error(httpx.codes.OK, body)
         return str(body["data"][0]["id"])
 
-    def count_tokens(self, messages: list[dict[str, str]]) -> tuple[int, int]:
-        """Return the number of tokens of a chat's prompt, and the length of the model's context in tokens.
+    def count_tokens(self, prompt: str | list[dict[str, str]]) -> tuple[int, int]:
+        """Return the number of tokens of a text or of messages, and the length of the context in tokens.
 
         Raises:
             UnavailableError: No server answers.
             OutriderError: The server reports an error, for example because it has no such route.
         """
         try:
-            response = self._http.post("/tokenize", json={"model": self.model, "messages": messages})
+            kind = "prompt" if isinstance(prompt, str) else "messages"
+            response = self._http.post("/tokenize", json={"model": self.model, kind: prompt})
         except httpx.TransportError:
             raise self._unreachable() from None
         body = _json_object(response.content)
@@ -202,6 +209,7 @@ class RestClient:
     ) -> Generator[tuple[str, dict[str, Any] | None], None, None]:
         body = {"model": self.model, "stream": True, "stream_options": {"include_usage": True}, **body}
         started = time.perf_counter()
+        received = ReceivedRounds()
         try:
             with self._http.stream("POST", path, json=body) as response:
                 if response.status_code != httpx.codes.OK:
@@ -216,6 +224,7 @@ class RestClient:
                         reply.first_token_s = reply.first_token_s or reply.last_token_s
                     if piece or trace:
                         reply.text += piece or ""
+                        received.add(trace[0] if trace else None)
                         yield piece or "", trace[0] if trace else None
         except httpx.ConnectError:
             raise self._unreachable() from None
@@ -223,6 +232,10 @@ class RestClient:
             raise UnavailableError(f"The connection to {self.url} broke: {error}.", field="url") from None
         finally:
             reply.total_s = time.perf_counter() - started
+            if not reply.completion_tokens:
+                # The answer was cut off before its end, which contains the server's own counts.
+                reply.completion_tokens = len(reply.token_ids) or received.tokens
+                reply.speculation |= received.as_speculation()
 
     def _unreachable(self) -> UnavailableError:
         return UnavailableError(

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
+from outrider.services.clients.received import PREFILL_TOKENS
 from outrider.services.clients.rest import StreamedReply
-
-PREFILL_TOKENS = 1
-"""Tokens of an answer that come from the prefill of its prompt, not from a round."""
 
 
 def drafting_rounds(reply: StreamedReply) -> int | None:
@@ -28,7 +26,7 @@ def speculation_summary(reply: StreamedReply) -> str:
 
     Example:
         >>> speculation = {"rounds": 4, "draft_tokens": 40, "accepted_tokens": 13, "accept_length": 7.5}
-        >>> speculation_summary(Reply(completion_tokens=18, speculation=speculation))
+        >>> speculation_summary(StreamedReply(completion_tokens=18, speculation=speculation))
         '18 tokens in 4 rounds, 2 of them with drafts; accept length 7.50'
     """
     tokens, speculation = _count(reply.completion_tokens, "token"), reply.speculation

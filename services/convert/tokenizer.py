@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider.shared.base.errors import CheckpointError, ConfigurationError
-from outrider.shared.obs.progress import Progress
+from outrider.shared.obs.progress import Waiting
 
 TOKENIZER_FILE = "tokenizer.json"
 SAMPLES: Sequence[str] = (
@@ -69,7 +69,7 @@ def rewrite_tokenizer(folder: Path, output: Path | None = None) -> ConvertedToke
             field="transformers",
         ) from None
     try:
-        with Progress("converting the tokenizer"):
+        with Waiting("converting the tokenizer"):
             original: Any = AutoTokenizer.from_pretrained(
                 str(folder), local_files_only=True, trust_remote_code=False
             )

@@ -205,7 +205,7 @@ class DraftEngine:
         groups = list(self._groups(kept, started))
         # For each session whose group drafts in one launch: how many of its last rows that launch may add.
         left = {
-            id(session): pending_rows(session.ask.shape)
+            id(session): pending_rows(session.ask.shape) if self._goes_on(session) else 1
             for group in groups
             if self._in_one_go(group)
             for session in group
@@ -229,6 +229,15 @@ class DraftEngine:
             session.ask is not None and session.ask.shape.drafts and session.extendable_rows > 0
             for session in group
         )
+
+    def _goes_on(self, session: Session) -> bool:
+        """True if one launch may add any number of rows to a session.
+
+        If False, other passes must first add all rows but the last one. These passes compute the states with
+        which the later layers of the model continue (see `StrategyInfo.rewind`).
+        """
+        fresh = session.cached_rows - session.inherited_rows
+        return not session.inherited_rows or fresh >= self.strategy.info.rewind
 
     def _extend(self, sessions: Sequence[Session], left: Mapping[int, int] | None = None) -> None:
         """Extend sessions by their waiting rows.

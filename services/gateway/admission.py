@@ -1,6 +1,7 @@
 """Admission control: limits the sequences and prompt tokens that wait for a target, and their waiting time.
 
-A request above a limit is refused immediately with status 429.
+A request above a limit is refused immediately with status 429. The waiting time has either a fixed limit, or
+no limit, or a limit that begins when requests keep arriving faster than they are answered (`queue_growth`).
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections import Counter, deque
 from collections.abc import Callable
 from types import TracebackType
 
+from outrider.services.gateway.queue_growth import QueueGrowth
 from outrider.shared.base.errors import OverloadedError
 from outrider.shared.base.queue_share import exceeds_share
 
@@ -31,7 +33,8 @@ class Admission:
         max_requests: Maximum number of waiting sequences.
         max_prompt_tokens: Maximum number of prompt tokens of waiting sequences.
         clock: Function that returns the time in seconds.
-        max_wait_s: Maximum expected wait of a new request, in seconds. 0 sets no limit.
+        max_wait_s: Maximum expected wait of a new request, in seconds. 0 sets no limit. With None, a queue
+            that keeps growing is limited (`QueueGrowth`).
         slots: Function that returns the number of sequences that the targets can run at the same time.
     """
 
@@ -40,12 +43,14 @@ class Admission:
         max_requests: int,
         max_prompt_tokens: int,
         clock: Callable[[], float],
-        max_wait_s: float = 0.0,
+        max_wait_s: float | None = 0.0,
         slots: Callable[[], int] = lambda: 0,
     ) -> None:
         self._max_requests = max_requests
         self._max_prompt_tokens = max_prompt_tokens
         self._max_wait_s = max_wait_s or math.inf
+        self._limits_growth = max_wait_s is None
+        self._growth: dict[str | None, QueueGrowth] = {}
         self._clock = clock
         self._slots = slots
         # Mean time between two departures from an earlier busy queue, and the latest departures from the
@@ -61,7 +66,13 @@ class Admission:
         self._tokens_of: Counter[str] = Counter()
 
     def admit(
-        self, sequences: int, tenant: str = "", *, deadline_s: float = math.inf, priority: int = 0
+        self,
+        sequences: int,
+        tenant: str = "",
+        *,
+        deadline_s: float = math.inf,
+        priority: int = 0,
+        model: str | None = None,
     ) -> Slot:
         """Reserve room in the queue for the sequences of one request.
 
@@ -77,10 +88,11 @@ class Admission:
                 refused.
             priority: Priority of the request. A request with a priority above 0 overtakes other requests. Its
                 expected wait is therefore not limited.
+            model: The model of the request. None for the default model.
 
         Raises:
-            OverloadedError: If the queue or the tenant's share is full, or if the request would probably wait
-                too long for its first token.
+            OverloadedError: If the queue or the tenant's share is full, if the request would probably wait
+                too long for its first token, or if the queue of its model keeps growing.
         """
         if self.waiting and self.waiting + sequences > self._max_requests:
             raise self._overloaded(
@@ -94,7 +106,17 @@ class Admission:
             raise self._overloaded(
                 f"the first token would arrive in about {expected:.1f} s (limit {limit:.1f} s)"
             )
-        return Slot(self, sequences, tenant)
+        growth = self._growth.setdefault(model, QueueGrowth(self._clock))
+        if (
+            self._limits_growth
+            and priority <= 0
+            and growth.exceeds(sequences)
+            and self._ahead_of(tenant) >= self.waiting  # the tenant has its share of the queue
+        ):
+            raise self._overloaded(
+                f"{growth.waiting} sequences are waiting, and requests arrive faster than they are answered"
+            )
+        return Slot(self, growth, sequences, tenant)
 
     def _overloaded(self, why: str) -> OverloadedError:
         return OverloadedError(
@@ -121,14 +143,17 @@ class Admission:
         The target serves tenants in turn, so a tenant waits only for its own requests and for the same number
         of requests of each other tenant. The result is 0 until the speed of the queue is known.
         """
-        others = len(self._waiting_of.keys() - {tenant})
         waiting = self.waiting
         if self._is_new:
             # The known speed is that of an earlier queue, in which sequences waited for slots.
             waiting = max(0, min(waiting, self.active - self._slots()))
-        ahead = min(waiting, self._waiting_of[tenant] * (1 + others))
+        ahead = min(waiting, self._ahead_of(tenant))
         # The new request leaves the queue after those ahead of it.
         return (ahead + 1) * (self._drain_interval_s() or 0.0) if ahead else 0.0
+
+    def _ahead_of(self, tenant: str) -> int:
+        """Return the number of sequences that a new request of a tenant waits for, at most."""
+        return self._waiting_of[tenant] * (1 + len(self._waiting_of.keys() - {tenant}))
 
     @property
     def _is_new(self) -> bool:
@@ -169,14 +194,16 @@ class Slot:
     Leaving the context releases the room of all sequences that have not left the queue.
     """
 
-    def __init__(self, admission: Admission, sequences: int, tenant: str) -> None:
+    def __init__(self, admission: Admission, growth: QueueGrowth, sequences: int, tenant: str) -> None:
         self._admission = admission
+        self._growth = growth
         self._tenant = tenant
         self._sequences = sequences
         self._tokens: dict[int, int] = {}
         self._waiting = sequences
         admission._count(tenant, sequences, 0)
         admission.active += sequences
+        growth.enter(sequences)
 
     def add_prompts(self, lengths: list[int]) -> None:
         """Count the prompt tokens. Call this method once after tokenization, with one length per sequence.
@@ -192,6 +219,7 @@ class Slot:
         tokens = self._tokens.pop(index, None)
         if tokens is not None:
             self._waiting -= 1
+            self._growth.start()
             self._admission._leave(self._tenant, 1, tokens, served=True)
 
     def __enter__(self) -> Slot:
@@ -203,5 +231,6 @@ class Slot:
         tokens = sum(self._tokens.values())
         self._admission._leave(self._tenant, self._waiting, tokens, served=False)
         self._admission.active -= self._sequences
+        self._growth.end(self._sequences, self._waiting)
         self._tokens.clear()
         self._waiting = 0

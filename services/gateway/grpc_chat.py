@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Any, get_args
 
@@ -10,6 +9,7 @@ from outrider.gateway.v1 import gateway_pb2
 from outrider.services.gateway.core import GatewayCore
 from outrider.services.gateway.schemas.chat_messages import Message
 from outrider.services.gateway.schemas.field_types import ReasoningEffort
+from outrider.services.gateway.schemas.json_values import JsonValues
 from outrider.services.gateway.schemas.template_options import template_options
 from outrider.services.gateway.schemas.tools import NamedTool, Tool, forced_tools, template_tools
 from outrider.services.gateway.tokenizer import ChatEnding
@@ -25,10 +25,11 @@ def template_messages(messages: Sequence[gateway_pb2.Message]) -> list[dict[str,
     Raises:
         InvalidRequestError: If a message is invalid. The error names the message.
     """
-    return [_message(message, f"messages.{number}") for number, message in enumerate(messages)]
+    values = JsonValues()
+    return [_message(message, f"messages.{number}", values) for number, message in enumerate(messages)]
 
 
-def _message(message: gateway_pb2.Message, field: str) -> dict[str, Any]:
+def _message(message: gateway_pb2.Message, field: str, values: JsonValues) -> dict[str, Any]:
     if message.role not in ROLES:
         raise InvalidRequestError(
             f"{field}.role must be one of {', '.join(ROLES)}, not {message.role[:32]!r}.",
@@ -46,7 +47,7 @@ def _message(message: gateway_pb2.Message, field: str) -> dict[str, Any]:
         "reasoning_content": message.reasoning or None,
         "tool_calls": calls or None,
     }
-    return Message.model_validate(given).for_template(field)
+    return Message.model_validate(given).for_template(field, values)
 
 
 def callable_tools(tools: Sequence[gateway_pb2.Tool], choice: str) -> list[dict[str, Any]]:
@@ -59,11 +60,12 @@ def callable_tools(tools: Sequence[gateway_pb2.Tool], choice: str) -> list[dict[
     Raises:
         InvalidRequestError: If a tool is invalid.
     """
-    made = []
+    made, values = [], JsonValues()
     for number, tool in enumerate(tools):
         field = f"tools.{number}"
         try:
-            parameters = json.loads(tool.parameters) if tool.parameters else None
+            text = tool.parameters
+            parameters = values.read(text, f"{field}.parameters") if text else None
             function = {"name": tool.name, "description": tool.description or None, "parameters": parameters}
             made.append(Tool.model_validate({"type": "function", "function": function}))
         except (ValueError, RecursionError):
@@ -98,7 +100,7 @@ def template_variables(prompt: gateway_pb2.ChatPrompt) -> dict[str, Any]:
     given: Any = {}
     if prompt.template_kwargs:
         try:
-            given = json.loads(prompt.template_kwargs)
+            given = JsonValues().read(prompt.template_kwargs, "prompt.template_kwargs")
         except (ValueError, RecursionError):
             given = None
     if not isinstance(given, dict):

@@ -126,7 +126,8 @@ class TargetDelta:
 
     If the request asked for traces or logprobs, the message also contains the tokens' rounds or logprobs.
     `prompt_logprobs` contains logprobs of prompt tokens, and `states` contains the states of tokens. Both
-    continue where the previous message ended.
+    continue where the previous message ended. `cached_tokens` is the number of prompt tokens whose K/V was
+    stored already. Only the first message with tokens has it.
     """
 
     token_ids: tuple[int, ...]
@@ -134,6 +135,7 @@ class TargetDelta:
     logprobs: tuple[TokenLogprob, ...] = ()
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     states: TokenStates | None = None
+    cached_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

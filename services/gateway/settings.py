@@ -134,11 +134,11 @@ class GatewaySettings(PeerSettings):
         ge=1,
         description="Maximum number of prompt tokens of waiting sequences. Further requests get 429.",
     )
-    max_queue_wait_s: float = Field(
-        0.0,
+    max_queue_wait_s: float | None = Field(
+        None,
         ge=0,
         description="Maximum expected time until the first token. Requests that would wait longer get 429. "
-        "0: no limit.",
+        "0: no limit. By default, the queue is limited while it keeps growing.",
     )
     max_connections: int = Field(
         0,

@@ -118,6 +118,7 @@ def delta_from_proto(delta: target_pb2.TokenDelta) -> TargetDelta:
         tuple(logprob_from_proto(one) for one in delta.logprobs),
         tuple(logprob_from_proto(one) for one in delta.prompt_logprobs),
         states_from_proto(delta.states) if delta.HasField("states") else None,
+        delta.cached_tokens,
     )
 
 

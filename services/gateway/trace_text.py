@@ -20,9 +20,10 @@ class TraceTexts:
 
     First call `emit` with the tokens of the prefill. Then call `describe` with each round, in order.
 
-    The joined texts of all emitted tokens equal the text of the sequence. A token that ends inside a
-    character has no text. The text belongs to the token that completes the character. A tree node whose token
-    ends inside a character has the text U+FFFD.
+    The joined texts of all emitted tokens equal the text of the sequence, except for the token that ends the
+    sequence. This token is not part of the answer's text, but has the same text as a tree node of this token,
+    such as ``<|im_end|>``. A token that ends inside a character has no text. The text belongs to the token
+    that completes the character. A tree node whose token ends inside a character has the text U+FFFD.
     """
 
     def __init__(
@@ -38,7 +39,7 @@ class TraceTexts:
             tokenizer: Decodes the tokens.
             prompt_ids: The prompt. Its last tokens are the context in which the first root is decoded.
             rules: Text options of the request.
-            silent_token_ids: Tokens that end the sequence and produce no text.
+            silent_token_ids: Tokens that end the sequence. The answer's text does not contain them.
         """
         self._tokenizer = tokenizer
         self._decoder = IncrementalDecoder(tokenizer, rules.skip_special_tokens)
@@ -50,11 +51,13 @@ class TraceTexts:
 
         Return, for each token, the text that the token completes.
         """
-        texts = [
-            self._decoder.flush() if token in self._silent else self._decoder.push(token)
-            for token in token_ids
-        ]
-        self._last.extend(token_ids)
+        texts = []
+        for token in token_ids:
+            if token in self._silent:
+                texts.append(self._decoder.flush() + self._text_after(list(self._last), token))
+            else:
+                texts.append(self._decoder.push(token))
+            self._last.append(token)
         return tuple(texts)
 
     def describe(self, one: RoundTrace, token_ids: Sequence[int]) -> RoundTrace:
@@ -81,11 +84,18 @@ class TraceTexts:
             above = node.parent
             path = [*(context if above < 0 else paths[above]), node.token]
             whole = self._decode(path)
-            stem = (before if above < 0 else wholes[above]).rstrip(BROKEN)
+            texts.append(self._last_text(before if above < 0 else wholes[above], whole, node.token))
             paths.append(path)
             wholes.append(whole)
-            texts.append(whole[len(stem) :] if whole.startswith(stem) else self._decode([node.token]))
         return texts
+
+    def _text_after(self, context: list[int], token: int) -> str:
+        return self._last_text(self._decode(context), self._decode([*context, token]), token)
+
+    def _last_text(self, before: str, whole: str, token: int) -> str:
+        """Return the text of a token, given the texts before it and with it."""
+        stem = before.rstrip(BROKEN)
+        return whole[len(stem) :] if whole.startswith(stem) else self._decode([token])
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=False))

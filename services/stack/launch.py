@@ -221,6 +221,8 @@ def outrider_command() -> str:
 def check_options(options: StackOptions) -> None:
     """Reject invalid options before any process is started.
 
+    The target checks the flags that only it reads: checking them needs torch, whose import takes seconds.
+
     Raises:
         ConfigurationError: An option is invalid. The message names the flag and the fix.
     """
@@ -245,8 +247,6 @@ def check_options(options: StackOptions) -> None:
     if not options.skip_tokenizer and not (options.target / "tokenizer.json").exists():
         fix = "Add the file, or pass --skip-tokenizer to serve token ids only."
         raise ConfigurationError(f"--target {options.target} has no tokenizer.json. {fix}", field="--target")
-    if options.target_settings or options.mem_fraction_static is not None:
-        check_target_flags(options, options.speculates and not place_draft(options, usable_gpus()).inproc)
     check_gateway_flags(options)
     # Otherwise `up` would notice a port in use only after it has started processes.
     for port in (options.port, options.grpc):
@@ -342,7 +342,12 @@ def running_stack(
         around = replace(around, before_start=partial(restore, runtime_dir))
         supervisor = cleanup.enter_context(Supervisor(plan.children, echo, around))
         verify = gateway_context(options)
-        _wait_until_ready(plan, supervisor, progress, stopped, verify())
+        try:
+            _wait_until_ready(plan, supervisor, progress, stopped, verify())
+        except ConfigurationError:
+            # If the target refused a flag, raise its error, which names the flag.
+            check_target_flags(options, own_process=options.speculates and not inproc)
+            raise
         supervisor.settle()
         probes = service_probes(plan.url, plan.target_address, plan.draft_address, cleanup, verify)
         sockets = service_sockets(plan.target_address, plan.draft_address)

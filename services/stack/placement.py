@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -128,7 +129,9 @@ def usable_gpus() -> list[Gpu]:
     devices = sorted(Path("/dev").glob("nvidia[0-9]*"))
     if not devices:
         return []
-    found = [nvidia_smi_memory(index) for index in range(len(devices))]
+    # nvidia-smi may take a second, so that several GPUs are asked at the same time.
+    with ThreadPoolExecutor(len(devices)) as pool:
+        found = list(pool.map(nvidia_smi_memory, range(len(devices))))
     if found[0] is None and not os.environ.get("CUDA_VISIBLE_DEVICES", "0"):
         return []  # an empty list hides all GPUs
     known = [Gpu(index, *memory) for index, memory in enumerate(found) if memory is not None]

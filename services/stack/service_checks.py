@@ -1,4 +1,4 @@
-"""Checks flags with the settings classes of their services, and model folders, before a process starts."""
+"""Checks model folders and the flags of services. The flags are checked by the services' settings classes."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ def gateway_context(options: StackOptions) -> Callable[[], ssl.SSLContext | bool
 
 
 def check_target_flags(options: StackOptions, own_process: bool) -> None:
-    """Check the target's flags with the target's own settings class, before the target starts.
+    """Check the target's flags with the target's own settings class. This imports torch.
 
-    This imports torch.
+    Nothing is checked if no flag is given that only the target reads.
 
     Args:
         options: Options of `outrider up`.
@@ -53,6 +53,8 @@ def check_target_flags(options: StackOptions, own_process: bool) -> None:
     Raises:
         ConfigurationError: A value is invalid, or two flags conflict.
     """
+    if not options.target_settings and options.mem_fraction_static is None:
+        return
     from outrider.services.target.settings import TargetSettings
 
     draft = "unix:/draft" if own_process else "none"

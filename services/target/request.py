@@ -179,6 +179,7 @@ class TokensEvent:
             entry is for the token at index `prompt_start`, or at index 1 if `prompt_start` is 0.
         states: The states of tokens, such as hidden states, if the client wants them. Each event continues
             after the last token of the previous event. The last emitted token has no states yet.
+        cached_tokens: In the first event with tokens: `FinishedEvent.cached_tokens`. 0 in later events.
     """
 
     request_id: str
@@ -187,6 +188,7 @@ class TokensEvent:
     logprobs: Sequence[TokenLogprob] = ()
     prompt_logprobs: Sequence[TokenLogprob] = ()
     states: TokenStates | None = None
+    cached_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

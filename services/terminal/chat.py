@@ -14,6 +14,7 @@ from outrider.services.clients.rest import RestClient, StreamedReply
 from outrider.services.clients.summary import speculation_summary
 from outrider.services.terminal.context_room import CONTEXT_FULL, ContextRoom
 from outrider.services.terminal.conversation import Conversation
+from outrider.services.terminal.keys import hidden_control_keys
 from outrider.services.terminal.origins import OriginColours
 from outrider.services.terminal.slash_commands import COMMANDS, ChatState, LeaveChat, run_command
 from outrider.services.terminal.wrapped import WrappedPrinter
@@ -60,9 +61,11 @@ class Chat:
         conversation.messages.append({"role": "user", "content": text})
         reply = StreamedReply()
         try:
-            self._answer(reply)
+            with hidden_control_keys():
+                self._answer(reply)
         except KeyboardInterrupt:
-            self._notes.print("[dim]stopped[/]")
+            if not reply.text:
+                self._notes.print("[dim]stopped[/]")
         except OutriderError:
             if not reply.text:
                 conversation.messages.pop()
@@ -73,7 +76,7 @@ class Chat:
                 self._state.replies.append(reply)
         if reply.finish_reason is None and not reply.text:
             conversation.messages.pop()
-        if reply.finish_reason is not None:
+        else:
             print_summary(reply, self._notes)
 
     def _answer(self, reply: StreamedReply) -> None:
@@ -181,7 +184,9 @@ def run_chat(client: RestClient, conversation: Conversation) -> None:
 
 
 def print_summary(reply: StreamedReply, console: Console) -> None:
-    """Print the numbers of one answer on one line."""
+    """Print the numbers of one answer on one line, and why the answer ended."""
     speed = reply.stream_speed
     shown = "" if speed is None else f"; {speed:.0f} tokens/s after the first token"
-    console.print(f"[dim]{speculation_summary(reply)}{shown}; {reply.finish_reason}[/]", soft_wrap=True)
+    console.print(
+        f"[dim]{speculation_summary(reply)}{shown}; {reply.finish_reason or 'stopped'}[/]", soft_wrap=True
+    )

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from outrider.services.clients.rest import RestClient
+from collections.abc import Iterator
+from typing import Any
+
+from outrider.services.clients.rest import RestClient, StreamedReply
 from outrider.services.terminal.conversation import Conversation
 from outrider.shared.base.errors import ErrorCode, InvalidRequestError, OutriderError
 
@@ -56,3 +59,36 @@ class ContextRoom:
                 )
             return room if wanted is not None and room < wanted else None
         return None
+
+
+def stream_with_default_limit(
+    client: RestClient, prompt: str, options: dict[str, Any], reply: StreamedReply, *, raw: bool
+) -> Iterator[str]:
+    """Stream an answer whose `max_tokens` is a default. If it does not fit, use what the context leaves.
+
+    Args:
+        client: Client of the gateway.
+        prompt: The question of a chat, or a text to continue.
+        options: Fields of the request. `max_tokens` changes if it does not fit.
+        reply: The result.
+        raw: True to continue the prompt as plain text.
+
+    Raises:
+        UnavailableError: No server answers.
+        OutriderError: The server reports another error, or cannot count tokens.
+    """
+    messages = [{"role": "user", "content": prompt}]
+
+    def stream() -> Iterator[str]:
+        if raw:
+            return client.stream_completion(prompt, options, reply)
+        return client.stream_chat(messages, options, reply)
+
+    try:
+        yield from stream()
+    except OutriderError as error:
+        if error.reason != CONTEXT_FULL or error.field != "max_tokens" or reply.text:
+            raise
+        num_tokens, context = client.count_tokens(prompt if raw else messages)
+        options["max_tokens"] = max(1, context - num_tokens)
+        yield from stream()

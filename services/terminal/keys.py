@@ -1,4 +1,4 @@
-"""Reads single keys from the terminal while a program waits, without the user pressing Enter."""
+"""Reads single keys from the terminal without the Enter key, and hides control keys during an answer."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 MOST_BYTES = 64
+LOCAL_FLAGS = 3
+"""Index of a terminal's local flags in the attributes of `termios`."""
 SEQUENCE = re.compile(r"\x1b(?:\[[0-9;]*|O)[A-Za-z~]|.", re.DOTALL)
 """One key: the escape sequence of a special key, or one character."""
 NAMES = {
@@ -85,3 +87,23 @@ def typed_keys() -> Iterator[Keys]:
         yield Keys(terminal)
     finally:
         termios.tcsetattr(terminal, termios.TCSADRAIN, before)
+
+
+@contextmanager
+def hidden_control_keys() -> Iterator[None]:
+    """Hide control keys such as Ctrl-C, which the terminal would print as ``^C`` into the output.
+
+    Other typed text stays visible. If standard input is no terminal, nothing changes.
+    """
+    if not sys.stdin.isatty():
+        yield
+        return
+    terminal = sys.stdin.fileno()
+    before = termios.tcgetattr(terminal)
+    hidden = before.copy()
+    hidden[LOCAL_FLAGS] &= ~termios.ECHOCTL
+    try:
+        termios.tcsetattr(terminal, termios.TCSANOW, hidden)
+        yield
+    finally:
+        termios.tcsetattr(terminal, termios.TCSANOW, before)

@@ -10,7 +10,6 @@ from rich.tree import Tree
 
 from outrider.services.terminal.origins import BONUS_STYLE, style_of
 
-BROKEN = "\N{REPLACEMENT CHARACTER}"
 AFTER_THE_END = "after the end of the answer"
 
 
@@ -32,7 +31,7 @@ def round_tree(trace: dict[str, Any]) -> Tree:
         elif index in accepted:
             position = accepted.index(index)
             style = f"bold {style_of(trace, position)}"
-            fate = "accepted, ends the answer" if _is_stop_token(trace, position) else "accepted"
+            fate = "accepted, ends the answer" if _is_last(trace, position) else "accepted"
         text = Text.assemble((_shown(node), style), (f"  {100 * probability:.1f} %  {fate}", "dim"))
         branches.append(branches[node["parent"]].add(text))
     if len(emitted) > len(accepted):
@@ -61,12 +60,10 @@ def _nodes_after_the_end(trace: dict[str, Any]) -> set[int]:
     return late
 
 
-def _is_stop_token(trace: dict[str, Any], position: int) -> bool:
-    """Return True if the accepted node at this position ended the answer and has no text in it."""
-    emitted, text = trace["emitted_text"], trace["nodes"][trace["accepted"][position]]["text"]
-    ends = position == len(emitted) - 1 and len(emitted) <= len(trace["accepted"])
-    # A token that ends inside a character has no text in the answer either.
-    return ends and not emitted[position] and BROKEN not in (text or BROKEN)
+def _is_last(trace: dict[str, Any], position: int) -> bool:
+    """Return True if the answer ended at the accepted node at this position."""
+    num_emitted = len(trace["emitted_text"])
+    return position == num_emitted - 1 and num_emitted <= len(trace["accepted"])
 
 
 def _shown(node: dict[str, Any]) -> str:

@@ -194,13 +194,23 @@ class PageLease:
         version: Changes whenever `pages` changes, so that callers can cache copies of the page table.
     """
 
-    __slots__ = ("_allocator", "pages", "shared", "version")
+    __slots__ = ("_allocator", "_first_new", "pages", "shared", "version")
 
     def __init__(self, allocator: PageAllocator, pages: list[int], shared: int = 0) -> None:
         self._allocator = allocator
         self.pages = pages
         self.shared = shared
         self.version = 0
+        self._first_new = shared
+
+    @property
+    def first_new_page(self) -> int:
+        """The first page that no other lease had when this lease began. Requires such a page.
+
+        No two leases have the same such page at the same time. Other leases may read the page later, but only
+        as a page that was stored before they began.
+        """
+        return self.pages[self._first_new]
 
     @property
     def own_pages(self) -> list[int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -25,11 +25,18 @@ class RandomTensors(TensorSource):
     Args:
         device: Device of the tensors.
         dtype: Type of the tensors, unless a caller of `take` requests another type.
+        made: Function that is called with the number of bytes of each finished tensor.
     """
 
-    def __init__(self, device: torch.device | str, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        device: torch.device | str,
+        dtype: torch.dtype,
+        made: Callable[[int], None] = lambda nbytes: None,
+    ) -> None:
         self.device = torch.device(device)
         self.dtype = dtype
+        self._made = made
 
     def take(
         self,
@@ -68,18 +75,25 @@ class RandomTensors(TensorSource):
         else:
             seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "little")
             tensor.normal_(0.0, SPREAD, generator=torch.Generator(self.device).manual_seed(seed))
+        self._made(tensor.nbytes)
 
 
 @torch.inference_mode()
-def random_decoder(config: ModelConfig, device: torch.device | str, dtype: torch.dtype) -> Decoder:
+def random_decoder(
+    config: ModelConfig,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    made: Callable[[int], None] = lambda nbytes: None,
+) -> Decoder:
     """Return a decoder with this configuration and random weights.
 
     Args:
         config: Configuration of one of the families (Llama, Mistral, Qwen …).
         device: Device of the weights.
         dtype: Type of weights and activations.
+        made: Function that is called with the number of bytes of each finished tensor.
     """
-    source: TensorSource = RandomTensors(device, dtype)
+    source: TensorSource = RandomTensors(device, dtype, made)
     table = (config.vocab_size, config.hidden_size)
     embedding = source.take(EMBEDDING, table)
     layers = [

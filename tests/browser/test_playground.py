@@ -298,6 +298,8 @@ def test_with_keys_the_page_asks_for_one_and_forgets_it(
     try:
         gateway.wait_serving(f"127.0.0.1:{port + 1}")
         page = open_page(url=f"http://127.0.0.1:{port}", may_log="401")
+        refused: list[str] = []
+        page.on("response", lambda one: refused.append(one.url) if one.status == 401 else None)
         key = page.get_by_label("API key")
         for given, accepted in (("wrong", False), ("right", True)):
             problem = "This key is not valid." if accepted else "This server needs an API key."
@@ -305,6 +307,8 @@ def test_with_keys_the_page_asks_for_one_and_forgets_it(
             key.fill(given)
             page.get_by_role("button", name="Use this key").click()
             expect(page.locator("#server")).to_contain_text("EAGLE3" if accepted else "not connected")
+        # Only the wrong key was refused, and only once. Without a key, the page sends nothing.
+        assert len(refused) == 1
         expect(key).to_be_hidden()
         assert ask(page)
         status = open_page("/status", url=f"http://127.0.0.1:{port}", may_log="401")
@@ -315,6 +319,11 @@ def test_with_keys_the_page_asks_for_one_and_forgets_it(
         page.reload()
         expect(key).to_be_visible()
         expect(page.locator(".summary")).to_have_count(1)
+        errors = page.request.get(
+            f"http://127.0.0.1:{port}/status.json", headers={"Authorization": "Bearer right"}
+        ).json()["errors"]
+        wrong = "This key is not valid. Send one of this server's API keys."
+        assert {one["message"] for one in errors} == {wrong}
         kept = page.evaluate("JSON.stringify([{...sessionStorage}, {...localStorage}, document.cookie])")
         assert "capital" in kept
         assert "right" not in kept

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from page_steps import OpenPage, ask, set_fields
+import pytest
+from page_steps import PROMPT, OpenPage, ask, set_fields
 from playwright.sync_api import Page, expect
 
 PHONE = {"viewport": {"width": 390, "height": 844}, "has_touch": True, "is_mobile": True}
@@ -88,3 +89,39 @@ def test_the_end_of_an_answer_leaves_the_focus_where_the_user_put_it(open_page: 
     expect(page.locator(".summary")).to_have_count(2)
     expect(page.locator("#send")).to_be_visible()
     expect(page.locator("#tree")).to_be_focused()
+
+
+@pytest.mark.parametrize("place", ["#stop", "body", "#temperature", "#log"])
+def test_escape_stops_an_answer_from_everywhere(open_page: OpenPage, place: str) -> None:
+    page = open_page()
+    expect(page.locator("#server")).to_contain_text("EAGLE3")
+    set_fields(page, mode="off", max_tokens="400")
+    page.fill("#prompt", "Count from 1 to 300, one number a line.")
+    page.keyboard.press("Enter")
+    expect(page.locator(".message.assistant .token").nth(3)).to_be_visible()
+    expect(page.get_by_role("button", name="Stop")).to_have_attribute("aria-keyshortcuts", "Escape")
+    if place == "body":
+        page.evaluate("document.activeElement.blur()")
+    else:
+        page.focus(place)
+    page.keyboard.press("Escape")
+    expect(page.locator("#message")).to_have_text("Stopped.")
+    expect(page.locator(".summary")).to_contain_text("(stopped)")
+
+
+def test_clear_and_a_race_forget_the_origin_of_a_token_that_is_gone(open_page: OpenPage) -> None:
+    page = with_first_round(open_page())
+    origin = page.locator("#origin")
+    page.locator(".message.assistant .token.draft").first.click()
+    expect(origin).to_contain_text("drafted at depth 1 (round 1)")
+    page.get_by_role("button", name="Clear").click()
+    expect(origin).to_be_empty()
+    page.get_by_role("tab", name="Race").click()
+    for _ in range(2):
+        page.fill("#prompt", PROMPT)
+        page.keyboard.press("Enter")
+        expect(page.locator("#send")).to_be_hidden()
+        expect(origin).to_be_empty()
+        expect(page.locator("#race-result")).not_to_be_empty()
+        page.locator("#slow-text .token").first.click()
+        expect(origin).to_contain_text("was ")

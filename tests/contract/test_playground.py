@@ -68,6 +68,10 @@ def test_with_keys_the_pages_are_open_and_their_calls_are_not(make_gateway: Make
     with client_of(make_gateway(api_key=("right",))) as http:
         for path in FILES:
             assert http.get(path).status_code == 200
+        # The pages know that they need a key, so opening them causes no errors.
+        assert all(b"<body data-needs-key>" in http.get(path).content for path in ("/", "/status"))
+        errors = http.get("/status.json", headers={"Authorization": "Bearer right"}).json()["errors"]
+        assert errors == []
         for path in ("/status.json", "/server_info", "/v1/models", "/openapi.json"):
             assert http.get(path).status_code == 401
             assert http.get(path, headers={"Authorization": "Bearer right"}).status_code == 200

@@ -118,6 +118,7 @@ def test_a_recorded_round_equals_an_eager_one(
         features=torch.zeros((bs, size.rows, strategy.info.feature_size), device=CUDA),
         max_nodes=torch.full((bs,), size.nodes, dtype=torch.int32, device=CUDA),
         page_table=torch.arange(bs * 32, dtype=torch.int32, device=CUDA).view(bs, 32),
+        places=torch.arange(bs, dtype=torch.int32, device=CUDA) * 32,
         temperature=torch.full((bs,), temperature, device=CUDA),
         seeds=torch.arange(bs, device=CUDA) * 991,
         choices=torch.zeros(bs, dtype=torch.int32, device=CUDA),

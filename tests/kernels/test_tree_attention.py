@@ -4,6 +4,7 @@ import pytest
 import torch
 from attention_cases import Sequence, check_tree_attention
 from guards import Guards
+from support.cases import every_pair
 
 from outrider.kernels.tree_attention import tree_attention
 from outrider.kernels.tree_attention import triton as compiled
@@ -92,7 +93,7 @@ def test_window_hides_what_lies_too_far_back(tree: bool) -> None:
 @pytest.mark.parametrize(("window", "give_positions"), [(1, True), (2, False), (4, True), (40, False)])
 def test_windows_end_within_the_tree(window: int, give_positions: bool) -> None:
     """The positions are given for every second window."""
-    sequences = [Sequence(50, 140), Sequence(3, 64), Sequence(0, 33), Sequence(700, 2, 70)]
+    sequences = [Sequence(50, 70), Sequence(0, 33), Sequence(300, 2, 70)]
     check_tree_attention(
         "cpu", torch.float32, sequences, heads=4, kv_heads=2, dim=16, page_size=3, tree=True, window=window,
         chain=True,
@@ -165,15 +166,17 @@ def test_one_long_sequence_is_split_over_programs(tree: bool, dim: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "options",
-    [
-        {"tree": True},
-        {"tree": False, "window": 40},
-        {"tree": True, "window": 5, "chain": True, "sinks": True},
-    ],
+    ("options", "transposed", "gathers"),
+    every_pair(
+        [
+            {"tree": True},
+            {"tree": False, "window": 40},
+            {"tree": True, "window": 5, "chain": True, "sinks": True},
+        ],
+        [True, False],
+        [True, False],
+    ),
 )
-@pytest.mark.parametrize("gathers", [True, False])
-@pytest.mark.parametrize("transposed", [True, False])
 def test_every_form_merges_any_number_of_splits(
     transposed: bool, gathers: bool, options: dict[str, bool | int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

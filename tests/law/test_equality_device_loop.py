@@ -47,7 +47,9 @@ PLANS = [
 
 @pytest.fixture(scope="module")
 def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
-    return load_toy(make_toy_target(tmp_path_factory.mktemp("target"), vocab_size=VOCAB, seed=3))
+    return load_toy(
+        make_toy_target(tmp_path_factory.mktemp("target"), vocab_size=VOCAB, seed=3, num_layers=5)
+    )
 
 
 def features_of(decoder: Decoder) -> FeatureSpec:
@@ -111,7 +113,7 @@ def test_the_report_is_that_of_drafts_through_the_host(decoder: Decoder) -> None
         assert reports[0] == replace(report, speedup_estimate=reports[0].speedup_estimate)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize(("captures", "graphs"), [(False, graphs) for graphs in GRAPHS] + [(True, False)])
 def test_batches_that_change(decoder: Decoder, seed: int, captures: bool, graphs: bool) -> None:
     rng = random.Random(seed)
@@ -272,12 +274,12 @@ def test_a_deadline_ends_one_request_only(decoder: Decoder) -> None:
 def test_a_row_that_the_drafter_has_no_room_for_verifies_its_root_alone(
     decoder: Decoder, every: int, captures: bool
 ) -> None:
-    plain = generate_plain(decoder, NoDrafter(), PROMPT, 60)
+    plain = generate_plain(decoder, NoDrafter(), PROMPT, 40)
     drafter = AnswerDrafter([PROMPT + plain], VOCAB, 0.5, features_of(decoder) if captures else None)
     drafter.refuse_every = every
     harness = looped(decoder, drafter)
     for name in ("a", "b"):
-        harness.submit(PROMPT, 60, request_id=name, shape=(3, 2, 7))
+        harness.submit(PROMPT, 40, request_id=name, shape=(3, 2, 7))
     harness.run()
     for name in ("a", "b"):
         assert harness.sink.tokens[name] == plain

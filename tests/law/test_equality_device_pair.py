@@ -64,11 +64,11 @@ def test_rounds_on_the_device_are_those_of_drafts_through_the_host(
     shape = SHAPES[number]
     sampling = SamplingParams(temperature=float((list(KINDS).index(pair.kind) + number) % 2), seed=9)
     prompt = [1, 2, 3, 4]
-    plain = generate_plain(decoder, NoDrafter(), prompt, 60, sampling=sampling)
+    plain = generate_plain(decoder, NoDrafter(), prompt, 40, sampling=sampling)
     rounds = []
     for plan in PLANS:
         harness = make_harness(decoder, drafter, plan=plan, graphs=GraphCache(DEVICE, graphs))
-        harness.submit(prompt, 60, request_id="a", sampling=sampling, shape=shape)
+        harness.submit(prompt, 40, request_id="a", sampling=sampling, shape=shape)
         harness.run()
         assert_same_tokens(decoder, prompt, plain, harness.sink.tokens["a"], sampling)
         report = harness.sink.finished["a"].speculation
@@ -83,7 +83,7 @@ def test_rounds_on_the_device_are_those_of_drafts_through_the_host(
 def test_drafts_are_as_good_in_a_batch_that_shrinks(
     pair: Pair, decoder: Decoder, drafter: InprocDrafter, shape: tuple[int, int, int], graphs: bool
 ) -> None:
-    prompts, lengths = [[1, 2, 3, 4], [9, 8, 7], [5, 5], [6, 1, 6, 1, 6]], [60, 12, 25, 43]
+    prompts, lengths = [[1, 2, 3, 4], [9, 8, 7], [5, 5], [6, 1, 6, 1, 6]], [40, 8, 17, 29]
     plain = [
         generate_plain(decoder, NoDrafter(), prompt, length)
         for prompt, length in zip(prompts, lengths, strict=True)

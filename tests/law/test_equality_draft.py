@@ -67,7 +67,9 @@ def all_drafted(decoder: Decoder, drafter: RemoteDrafter) -> bool:
 @pytest.fixture(scope="module", params=[0.0, 3.0], ids=["random", "planted"])
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     folder = tmp_path_factory.mktemp("pair")
-    target: Path = make_toy_target(folder / "target", vocab_size=VOCAB, seed=3, planted=request.param)
+    target: Path = make_toy_target(
+        folder / "target", vocab_size=VOCAB, seed=3, planted=request.param, num_layers=5
+    )
     head: Path = make_toy_eagle3(
         folder / "head", target, planted=request.param, draft_vocab_size=VOCAB if request.param else 32
     )
@@ -93,10 +95,10 @@ def test_output_is_that_of_plain_decoding(pair: Pair, temperature: float, length
     rng = random.Random(length)
     prompt = [rng.randrange(VOCAB) for _ in range(length)]
     sampling = SamplingParams(temperature=temperature, seed=length)
-    plain = generate_plain(pair.decoder, NoDrafter(), prompt, 40, sampling=sampling)
+    plain = generate_plain(pair.decoder, NoDrafter(), prompt, 30, sampling=sampling)
     harness = make_harness(pair.decoder, pair.drafter, prefill_chunk=128)
     for index, shape in enumerate(SHAPES):
-        harness.submit(prompt, 40, request_id=str(index), sampling=sampling, shape=shape, trace=True)
+        harness.submit(prompt, 30, request_id=str(index), sampling=sampling, shape=shape, trace=True)
     harness.run()
     for index, (_depth, topk, max_nodes) in enumerate(SHAPES):
         assert_same_tokens(pair.decoder, prompt, plain, harness.sink.tokens[str(index)], sampling)

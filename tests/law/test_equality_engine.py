@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -43,7 +44,7 @@ SAMPLINGS = [
 
 @pytest.fixture(scope="module")
 def target_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_toy_target(tmp_path_factory.mktemp("target"), vocab_size=VOCAB, seed=3)
+    return make_toy_target(tmp_path_factory.mktemp("target"), vocab_size=VOCAB, seed=3, num_layers=5)
 
 
 @pytest.fixture(scope="module")
@@ -214,23 +215,40 @@ def test_stop_tokens_cut_inside_the_accepted_run(decoder: Decoder) -> None:
     prompt = [5, 9, 2, 33, 7]
     sampling = SamplingParams(temperature=1.0, seed=21)
     plain = generate_plain(decoder, NoDrafter(), prompt, 40, sampling=sampling)
-    for stop in sorted(set(plain)):
-        expected = plain[: plain.index(stop) + 1]
-        for eos in (False, True):
-            harness = make_harness(
-                decoder, FakeDrafter(oracle_plan([prompt + plain], VOCAB)), eos=[stop] if eos else []
-            )
-            options = {"sampling": sampling, "shape": (5, 4, 16), "stop": [] if eos else [stop]}
-            harness.submit(prompt, 40, request_id="a", **options)  # type: ignore[arg-type]
-            harness.submit(
-                prompt, 40, request_id="b", sampling=sampling, mode=SpeculationMode.OFF, ignore_eos=True
-            )
-            harness.run()
-            finished = harness.sink.finished["a"]
-            assert harness.sink.tokens["a"] == expected
-            assert (finished.reason, finished.matched_token) == (FinishReason.STOP, stop)
-            assert finished.completion_tokens == len(expected)
-            assert harness.sink.tokens["b"] == plain, "ignore_eos must ignore the stop token"
+    expected = {stop: plain[: plain.index(stop) + 1] for stop in sorted(set(plain))}
+
+    def harness_of(eos: list[int]) -> Harness:
+        return make_harness(decoder, FakeDrafter(oracle_plan([prompt + plain], VOCAB)), eos=eos)
+
+    def submit(harness: Harness, name: str, length: int = 40, **options: Any) -> None:
+        options = {"sampling": sampling, "shape": (5, 4, 16), **options}
+        harness.submit(prompt, length, request_id=name, **options)
+
+    def check(harness: Harness, name: str, stop: int) -> None:
+        finished = harness.sink.finished[name]
+        assert harness.sink.tokens[name] == expected[stop]
+        assert (finished.reason, finished.matched_token) == (FinishReason.STOP, stop)
+        assert finished.completion_tokens == len(expected[stop])
+
+    # Stop tokens of the requests.
+    harness = harness_of([])
+    for stop in expected:
+        submit(harness, f"stops at {stop}", stop=[stop])
+    harness.run()
+    for stop in expected:
+        check(harness, f"stops at {stop}", stop)
+    # The stop token of the model. A request that ignores it goes on behind it.
+    for index, (stop, text) in enumerate(expected.items()):
+        harness = harness_of([stop])
+        submit(harness, "stops")
+        mode = SpeculationMode.OFF if index % 2 else SpeculationMode.ON
+        longer = min(len(text) + 2, 40)
+        submit(
+            harness, "goes on", longer, mode=mode, shape=None if index % 2 else (5, 4, 16), ignore_eos=True
+        )
+        harness.run()
+        check(harness, "stops", stop)
+        assert harness.sink.tokens["goes on"] == plain[:longer], "ignore_eos must ignore the stop token"
 
 
 def test_captured_features_do_not_depend_on_how_tokens_were_found(decoder: Decoder) -> None:

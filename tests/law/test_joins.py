@@ -37,7 +37,9 @@ AHEAD = LoopPlan(lookahead=1, drafts_on_device=True, max_depth=5, max_nodes=21)
 
 @pytest.fixture(scope="module")
 def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
-    return load_toy(make_toy_target(tmp_path_factory.mktemp("target"), vocab_size=VOCAB, seed=3))
+    return load_toy(
+        make_toy_target(tmp_path_factory.mktemp("target"), vocab_size=VOCAB, seed=3, num_layers=5)
+    )
 
 
 class Watched:
@@ -327,7 +329,7 @@ def test_those_who_leave_take_their_rows_with_them(
     assert not drafter.sequences, "the drafter must have closed every sequence"
 
 
-@pytest.mark.parametrize("steps", range(1, 24))
+@pytest.mark.parametrize("steps", [1, 2, 3, 4, 5, 6, 8, 10, 13, 16, 19, 23])
 def test_many_who_give_up_at_once(decoder: Decoder, steps: int) -> None:
     crowd = shrinking(decoder, seed=6)
     drafter = crowd.drafter(features=True)

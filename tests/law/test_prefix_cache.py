@@ -57,7 +57,7 @@ AHEAD = LoopPlan(lookahead=1, drafts_on_device=True)
 
 @pytest.fixture(scope="module")
 def target_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_toy_target(tmp_path_factory.mktemp("target"), vocab_size=VOCAB, seed=3)
+    return make_toy_target(tmp_path_factory.mktemp("target"), vocab_size=VOCAB, seed=3, num_layers=5)
 
 
 @pytest.fixture(scope="module")

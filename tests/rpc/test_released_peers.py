@@ -2,7 +2,7 @@
 
 No wheel of a release is published yet. A proxy stands for the older side: it passes only the fields, versions
 and features of the previous release. Whether the older side is the caller or the service makes no difference
-to what passes.
+to what passes. `tests/packaging/test_earlier_wheel.py` runs the services of a real earlier wheel.
 """
 
 from __future__ import annotations

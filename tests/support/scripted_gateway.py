@@ -76,7 +76,8 @@ def _handler(script: ScriptedGateway) -> type[BaseHTTPRequestHandler]:
 
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-            num_tokens = sum(len(one["content"]) for one in body["messages"])
+            texts = [one["content"] for one in body["messages"]] if "messages" in body else [body["prompt"]]
+            num_tokens = sum(map(len, texts))
             if self.path == "/tokenize":
                 if script.counts:
                     self._json(200, {"count": num_tokens, "max_model_len": script.context})
@@ -88,8 +89,8 @@ def _handler(script: ScriptedGateway) -> type[BaseHTTPRequestHandler]:
                 self._error(400, "context_length_exceeded", "It does not fit.", "max_tokens")
                 return
             script.bodies.append(body)
-            longest = max(len(one["content"]) for one in body["messages"])
-            if len(body["messages"]) > script.max_messages or longest > script.max_characters:
+            longest = max(map(len, texts))
+            if len(texts) > script.max_messages or longest > script.max_characters:
                 self._error(400, "context_length_exceeded", "The prompt is too long.", "messages")
                 return
             self.send_response(200)

@@ -260,7 +260,7 @@ def make_harness(
     decoder: Decoder,
     drafter: Drafter,
     *,
-    num_pages: int = 512,
+    num_pages: int = 192,
     page_size: int = 16,
     max_model_len: int = 4096,
     eos: Sequence[int] = (),

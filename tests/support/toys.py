@@ -29,8 +29,12 @@ def successor(vocab_size: int) -> torch.Tensor:
 
 
 def default_aux_layers(num_layers: int) -> list[int]:
-    """Return EAGLE-3's default three layers, of which the head reads the *outputs*: 1, L//2 - 1 and L - 4."""
-    return [1, num_layers // 2 - 1, num_layers - 4]
+    """Return the three layers of which a toy head reads the *outputs*.
+
+    They are EAGLE-3's defaults 1, L//2 - 1 and L - 4. A target of 5 to 7 layers has the defaults of 8 layers.
+    """
+    layers = max(num_layers, 8)
+    return [1, layers // 2 - 1, layers - 4]
 
 
 def make_toy_target(
@@ -55,6 +59,8 @@ def make_toy_target(
     Args:
         path: Folder to write.
         seed: Seed of the weights.
+        num_layers: Number of layers. Tests that generate many tokens take five, the fewest for the layers
+            that a toy head reads.
         planted: 0 for random weights, otherwise the scale of the planted rule in the logits. 2 to 3 makes the
             distribution at temperature 1 sharp, but not deterministic. Needs ``vocab_size <= hidden_size``
             and untied embeddings.
@@ -134,8 +140,8 @@ def make_toy_eagle3(
         seed: Seed of the weights.
         draft_vocab_size: Size of the draft vocabulary. None selects half of the target's vocabulary size.
             With the target's size, the mapping is the identity, and d2t and t2d are left out.
-        aux_layers: Layer outputs to write into ``eagle_config``. ``"published"`` selects the default three
-            layers, and None leaves the key out.
+        aux_layers: Layer outputs to write into ``eagle_config``. ``"published"`` selects the three layers of
+            `default_aux_layers`, and None leaves the key out.
         own_embedding: True to include ``embed_tokens.weight``, a copy of the target's embedding. Otherwise
             the head borrows the target's embedding.
         lm_head: ``draft`` (rows of the draft vocabulary), ``full`` (rows of the target's vocabulary, without

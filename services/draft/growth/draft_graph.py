@@ -171,6 +171,7 @@ class DraftGraph:
             features,
             max_nodes,
             table.tensor,
+            table.places,
             temperature.view(torch.float32),
             seeds.view(torch.int64),
             choices,

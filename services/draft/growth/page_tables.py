@@ -17,7 +17,7 @@ WIDTH_FACTOR = 4
 
 
 class PageTable:
-    """The page tables of a batch of sequences, in one device tensor of fixed size at a fixed address.
+    """The page tables of a batch of sequences, in device memory of fixed size at a fixed address.
 
     Args:
         bs: Number of rows. Each row is the page table of one sequence.
@@ -26,12 +26,18 @@ class PageTable:
 
     Attributes:
         tensor: ``[bs, width] int32``, the page numbers.
+        places: ``[bs] int32``, the first page of each sequence that was not stored before the sequence began
+            (`PageLease.first_new_page`).
     """
 
     def __init__(self, bs: int, width: int, device: torch.device) -> None:
         with torch.inference_mode(False):
-            self.tensor = torch.zeros((bs, width), dtype=torch.int32, device=device)
-        self._host = np.zeros((bs, width), dtype=np.int32)
+            self._packed = torch.zeros(bs * width + bs, dtype=torch.int32, device=device)
+            self.tensor = self._packed[: bs * width].view(bs, width)
+            self.places = self._packed[bs * width :]
+        self._packed_host = np.zeros(bs * width + bs, dtype=np.int32)
+        self._host = self._packed_host[: bs * width].reshape(bs, width)
+        self._places_host = self._packed_host[bs * width :]
         self._written: list[tuple[PageLease | None, int]] = [(None, 0)] * bs
         self._staged: torch.Tensor | None = None
 
@@ -52,12 +58,13 @@ class PageTable:
             if known is not lease or version != lease.version:
                 pages = lease.pages[: self._host.shape[1]]
                 self._host[row, : len(pages)] = pages
+                self._places_host[row] = lease.first_new_page
                 self._written[row] = lease, lease.version
                 changed = True
         if changed:
-            fresh = torch.from_numpy(self._host)
+            fresh = torch.from_numpy(self._packed_host)
             # The host continues while pinned memory is copied to the device, and torch keeps that memory
-            # alive until the copy is done. pin_memory() makes a copy of `_host`, so `_host` may change
+            # alive until the copy is done. pin_memory() makes a copy of the array, so the array may change
             # immediately.
             self._staged = fresh.pin_memory() if self.tensor.is_cuda else fresh
         if not later:
@@ -66,7 +73,7 @@ class PageTable:
     def flush(self) -> None:
         """Copy to the device, in stream order, the changes that `update` has not copied yet."""
         if self._staged is not None:
-            self.tensor.copy_(self._staged, non_blocking=True)
+            self._packed.copy_(self._staged, non_blocking=True)
             self._staged = None
 
 

@@ -150,6 +150,7 @@ class SessionGroup(SeatedGroup):
             features=rows.features,
             max_nodes=self._budgets,
             page_table=self._table.tensor,
+            places=self._table.places,
             temperature=rows.temperature,
             seeds=rows.seeds,
             choices=rows.choices,

@@ -56,8 +56,10 @@ def passes_of(model: DraftModel, levels: int) -> list[list[PassKey]]:
 class StageStates:
     """The state of the last stable row, for each sequence and for each stage but the final one.
 
-    The index of a sequence's states is its *place*: the number of the sequence's first page. No two sequences
-    share a page. The page table is on the device, so CUDA graphs find the states without the host.
+    The index of a sequence's states is its *place*: the number of the sequence's first page that was not
+    stored before the sequence began (`PageLease.first_new_page`). No two sequences have the same such page at
+    the same time. The places are on the device, beside the page table, so CUDA graphs find the states without
+    the host.
 
     Args:
         model: The draft model, with at least two stages.
@@ -74,14 +76,14 @@ class StageStates:
             )
             self._rows = torch.zeros(pool.num_pages + 1, dtype=torch.int32, device=model.device)
 
-    def places(self, page_table: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    def places(self, places: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         """Return the place of each sequence's states, ``[bs] int64``. Idle sequences share one extra place.
 
         Args:
-            page_table: ``[bs, pages] int32``, the page numbers of each sequence.
+            places: ``[bs] int32``, the places of the sequences that are not idle.
             counts: ``[bs] int32``, number of new tokens of each sequence; 0 for idle sequences.
         """
-        return torch.where(counts > 0, page_table[:, 0], self._idle).to(torch.int64)
+        return torch.where(counts > 0, places, self._idle).to(torch.int64)
 
     def read(self, places: torch.Tensor) -> torch.Tensor:
         """Return the states at ``places [n] int64``, as ``[n, stages - 1, hidden]``."""
@@ -116,7 +118,7 @@ class StageStates:
         self._rows.index_copy_(0, places, torch.where(new, stop, self._rows.index_select(0, places)))
 
     def clear(self, place: int) -> None:
-        """Forget the states of an ended sequence whose first page now belongs to another sequence."""
+        """Forget the states of an ended sequence whose place now belongs to another sequence."""
         self._rows[place] = 0
 
 

@@ -89,6 +89,7 @@ class GrowthInputs:
         features: ``[bs, columns, width]``, one feature per fresh token.
         max_nodes: ``[bs] int32``, node limit of each tree.
         page_table: ``[bs, pages] int32``, the pages of each sequence in the draft's KV pool.
+        places: ``[bs] int32``, the place of each sequence's `StageStates`.
         temperature, seeds, choices: ``[bs]``, fp32, int64 and int32 respectively. They determine the target's
             sampling noise.
     """
@@ -99,6 +100,7 @@ class GrowthInputs:
     features: torch.Tensor
     max_nodes: torch.Tensor
     page_table: torch.Tensor
+    places: torch.Tensor
     temperature: torch.Tensor
     seeds: torch.Tensor
     choices: torch.Tensor
@@ -231,7 +233,7 @@ class TreeGrower:
         if kept is None:
             # The tree grows from the state of the last row. For the other rows, only K and V are computed.
             return run(plan.tokens, features, plan.features, Ends(self._extension(inputs, plan, 1)))
-        places = kept.places(inputs.page_table, inputs.counts)
+        places = kept.places(inputs.places, inputs.counts)
         before, stop = kept.read(places), inputs.committed_lens - 1 + self._model.lead
         fresh = kept.fresh_rows(places, stop, inputs.counts)
         states = run(plan.tokens, features, plan.features).view(size.bs, size.rows, -1)
@@ -295,7 +297,7 @@ class TreeGrower:
         """Return the state of each sequence's last stable row in a stage, ``[bs, hidden]``."""
         kept = self.stage_states
         assert kept is not None, "a stage takes over only in a model with several stages"
-        return kept.read(kept.places(inputs.page_table, inputs.counts))[:, stage]
+        return kept.read(kept.places(inputs.places, inputs.counts))[:, stage]
 
     def _run(
         self, inputs: GrowthInputs, layout: _Layout, key: PassKey, beam: Beam, parents: torch.Tensor

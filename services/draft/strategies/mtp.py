@@ -67,13 +67,11 @@ class MtpStrategy(PagedStrategy):
             feature_size=config.hidden_size,
             max_len=longest_session(pool, max_shape),
             hidden_size=config.hidden_size,
-            # Layer m continues from the last state of layer m - 1. A reopened session no longer has that
-            # state, so layer 0 computes m earlier rows again to supply it.
+            # Layer m continues from the last state of layer m - 1. A session that begins with rows in the KV
+            # does not have that state, so layer 0 computes m earlier rows again to supply it.
             rewind=model.stages - 1,
         )
-        # With several layers, the states of waiting rows are stored under the number of a session's first
-        # page (`StageStates`). No two sessions may then share that page.
-        super().__init__(info, model, pool, attention, shares=model.stages == 1)
+        super().__init__(info, model, pool, attention)
         self._model = model
 
     def feature_spec(self, target: TargetInfo | None) -> FeatureSpec:
@@ -98,13 +96,17 @@ class MtpStrategy(PagedStrategy):
     def lend(self, name: str, tensor: torch.Tensor) -> None:
         self._model.lend(name, tensor)
 
-    @torch.inference_mode()
+    def begin(self, session: Session, known: Session | None, kept: int, stored_len: int) -> int:
+        rows = super().begin(session, known, kept, stored_len)
+        self._clear_states(session)
+        return rows
+
     def reserve(self, session: Session) -> bool:
-        starts, kept = session.lease is None, self._grower.stage_states
+        starts = session.lease is None
         if not super().reserve(session):
             return False
-        if starts and kept is not None and session.lease is not None:
-            kept.clear(session.lease.pages[0])
+        if starts:
+            self._clear_states(session)
         return True
 
     @torch.inference_mode()
@@ -127,6 +129,12 @@ class MtpStrategy(PagedStrategy):
         if waiting is not None:
             waiting.keep(after[:-1])
         finish_chunks(chunks, [state.clone() for state in after[0]])
+
+    @torch.inference_mode()
+    def _clear_states(self, session: Session) -> None:
+        """Forget the states of the sequence that had the place of a session's lease before this session."""
+        if self._grower.stage_states is not None and session.lease is not None:
+            self._grower.stage_states.clear(session.lease.first_new_page)
 
     def _waiting_rows(self, chunks: Sequence[RowChunk]) -> _WaitingRows | None:
         kept = self._grower.stage_states
@@ -189,7 +197,7 @@ class _WaitingRows:
     def __init__(self, kept: StageStates, chunks: Sequence[RowChunk], device: torch.device) -> None:
         self._kept = kept
         self._chunks = chunks
-        self._places = upload([lease.pages[0] for lease in leases_of(chunks)], torch.int64, device)
+        self._places = upload([lease.first_new_page for lease in leases_of(chunks)], torch.int64, device)
         stops, counts, started = upload(
             [
                 [chunk.stop for chunk in chunks],

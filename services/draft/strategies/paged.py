@@ -45,7 +45,6 @@ class PagedStrategy(DraftStrategy, ABC):
         model: The draft model.
         pool: The draft model's KV pool.
         attention: The draft model's attention backend.
-        shares: True if sessions may begin with stored KV rows of earlier sessions (`StoredRows`).
     """
 
     def __init__(
@@ -54,15 +53,13 @@ class PagedStrategy(DraftStrategy, ABC):
         model: DraftModel,
         pool: KVPool,
         attention: AttentionBackend,
-        *,
-        shares: bool = True,
     ) -> None:
         self.info = info
         rounds = DeviceGrowth.make(model, attention, pool, info.feature_size)
         self.rounds: DeviceGrowth | None = rounds
         self._grower = rounds.memory.grower
         self._pool = pool
-        self._stored = StoredRows(pool, enabled=shares)
+        self._stored = StoredRows(pool, info.rewind)
         self._attention = attention
         self._device = model.device
 
@@ -90,8 +87,7 @@ class PagedStrategy(DraftStrategy, ABC):
     def reserve(self, session: Session) -> bool:
         shape = session.ask.shape if session.ask is not None else None
         scratch = scratch_rows(shape.depth, shape.topk) if shape is not None else 0
-        # Reserve at least one page, because the number of a sequence's first page is also the index of its
-        # `StageStates`.
+        # Reserve at least one page, because `StageStates` needs it (`PageLease.first_new_page`).
         wanted = max(1, session.cached_rows + session.extendable_rows + scratch)
         if session.lease is None:
             return self._stored.lease(session, self._pool.pages_for(wanted))
@@ -105,21 +101,26 @@ class PagedStrategy(DraftStrategy, ABC):
             "propose needs extended sessions that were asked for a tree"
         )
         nodes = [shape.max_nodes for shape in shapes]
+        leases = [session.lease for session in sessions if session.lease is not None]
         integers = [
             [session.committed_len for session in sessions],
             [1] * len(sessions),
             [session.tokens[-1] for session in sessions],
             nodes,
             [session.choice_index for session in sessions],
+            [lease.first_new_page for lease in leases],
         ]
-        committed_lens, counts, roots, max_nodes, choices = upload(integers, torch.int32, self._device)
+        committed_lens, counts, roots, max_nodes, choices, places = upload(
+            integers, torch.int32, self._device
+        )
         inputs = GrowthInputs(
             committed_lens=committed_lens,
             counts=counts,
             tokens=roots[:, None],
             features=roots.new_empty(0),
             max_nodes=max_nodes,
-            page_table=self._pool.page_table([one.lease for one in sessions if one.lease is not None]),
+            page_table=self._pool.page_table(leases),
+            places=places,
             temperature=upload([one.temperature for one in sessions], torch.float32, self._device),
             seeds=upload([signed_seed(one.seed) for one in sessions], torch.int64, self._device),
             choices=choices,

@@ -6,18 +6,26 @@ export function setKey(value) {
   key = value.trim();
 }
 
-// Why the server refused a call with status 401.
+// Whether this server needs a key that the user has not given. The gateway says so in the page itself, so that no
+// call has to fail first.
+const needsKey = () => 'needsKey' in document.body.dataset && !key;
+
+// Why a call has status 401.
 export const keyProblem = () => (key ? 'This key is not valid.' : 'This server needs an API key.');
 
 // An error reply of the gateway, or a connection that failed.
 export class CallError extends Error {
-  constructor(message, status) {
+  constructor(message, status, { code, param } = {}) {
     super(message);
     this.status = status;
+    // The machine-readable reason, and the field of the request.
+    this.code = code;
+    this.param = param;
   }
 }
 
 async function call(path, options = {}) {
+  if (needsKey()) throw new CallError(keyProblem(), 401);
   const headers = { ...options.headers };
   if (key) headers.Authorization = `Bearer ${key}`;
   let response;
@@ -29,7 +37,7 @@ async function call(path, options = {}) {
   }
   if (!response.ok) {
     const body = await response.json().catch(() => ({}));
-    throw new CallError(body.error?.message ?? `The server answered ${response.status}.`, response.status);
+    throw new CallError(body.error?.message ?? `The server answered ${response.status}.`, response.status, body.error);
   }
   return response;
 }
@@ -38,13 +46,18 @@ export async function getJson(path) {
   return (await call(path)).json();
 }
 
+const json = (body) => ({
+  method: 'POST', headers: { 'Content-Type': 'application/json' }, body: JSON.stringify(body),
+});
+
+export async function postJson(path, body, signal) {
+  return (await call(path, { ...json(body), signal })).json();
+}
+
 // Yields the events of a streamed chat until it ends. Aborting `signal` cancels the request.
 export async function* streamChat(body, signal) {
   const response = await call('/v1/chat/completions', {
-    method: 'POST',
-    headers: { 'Content-Type': 'application/json' },
-    body: JSON.stringify({ ...body, stream: true, stream_options: { include_usage: true } }),
-    signal,
+    ...json({ ...body, stream: true, stream_options: { include_usage: true } }), signal,
   });
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = '';

@@ -1,5 +1,6 @@
 // The chat: its questions and answers, their summaries, and the messages that the model receives.
 
+import { FittedChat } from './context.js';
 import { EndFollower } from './follow.js';
 import { Record } from './record.js';
 import { runChat } from './run.js';
@@ -14,20 +15,33 @@ export class Chat {
     this.turns = [];
     this.welcome = $('welcome');
     this.end = new EndFollower($('log'));
+    this.line = document.createElement('p');
+    this.line.className = 'dropped quiet';
+    this.line.textContent = 'The context is full: the model no longer sees the messages above this line.';
   }
 
-  // Asks the model. `onParts(record, parts)` sees the parts of the answer. Returns its record, which is null if
-  // there was no answer. In this case and after an error without any text, the question is not part of the chat.
+  // Asks the model. If the context is full, the oldest turns are dropped from what the model receives, once it
+  // answers. `onParts(record, parts)` sees the parts of the answer. Returns its record, which is null if there was no
+  // answer, and a note about the context. Without an answer, and after an error without any text, the question is
+  // not part of the chat.
   async ask(question, { options, system }, served, signal, onParts) {
-    const messages = [...(system ? [{ role: 'system', content: system }] : []), ...this.messages(),
-      { role: 'user', content: question }];
-    const record = new Record(messages, options, served);
-    const turn = this._add({ question, record, opened: false });
+    // Opened traces are not part of the conversation.
+    const earlier = this.turns.filter((turn) => !turn.opened && !turn.dropped);
+    const chat = new FittedChat(earlier, (turns) => [
+      ...(system ? [{ role: 'system', content: system }] : []),
+      ...turns.flatMap((one) => [
+        { role: 'user', content: one.question }, { role: 'assistant', content: one.record.answer }]),
+      { role: 'user', content: question },
+    ], options, served);
+    await chat.fit(signal);
+    const record = new Record(chat.messages, chat.options, served);
+    const turn = this._add({ question, record, opened: false, dropped: false });
     this.onSelect(record, turn.element);
     const log = $('log');
     log.setAttribute('aria-busy', 'true');
     try {
-      await runChat(record, { model: served.model, messages, ...options }, signal, (parts) => {
+      await this._run(chat, record, signal, (parts) => {
+        this._forget(chat.dropped);
         appendPieces(turn.element, parts.flatMap((part) => part.pieces));
         onParts(record, parts);
       });
@@ -35,20 +49,36 @@ export class Chat {
       log.setAttribute('aria-busy', 'false');
       if (this.turns.includes(turn)) this._finish(turn);
     }
-    return record.parts.length ? record : null;
+    return { record: record.parts.length ? record : null, note: chat.note };
   }
 
-  // The messages of all earlier turns. Opened traces are not part of the conversation.
-  messages() {
-    return this.turns.filter((turn) => !turn.opened).flatMap(({ question, record }) => [
-      { role: 'user', content: question }, { role: 'assistant', content: record.answer }]);
+  async _run(chat, record, signal, onParts) {
+    for (;;) {
+      [record.messages, record.settings] = [chat.messages, chat.options];
+      try {
+        await runChat(record, { model: record.model, messages: record.messages, ...chat.options }, signal, onParts);
+        return;
+      } catch (error) {
+        if (record.parts.length || !chat.retry(error)) throw error;
+      }
+    }
+  }
+
+  // Marks turns that the model no longer sees, and draws a line below them.
+  _forget(turns) {
+    for (const turn of turns) turn.dropped = true;
+    const last = this.turns.findLast((turn) => turn.dropped);
+    if (!last) return;
+    const after = last.articles.at(-1);
+    if (after.nextElementSibling !== this.line) after.after(this.line);
   }
 
   // Adds a recorded answer.
-  add({ question, record, opened }) {
-    const turn = this._add({ question, record, opened });
+  add({ question, record, opened, dropped = false }) {
+    const turn = this._add({ question, record, opened, dropped });
     appendPieces(turn.element, record.parts.flatMap((part) => part.pieces));
     this._finish(turn);
+    this._forget([]);
   }
 
   clear() {
@@ -59,7 +89,7 @@ export class Chat {
   // All turns with some text, as plain objects.
   toObject() {
     return this.turns.filter(({ record }) => record.parts.length)
-      .map(({ question, record, opened }) => ({ question, opened, record: record.toObject() }));
+      .map(({ question, record, opened, dropped }) => ({ question, opened, dropped, record: record.toObject() }));
   }
 
   _add(turn) {

@@ -2,6 +2,7 @@
 
 import { CallError, getJson, keyProblem, setKey } from './api.js';
 import { Chat, summary } from './chat.js';
+import { FittedChat } from './context.js';
 import { showExamples } from './examples.js';
 import { installHints } from './hints.js';
 import { showNumbers } from './numbers.js';
@@ -13,13 +14,13 @@ import { RoundsCard } from './rounds.js';
 import { fillSettings, fitSettings, readSettings, settingsOf } from './settings.js';
 import { loadState, saveState } from './store.js';
 import { installTheme } from './theme.js';
-import { appendPieces, copyExactly, explainTokens } from './tokens.js';
+import { appendPieces, copyExactly, explainTokens, forgetOrigin } from './tokens.js';
 
 const $ = (id) => document.getElementById(id);
-const unknown = { model: '', mode: '' };
+const unknown = { model: '', mode: '', context: 0 };
 const empty = new Record([], {}, unknown);
 
-// The model's name, and the mode of requests that name none.
+// The model's name, the mode of requests that name none, and the length of the context in tokens.
 let served = unknown;
 let connecting = null;
 let current = { record: empty, element: null };
@@ -31,14 +32,16 @@ const card = new RoundsCard((parts) => {
   if (!current.element) return;
   if (parts) appendPieces(current.element, parts.flatMap((part) => part.pieces));
   else current.element.replaceChildren();
+  forgetOrigin($('origin'));
 });
 
 // Connection
 
 async function load() {
-  const [info, models, openapi] = await Promise.all([
-    getJson('/server_info'), getJson('/v1/models'), getJson('/openapi.json').catch(() => null)]);
-  served = { model: models.data[0].id, mode: info.speculation_mode ?? '' };
+  // A wrong key fails in one call, so the others wait.
+  const [{ id, max_model_len: context = 0 }] = (await getJson('/v1/models')).data;
+  const [info, openapi] = await Promise.all([getJson('/server_info'), getJson('/openapi.json').catch(() => null)]);
+  served = { model: id, mode: info.speculation_mode ?? '', context };
   fitSettings($('settings'), info, openapi);
   showExamples(info.weight_version, (question) => {
     if (running) return;
@@ -101,6 +104,7 @@ $('key-form').addEventListener('submit', (event) => {
 
 function select(record, element, raced = false) {
   current = { record, element };
+  forgetOrigin($('origin'));
   showBelowAnswer(record !== empty);
   card.follow(record);
   showNumbers(record, raced);
@@ -112,18 +116,20 @@ function select(record, element, raced = false) {
 }
 
 async function chatOnce(prompt, settings, signal) {
-  const record = await chat.ask(prompt, settings, served, signal, (shown, parts) => {
+  const { record, note } = await chat.ask(prompt, settings, served, signal, (shown, parts) => {
     if (current.record !== shown) return;
     card.add(parts);
     showNumbers(shown);
   });
-  say(record ? `The answer has ${record.numTokens} tokens.` : 'The answer is empty.');
+  say(`${record ? `The answer has ${record.numTokens} tokens.` : 'The answer is empty.'} ${note}`.trim());
 }
 
 async function raceOnce(prompt, { options, system }, signal) {
   const messages = [...(system ? [{ role: 'system', content: system }] : []), { role: 'user', content: prompt }];
+  const fitted = new FittedChat([], () => messages, options, served);
+  await fitted.fit(signal);
   let first = empty;
-  await race.run({ messages, ...options }, served, signal, (record) => {
+  const run = race.run({ messages, ...fitted.options }, served, signal, (record) => {
     first = record;
     select(record, null, true);
   }, (parts) => {
@@ -131,7 +137,11 @@ async function raceOnce(prompt, { options, system }, signal) {
     card.add(parts);
     showNumbers(first, true);
   });
+  // The lanes are empty now.
+  forgetOrigin($('origin'));
+  await run;
   select(first, $('fast-text'), true);
+  say(fitted.note);
 }
 
 $('composer').addEventListener('submit', async (event) => {
@@ -186,7 +196,13 @@ $('prompt').addEventListener('keydown', (event) => {
   if (event.key === 'Enter' && !event.shiftKey && !event.isComposing) {
     event.preventDefault();
     $('composer').requestSubmit();
-  } else if (event.key === 'Escape') running?.abort();
+  }
+});
+// Escape stops an answer from everywhere, unless it closes a dialog or a hint, or ends a composition.
+document.addEventListener('keydown', (event) => {
+  if (event.key !== 'Escape' || event.isComposing || event.defaultPrevented) return;
+  if (document.querySelector('dialog[open]') || document.activeElement?.matches('.hint > button')) return;
+  running?.abort();
 });
 $('clear').addEventListener('click', () => {
   running?.abort();
@@ -270,8 +286,10 @@ function remember() {
 function recall() {
   const state = loadState();
   try {
-    for (const { question, record, opened } of state.turns ?? []) {
-      chat.add({ question: String(question), record: Record.fromObject(record), opened: Boolean(opened) });
+    for (const { question, record, opened, dropped } of state.turns ?? []) {
+      chat.add({
+        question: String(question), record: Record.fromObject(record), opened: Boolean(opened), dropped: Boolean(dropped),
+      });
     }
     const raced = (state.race ?? []).map(({ record }) => Record.fromObject(record));
     if (raced.length) race.restore(raced);
@@ -298,6 +316,7 @@ for (const [lane, element] of [$('fast-text'), $('slow-text')].entries()) {
     card.jump(round);
   });
 }
+$('race-replay').addEventListener('click', () => forgetOrigin($('origin')));
 copyExactly();
 installHints();
 followWidth();

@@ -17,6 +17,9 @@ TYPES = {
 PAGES = {"/": "index.html", "/status": "status.html"}
 """Files of the two pages, by path. Every other file has the path /playground/NAME."""
 
+BODY, NEEDS_KEY = b"<body>", b"<body data-needs-key>"
+"""Start of a page's body, without and with the mark by which its script asks for an API key first."""
+
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -36,17 +39,23 @@ class StaticFile:
     etag: str
 
 
-def load_files() -> Mapping[str, StaticFile]:
-    """Return every static file of this folder, by path. Clients cannot request any other file."""
+def load_files(*, needs_key: bool = False) -> Mapping[str, StaticFile]:
+    """Return every static file of this folder, by path. Clients cannot request any other file.
+
+    Args:
+        needs_key: True for pages that ask for an API key before they call the gateway.
+    """
     paths = {
         f"/playground/{file.name}": file
         for file in sorted(FOLDER.iterdir())
         if file.suffix in TYPES and file.name not in PAGES.values()
     }
     paths |= {path: FOLDER / name for path, name in PAGES.items()}
-    return {path: _load(file) for path, file in paths.items()}
+    return {path: _load(file, needs_key and path in PAGES) for path, file in paths.items()}
 
 
-def _load(file: Path) -> StaticFile:
+def _load(file: Path, needs_key: bool) -> StaticFile:
     content = file.read_bytes()
+    if needs_key:
+        content = content.replace(BODY, NEEDS_KEY, 1)
     return StaticFile(content, TYPES[file.suffix], f'"{hashlib.sha256(content).hexdigest()[:24]}"')

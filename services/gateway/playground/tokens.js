@@ -133,11 +133,22 @@ export function copyExactly() {
   });
 }
 
+// The token whose origin is shown, or null.
+let explained = null;
+
+// Empties `output` if the token that it explains is no longer on the page.
+export function forgetOrigin(output) {
+  if (!explained || explained.isConnected) return;
+  explained = null;
+  output.textContent = '';
+}
+
 // Shows the origin of the token under the pointer in `output`. A click, a tap and the arrow keys select a token, whose
 // origin stays shown. Calls `onPick` with a selected token and its round.
 export function explainTokens(root, output, onPick) {
   let selected = null;
   const show = (span) => {
+    explained = span;
     output.textContent = span ? `“${span.textContent.replace(/\n/g, '⏎')}” was ${span.dataset.origin}.` : '';
   };
   const kept = () => (selected && root.contains(selected) ? selected : null);

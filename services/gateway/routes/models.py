@@ -13,6 +13,7 @@ from outrider.services.gateway.errors import JsonResponse
 from outrider.services.gateway.guards.parsed_body import ParsedBodyRoute
 from outrider.services.gateway.parameters import check_prompt_text
 from outrider.services.gateway.routes.context import ERROR_RESPONSES, core_of, ignored_header
+from outrider.services.gateway.schemas.json_values import JsonValues
 from outrider.services.gateway.schemas.native import DetokenizeRequest, TokenizeRequest
 from outrider.services.gateway.schemas.template_options import template_options
 from outrider.services.gateway.schemas.tools import template_tools
@@ -79,7 +80,8 @@ async def _encode_chat(core: GatewayCore, body: TokenizeRequest) -> tuple[int, .
         raise InvalidRequestError(
             f"messages must contain 1 to {core.settings.max_messages} messages.", field="messages"
         )
-    shown = [message.for_template(f"messages.{number}") for number, message in enumerate(messages)]
+    values = JsonValues()
+    shown = [message.for_template(f"messages.{number}", values) for number, message in enumerate(messages)]
     options = template_options(body.chat_template_kwargs)
     if tools := template_tools(body.tools or []):
         options["tools"] = tools

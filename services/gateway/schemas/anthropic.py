@@ -18,6 +18,7 @@ from outrider.services.gateway.schemas.chat_messages import (
     ToolCall,
 )
 from outrider.services.gateway.schemas.constraint_types import TextFormat
+from outrider.services.gateway.schemas.json_values import JsonValues
 from outrider.services.gateway.schemas.option_fields.messages import MessagesFields
 from outrider.services.gateway.schemas.speculation_fields import requested_speculation
 from outrider.services.gateway.schemas.tools import (
@@ -163,12 +164,12 @@ class CountTokensRequest(NeutralOnly):
                 f"messages must contain at most {max_messages} messages, not {len(self.messages)}.",
                 field="messages",
             )
-        shown = []
+        shown, values = [], JsonValues()
         if self.system:
             shown.append(Message(role="system", content=self.system).for_template("system"))
         for number, message in enumerate(self.messages):
             field = f"messages.{number}"
-            shown += [one.for_template(field) for one in message.messages(field)]
+            shown += [one.for_template(field, values) for one in message.messages(field)]
         begun = self._begun_answer()
         if begun == "":
             del shown[-1]

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 from outrider.services.gateway.requested_rules import RequestedLogprobs, check_top
 from outrider.services.gateway.schemas.base import Neutral
 from outrider.services.gateway.schemas.common import OpenAIRequest
+from outrider.services.gateway.schemas.json_values import JsonValues
 from outrider.services.gateway.schemas.option_fields.openai import ChatFields
 from outrider.services.gateway.schemas.state_fields import StateFields
 from outrider.services.gateway.schemas.template_options import template_options
@@ -93,7 +94,10 @@ class ChatRequest(ChatFields, StateFields, OpenAIRequest):
                 f"messages must contain at most {max_messages} messages, not {len(self.messages)}.",
                 field="messages",
             )
-        return [message.for_template(f"messages.{number}") for number, message in enumerate(self.messages)]
+        values = JsonValues()
+        return [
+            message.for_template(f"messages.{number}", values) for number, message in enumerate(self.messages)
+        ]
 
     def template_options(self) -> dict[str, Any]:
         """Return the variables of the chat template that the client set in the request.

@@ -2,34 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any, ClassVar, Literal
 
 from outrider.services.gateway.parameters import check_prompt_text
 from outrider.services.gateway.schemas.base import Neutral, NeutralOnly, OpenModel
-from outrider.services.gateway.schemas.tools import check_json_value
+from outrider.services.gateway.schemas.json_values import JsonValues
 from outrider.shared.base.errors import InvalidRequestError
 
 TEXT_PARTS = ("text", "input_text", "output_text")
 # Placed between the text parts of one message. vLLM uses the same separator.
 PART_SEPARATOR = "\n"
-
-
-class Arguments(dict[str, Any]):
-    """The arguments of a tool call, in a format that all chat templates can use.
-
-    Some templates print the arguments as JSON, and other templates append them to text. This dictionary
-    supports both uses.
-    """
-
-    def __str__(self) -> str:
-        return json.dumps(self, ensure_ascii=False)
-
-    def __radd__(self, text: str) -> str:
-        return text + str(self)
-
-    def __add__(self, text: str) -> str:
-        return str(self) + text
 
 
 class TextPart(OpenModel):
@@ -57,8 +39,12 @@ class ToolCall(OpenModel):
     index: int | None = None
     function: CalledFunction
 
-    def for_template(self, field: str) -> dict[str, Any]:
+    def for_template(self, field: str, values: JsonValues) -> dict[str, Any]:
         """Return the call in the format that chat templates expect.
+
+        Args:
+            field: The call's name, for errors.
+            values: Checks the arguments of all calls in the request.
 
         Raises:
             InvalidRequestError: If the arguments are not a JSON object.
@@ -67,17 +53,17 @@ class ToolCall(OpenModel):
         where = f"{field}.function.arguments"
         if isinstance(arguments, str):
             try:
-                arguments = json.loads(arguments)
+                arguments = values.read(arguments, where)
             except (ValueError, RecursionError):
                 arguments = None
         if not isinstance(arguments, dict):
             raise InvalidRequestError(f"{where} must be a JSON object.", field=where)
-        check_json_value(arguments, where)
+        values.check(arguments, where)
         check_prompt_text(self.function.name + (self.id or ""), f"{field}.function.name")
         call: dict[str, Any] = (
             {"type": "function"} if self.id is None else {"id": self.id, "type": "function"}
         )
-        return call | {"function": {"name": self.function.name, "arguments": Arguments(arguments)}}
+        return call | {"function": {"name": self.function.name, "arguments": arguments}}
 
 
 class Message(NeutralOnly):
@@ -100,8 +86,12 @@ class Message(NeutralOnly):
     function_call: Neutral = None
     audio: Neutral = None
 
-    def for_template(self, field: str) -> dict[str, Any]:
+    def for_template(self, field: str, values: JsonValues | None = None) -> dict[str, Any]:
         """Return the message in the format that chat templates expect.
+
+        Args:
+            field: The message's name, for errors.
+            values: Checks the arguments of all tool calls in the request. None checks only this message.
 
         Raises:
             InvalidRequestError: If a part of the message is not supported. The error names the part.
@@ -118,17 +108,17 @@ class Message(NeutralOnly):
                 check_prompt_text(value, f"{field}.{name}")
                 message[name] = value
         if self.role == "assistant":
-            self._add_answer(message, field)
+            self._add_answer(message, field, values or JsonValues())
         return message
 
-    def _add_answer(self, message: dict[str, Any], field: str) -> None:
+    def _add_answer(self, message: dict[str, Any], field: str, values: JsonValues) -> None:
         """Add the reasoning and the tool calls of an earlier answer to `message`."""
         if reasoning := self.reasoning_content or self.reasoning:
             check_prompt_text(reasoning, f"{field}.reasoning_content")
             message["reasoning_content"] = reasoning
         if self.tool_calls:
             message["tool_calls"] = [
-                call.for_template(f"{field}.tool_calls.{number}")
+                call.for_template(f"{field}.tool_calls.{number}", values)
                 for number, call in enumerate(self.tool_calls)
             ]
             if reasoning and not message["content"]:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from outrider.services.gateway.schemas.base import OpenModel
-from outrider.services.gateway.schemas.tools import check_json_value
+from outrider.services.gateway.schemas.json_values import JsonValues
 from outrider.shared.base.constraint import Constraint, ConstraintKind
 from outrider.shared.base.errors import InvalidRequestError
 
@@ -98,14 +98,14 @@ def schema_form(value: str | JsonSchema | None, field: str) -> Constraint | None
         return None
     if isinstance(value, str):
         try:
-            value = json.loads(value)
+            value = JsonValues().read(value, field)
         except (ValueError, RecursionError):
             value = None
     if value is True:
         value = {}
     if not isinstance(value, dict):
         raise InvalidRequestError(f"{field} must be a JSON schema, i.e. a JSON object.", field=field)
-    check_json_value(value, field)
+    JsonValues().check(value, field)
     return _checked(ConstraintKind.JSON_SCHEMA, json.dumps(value, ensure_ascii=False), field)
 
 

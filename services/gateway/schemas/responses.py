@@ -12,6 +12,7 @@ from outrider.services.gateway.schemas.chat_messages import CalledFunction, Mess
 from outrider.services.gateway.schemas.common import OpenAIRequest
 from outrider.services.gateway.schemas.constraint_types import TextFormat, only_one
 from outrider.services.gateway.schemas.field_types import ReasoningEffort
+from outrider.services.gateway.schemas.json_values import JsonValues
 from outrider.services.gateway.schemas.option_fields.openai import ResponseFields
 from outrider.services.gateway.schemas.template_options import template_options
 from outrider.services.gateway.schemas.tools import (
@@ -167,11 +168,12 @@ class ResponsesRequest(ResponseFields, OpenAIRequest):
                 f"input must contain 1 to {max_messages} items, not {len(items)}.", field="input"
             )
         messages: list[dict[str, Any]] = []
+        values = JsonValues()
         if self.instructions is not None:
             messages.append(Message(role="system", content=self.instructions).for_template("instructions"))
         for number, item in enumerate(items):
             field = f"input.{number}"
-            message = _for_template(item.message(field), field)
+            message = _for_template(item.message(field), field, values)
             last = messages[-1] if messages else {}
             if message["role"] == last.get("role") == "assistant":
                 _join(last, message)
@@ -220,10 +222,10 @@ def _given(value: Any, field: str, name: str) -> Any:
     return value
 
 
-def _for_template(message: Message, field: str) -> dict[str, Any]:
+def _for_template(message: Message, field: str, values: JsonValues) -> dict[str, Any]:
     """Return a message for chat templates. Errors name the fields of the item."""
     try:
-        return message.for_template(field)
+        return message.for_template(field, values)
     except InvalidRequestError as error:
         inner = f"{field}.tool_calls.0.function."
         name = (error.field or field).replace(inner, f"{field}.")

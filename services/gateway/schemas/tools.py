@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Any, Literal
 
 from pydantic import Field
 
-from outrider.services.gateway.parameters import check_prompt_text
 from outrider.services.gateway.schemas.base import OpenModel
+from outrider.services.gateway.schemas.json_values import JsonValues
 from outrider.shared.base.errors import InvalidRequestError
 
 MAX_TOOLS = 512
 MAX_TOOL_NAME_CHARS = 128
-# Templates print JSON recursively.
-MAX_JSON_DEPTH = 64
 
 
 class FunctionTool(OpenModel):
@@ -75,7 +72,7 @@ def template_tools(tools: Sequence[Tool], field: str = "tools") -> list[dict[str
         }
         for tool in tools
     ]
-    check_json_value(shown, field)
+    JsonValues().check(shown, field)
     return shown
 
 
@@ -114,20 +111,3 @@ def forced_tools(
     if not named:
         raise InvalidRequestError(f"{field} names {name[:128]!r}, which is not in tools.", field=field)
     return named
-
-
-def check_json_value(value: object, field: str) -> None:
-    """Reject a JSON value that is nested too deeply or contains lone surrogates."""
-    level: list[Any] = [value]
-    for _ in range(MAX_JSON_DEPTH):
-        level = [
-            child
-            for one in level
-            if isinstance(one, (dict, list))
-            for child in (one.values() if isinstance(one, dict) else one)
-        ]
-        if not level:
-            break
-    else:
-        raise InvalidRequestError(f"{field} is nested too deeply.", field=field)
-    check_prompt_text(json.dumps(value, ensure_ascii=False), field)

@@ -2,7 +2,7 @@
 
 The new target receives the prompt and the tokens emitted so far (`resume_ids`). It prefills both and
 continues from there. The seed and the noise depend only on token positions, so the move does not change the
-tokens.
+tokens. The usage counts the stored prompt tokens that the target of the first token found.
 """
 
 from __future__ import annotations
@@ -82,6 +82,7 @@ class MovableStream:
         self._placement = placement
         self._model_key = member.model_key
         self._emitted: list[int] = []
+        self._cached_tokens = 0
         self._prompt_scored = 0
         self._states_len = request.states.start
         self._left: dict[Member, int] = {}
@@ -117,7 +118,7 @@ class MovableStream:
                     return end
                 await self._move(error)
                 continue
-            return self._count(event) if isinstance(event, TargetDelta) else event
+            return self._count(event) if isinstance(event, TargetDelta) else self._with_cached(event)
 
     def cancel(self, keep_tokens: int | None = None) -> None:
         """Ask the target to stop the sequence. Its `TargetFinish` still arrives.
@@ -142,6 +143,8 @@ class MovableStream:
         if delta.states is not None:
             self._states_len = delta.states.stop
         if delta.token_ids:
+            if not self._emitted:
+                self._cached_tokens = delta.cached_tokens
             self._emitted += delta.token_ids
             self._owe(0, max(self._new_load - len(delta.token_ids), min(self._new_load, LEAST_NEW_TOKENS)))
         if not delta.rounds:
@@ -195,6 +198,7 @@ class MovableStream:
     def _enter(self, member: Member, request: GenerationRequest) -> None:
         self._stream = member.client.submit(request)
         self._member = member
+        self._resumed = bool(request.resume_ids)
         self._first_round = self._next_round
         stop = request.stop
         self._stop_ids = (
@@ -244,4 +248,14 @@ class MovableStream:
 
     def _end(self, reason: FinishReason, matched: int | None) -> TargetFinish:
         kept = len(self._emitted) if self._keep_tokens is None else self._keep_tokens
-        return TargetFinish(reason, matched, Usage(len(self._request.prompt_ids), kept), SpeculationReport())
+        usage = Usage(len(self._request.prompt_ids), kept, self._cached_tokens)
+        return TargetFinish(reason, matched, usage, SpeculationReport())
+
+    def _with_cached(self, end: TargetFinish) -> TargetFinish:
+        """Return the end of a sequence, without the stored tokens that a later target found.
+
+        A later target also finds tokens that were computed for this request or for others that moved to it.
+        """
+        if not self._resumed:
+            return end
+        return replace(end, usage=replace(end.usage, cached_tokens=self._cached_tokens))

@@ -348,12 +348,12 @@ class ModelTargets:
 
     def __init__(self, pool: TargetPool, model_id: str | None = None) -> None:
         self._pool = pool
-        self._model_id = model_id
+        self.model_id = model_id
 
     @property
     def ready(self) -> bool:
         """Whether a sequence can be submitted."""
-        return self._pool.is_ready(self._model_id)
+        return self._pool.is_ready(self.model_id)
 
     @property
     def info(self) -> ServedTarget:
@@ -362,7 +362,7 @@ class ModelTargets:
         Raises:
             UnavailableError: If none of these targets has ever been connected.
         """
-        return self._pool.info(self._model_id)
+        return self._pool.info(self.model_id)
 
     def submit(self, request: GenerationRequest) -> MovableStream:
         """Start a sequence.
@@ -370,7 +370,7 @@ class ModelTargets:
         Raises:
             UnavailableError: If no target is connected and serving.
         """
-        return self._pool.submit(request, self._model_id)
+        return self._pool.submit(request, self.model_id)
 
 
 def _common(infos: Sequence[ServedTarget]) -> ServedTarget:

@@ -74,7 +74,9 @@ class OutputProcessor:
     ) -> bool:
         """Emit the tokens that a prefill or round kept. Return True if these tokens ended the sequence."""
         now = time.monotonic()
+        cached_tokens = 0
         if not sequence.first_token_at:
+            cached_tokens = sequence.cached_prompt
             sequence.first_token_at = now
             self._metrics.first_token(sequence, now)
         else:
@@ -83,7 +85,10 @@ class OutputProcessor:
         self.generated_tokens += len(step.kept)
         rounds = () if trace is None else (trace,)
         request_id = sequence.request.request_id
-        self._put(sequence, TokensEvent(request_id, step.kept, rounds, logprobs, states=states))
+        event = TokensEvent(
+            request_id, step.kept, rounds, logprobs, states=states, cached_tokens=cached_tokens
+        )
+        self._put(sequence, event)
         if step.finish is None:
             return False
         self._finish(

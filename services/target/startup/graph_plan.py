@@ -6,7 +6,7 @@ The module also compiles kernels before they are launched for the first time.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -25,7 +25,7 @@ from outrider.services.target.model.prefill_graph import (
 from outrider.services.target.policy.offered_shapes import MOST_ROWS, offered_shapes
 from outrider.services.target.settings import TargetSettings
 from outrider.shared.base.generation import SpeculationMode
-from outrider.shared.engine.buckets import batch_buckets
+from outrider.shared.engine.buckets import batch_buckets, power_of_2
 from outrider.shared.engine.graphs import GraphCache
 from outrider.shared.obs.logging import get_logger
 from outrider.shared.obs.progress import Progress, log_lines
@@ -52,6 +52,8 @@ class GraphPlan:
         forms: The largest tree and the longest chain that mode `auto` may choose. Empty if no request uses
             `auto`.
         prefills: Sizes, in rows, of the passes over prompts that are recorded.
+        other_trees: Trees with other numbers of branches than the usual shapes, which clients may ask for.
+            Their kernels are compiled while the server is idle.
         waits: True if the attention backend makes the host wait for the device.
     """
 
@@ -62,6 +64,7 @@ class GraphPlan:
     forms: tuple[DraftShape, ...]
     prefills: tuple[int, ...]
     waits: bool = False
+    other_trees: tuple[DraftShape, ...] = ()
 
     @property
     def first_batches(self) -> list[tuple[int, DraftShape]]:
@@ -124,7 +127,26 @@ def plan_graphs(settings: TargetSettings, *, cuda: bool, waits: bool, offers: bo
     records = graphs and not settings.deterministic and settings.tp == 1
     prefills = fitting(PREFILL_SIZES, settings.prefill_tokens()) if records else ()
     shapes, forms = (NO_DRAFT, *dict.fromkeys(usual)), auto.forms if offers else ()
-    return GraphPlan(graphs, loop, batch_buckets(max_bs), shapes, forms, prefills, waits)
+    others = other_trees(tree, settings.max_topk, settings.max_nodes) if tree.drafts else ()
+    return GraphPlan(graphs, loop, batch_buckets(max_bs), shapes, forms, prefills, waits, others)
+
+
+def other_trees(tree: DraftShape, max_topk: int, max_nodes: int) -> tuple[DraftShape, ...]:
+    """Return one tree for each number of branches whose kernels differ from those of the default tree.
+
+    The kernels of a level differ among powers of two, to which the number of branches is rounded up.
+
+    Args:
+        tree: The default tree.
+        max_topk, max_nodes: Limits on the trees that clients may ask for.
+    """
+    usual = {1, power_of_2(tree.topk)}
+    numbers = (1 << bits for bits in range(power_of_2(max_topk).bit_length()))
+    return tuple(
+        DraftShape(tree.depth, min(topk, max_topk), min(max_nodes, 1 + tree.depth * min(topk, max_topk)))
+        for topk in numbers
+        if topk not in usual
+    )
 
 
 def await_draft(drafter: Drafter, timeout_s: float, given_up: Callable[[], bool]) -> float:
@@ -183,6 +205,7 @@ def record_graphs(
     if rehearses:
         # These kernels are compiled in the background, so that the first requests find them.
         compile_ahead(graphs.device, _recordings_of_one(engine.recordings, plan), limit_s=None)
+        recorder.prepare(_compile_other_trees(engine.recordings, graphs, plan))
     total = recorder.num_first
     with Progress("recording CUDA graphs", bar=to_console, report=log_lines(_log)) as progress:
         while recorder.num_first:
@@ -280,3 +303,11 @@ def _recordings_of_one(recordings: Recordings, plan: GraphPlan) -> list[Callable
     """Return the recordings of all rounds of a single request, in every sampling mode."""
     batches = [(1, shape) for shape in plan.shapes_at(1)]
     return [record for _, record in recordings.rounds(batches, list(SamplingMode))]
+
+
+def _compile_other_trees(recordings: Recordings, graphs: GraphCache, plan: GraphPlan) -> Iterator[None]:
+    """Compile the kernels of `GraphPlan.other_trees` in the background, one tree at a time."""
+    for shape in plan.other_trees:
+        works = [record for _, record in recordings.rounds([(1, shape)])]
+        compile_ahead(graphs.device, works, limit_s=None)
+        yield

@@ -159,9 +159,9 @@ def _check_bits(runner: ModelRunner) -> None:
 
 def _worst(found: torch.Tensor, bound: torch.Tensor, limits: Limits) -> Parity:
     place = int((found / bound).argmax())
-    _comparison, depth, stage = (
-        int(index) for index in torch.unravel_index(torch.tensor(place), found.shape)
-    )
+    # `torch.unravel_index` would import sympy, which takes longer than the whole check.
+    _comparisons, depths, stages = found.shape
+    depth, stage = divmod(place % (depths * stages), stages)
     return Parity(float(found.flatten()[place]), float(bound.flatten()[place]), stage, depth, limits)
 
 

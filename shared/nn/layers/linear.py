@@ -1,4 +1,4 @@
-"""The linear layer: a matrix product plus a bias. On CPUs, oneDNN packs the weight."""
+"""The linear layer: a matrix product plus a bias. On CPUs, oneDNN packs large weights."""
 
 from __future__ import annotations
 
@@ -8,14 +8,17 @@ from torch.nn import functional
 # Row count for which oneDNN lays out a weight. Layouts for 4 to 512 rows are equally fast. The layout for 1
 # row is slow.
 _PACK_ROWS = 16
+# Smallest number of elements of a packed weight. A call of oneDNN's operator takes 10 µs or more. With a
+# smaller weight and one row, torch's own product took 2 to 4 µs.
+_PACK_ELEMENTS = 256 * 256
 
 
 class Linear:
     """Linear layer, ``x @ weight.T + bias``.
 
-    In fp32 on a CPU, the weight is packed, i.e. stored in oneDNN's blocked layout instead of row by row. With
-    12 layers of hidden size 256 and two threads, packed products were 2.1 times as fast for one row, and 2.5
-    times as fast for 16 rows. With packed weights, 16 rows took only 1.9 times as long as one row.
+    In fp32 on a CPU, a large weight is packed, i.e. stored in oneDNN's blocked layout instead of row by row.
+    With 12 layers of hidden size 256 and two threads, packed products were 2.1 times as fast for one row, and
+    2.5 times as fast for 16 rows. With packed weights, 16 rows took only 1.9 times as long as one row.
 
     Args:
         weight: ``[out, in]``. If the layer packs the weight, it keeps no reference to this tensor.
@@ -76,9 +79,10 @@ class Linear:
 
 
 def can_pack(weight: torch.Tensor) -> bool:
-    """True if oneDNN can pack this weight: the weight is fp32 on a CPU, and torch includes oneDNN."""
+    """True if oneDNN should pack this weight: it is fp32 on a CPU and large, and torch includes oneDNN."""
     return (
-        weight.device.type == "cpu"
+        weight.numel() >= _PACK_ELEMENTS
+        and weight.device.type == "cpu"
         and weight.dtype is torch.float32
         and torch._C._has_mkldnn
         and hasattr(torch.ops.mkldnn, "_linear_pointwise")

@@ -15,10 +15,13 @@ from typer.testing import CliRunner
 from outrider.bench.load import serve
 from outrider.bench.load.open_loop import Experience, summarise_load
 from outrider.bench.load.server import Server
+from outrider.bench.options import result_file
+from outrider.bench.stacks import random_fit
 from outrider.bench.stacks.random_target import random_target
 from outrider.bench.stacks.shapes import named_shape
 from outrider.services.cli.commands import app
 from outrider.shared.base.errors import ConfigurationError
+from outrider.shared.nn.dummy import RandomTensors
 from outrider.shared.nn.generic.model import GenericDecoder
 
 RUNNER = CliRunner()
@@ -79,6 +82,73 @@ def test_no_command_overwrites_a_result_unless_forced(tmp_path: Path, command: t
         )
     assert refused.value.field == "--output"
     assert output.read_text() == "{}"
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("roofline", "--small"),
+        ("kernels", "--shape", "tiny"),
+        ("latency", "--shape", "tiny"),
+        ("auto", "--shape", "tiny"),
+        ("prefix", "--shape", "tiny"),
+        ("soak",),
+        ("mixed",),
+        (),
+    ],
+)
+def test_a_file_in_place_of_the_output_folder_is_refused_before_anything_is_measured(
+    tmp_path: Path, command: tuple[str, ...]
+) -> None:
+    taken = tmp_path / "README.md"
+    taken.write_text("mine")
+    for output in (taken, taken / "result.json"):
+        with pytest.raises(ConfigurationError, match=r"README\.md is a file") as refused:
+            RUNNER.invoke(
+                app,
+                ["bench", *command, "--device", "cpu", "--output", str(output), "--force"],
+                catch_exceptions=False,
+            )
+        assert refused.value.field == "--output"
+    assert taken.read_text() == "mine"
+
+
+def test_an_output_that_cannot_be_written_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("outrider.bench.options.os.access", lambda path, mode: False)
+    with pytest.raises(ConfigurationError, match="nothing can be written"):
+        result_file(tmp_path / "results", "roofline", "cpu", force=False)
+    with pytest.raises(ConfigurationError, match="nothing can be written"):
+        result_file(tmp_path / "result.json", "roofline", "cpu", force=True)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [("auto",), ("latency",), ("kernels", "--only", "forward"), ("prefix", "--shape", "llama3.1-8b")],
+)
+def test_a_shape_that_does_not_fit_is_refused_before_its_weights_are_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]
+) -> None:
+    monkeypatch.setattr(random_fit, "device_memory", lambda device: (14 << 30, 24 << 30))
+    monkeypatch.setattr(
+        RandomTensors, "take", lambda *arguments, **options: pytest.fail("a tensor was allocated")
+    )
+    with pytest.raises(ConfigurationError, match=r"--shape llama3\.1-8b does not fit") as refused:
+        RUNNER.invoke(
+            app,
+            ["bench", *command, "--device", "cpu", "--output", str(tmp_path)],
+            catch_exceptions=False,
+        )
+    assert refused.value.field == "--shape"
+    message = refused.value.message
+    assert "as float32, and cpu has 14.0 GiB free of 24.0 GiB" in message
+    assert "use --shape llama3.2-3b" in message
+    assert "bfloat16" not in message  # 8 billion numbers of two bytes, and the head, do not fit either
+
+
+def test_sizes_of_shapes_are_those_of_their_weights() -> None:
+    shape = named_shape("tiny")
+    decoder = random_target(shape, torch.device("cpu"), torch.float32)
+    assert random_fit.target_bytes(shape, torch.float32) == pytest.approx(decoder.weight_bytes, rel=0.01)
 
 
 def test_force_overwrites_a_result(tmp_path: Path) -> None:

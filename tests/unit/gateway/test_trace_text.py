@@ -67,9 +67,23 @@ def test_a_leading_space_is_part_of_the_node() -> None:
     assert [node.text for node in described.nodes] == [" b", " a"]
 
 
-def test_a_token_that_ends_the_sequence_has_no_text_and_cut_tokens_are_left_out(tokenizer: Tokenizer) -> None:
+def test_a_token_that_ends_the_sequence_has_the_text_of_its_node_and_cut_tokens_are_left_out(
+    tokenizer: Tokenizer,
+) -> None:
     ids = tokenizer.encode("ab", add_special_tokens=False).ids
     texts = texts_of(tokenizer, ids[:1], frozenset({ids[1]}))
     described = texts.describe(chain(ids, [ids[1], ids[0]]), [ids[1]])
-    assert described.emitted_text == ("",)
-    assert described.nodes[1].text == tokenizer.decode(ids[1:2])
+    assert described.emitted_text == (described.nodes[1].text,) == (tokenizer.decode(ids[1:2]),)
+
+
+def test_an_end_token_has_the_same_text_whether_it_was_drafted_or_not() -> None:
+    words = Tokenizer(WordLevel({"▁a": 0, "▁b": 1}, unk_token="▁a"))
+    words.decoder = Metaspace()
+    words.add_special_tokens(["<|end|>"])
+    end = words.token_to_id("<|end|>")
+    assert end is not None
+    drafted = texts_of(words, [0, 1], frozenset({end})).describe(chain([1, end], [end]), [end])
+    bonus = texts_of(words, [0, 1], frozenset({end})).describe(chain([1, 0], [0, end]), [0, end])
+    plain = texts_of(words, [0, 1], frozenset({end})).describe(chain([1], [end]), [end])
+    assert drafted.nodes[1].text == drafted.emitted_text[0]
+    assert [one.emitted_text[-1].strip() for one in (drafted, bonus, plain)] == ["<|end|>"] * 3

@@ -316,7 +316,9 @@ class RoundTrace(_message.Message):
     def emitted(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def emitted_text(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """The text that each emitted token completes. Only the gateway sets it."""
+        """The text that each emitted token completes, or the name of the token that ends an answer. Only the gateway
+        sets it.
+        """
 
     def __init__(
         self,

@@ -65,6 +65,9 @@ def test_soak_tells_its_progress_in_each_phase(
 def test_overload_tells_its_progress_with_each_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    async def nothing(*_arguments: Any) -> None:
+        pass
+
     async def answered(*arguments: Any) -> list[Experience]:
         arguments[-1](1)  # on_answer
         now = time.perf_counter()
@@ -75,13 +78,17 @@ def test_overload_tells_its_progress_with_each_answer(
     monkeypatch.setattr(overload, "run_clients", answered)
     monkeypatch.setattr(overload, "run_load", answered)
     monkeypatch.setattr(overload, "_report", lambda *_: 0)
-    options = overload.OverloadOptions(StackOptions(), 60, 3000.0, [2], 1.0, 0, tmp_path / "overload.json")
+    monkeypatch.setattr(overload, "_limit_flood", nothing)
+    monkeypatch.setattr(overload, "rates_beside_limited_key", nothing)
+    options = overload.OverloadOptions(
+        StackOptions(), 60, 3000.0, [2], 1.0, 0, 0.1, tmp_path / "overload.json"
+    )
     stack: Any = SimpleNamespace(url="http://server", supervisor=None)
-    assert asyncio.run(overload._measure(options, stack)) == 0
+    assert asyncio.run(overload._measure(options, stack, options.stack)) == 0
     told = capsys.readouterr().err
     # The answers come at the beginning of the measurements. The last two loads run at the same time.
     assert percentages("measuring the capacity", told) == [33, 66]
-    assert percentages("load", told) == [25, 50, 75, 75]
+    assert percentages("load", told) == [20, 40, 60, 60, 80]
 
 
 def test_move_tells_its_progress_after_each_stream_and_each_part_of_a_round(

@@ -207,7 +207,7 @@ def test_the_report_of_an_overload_compares_the_loads(
     tmp_path: Path, retry_after_s: float | None, code: int
 ) -> None:
     file = tmp_path / "overload.json"
-    options = overload.OverloadOptions(StackOptions(device="cpu"), 15, 5.0, [4], 1.0, 0, file)
+    options = overload.OverloadOptions(StackOptions(device="cpu"), 15, 5.0, [4], 1.0, 0, 0.1, file)
     offers = {
         "0.8": offer(8, 0.5),
         "1.5": offer(10, 2.0, 5, retry_after_s),
@@ -215,7 +215,7 @@ def test_the_report_of_an_overload_compares_the_loads(
         "beside": offer(3, 0.6),
         "flood": offer(9, 2.0, 6),
     }
-    assert overload._report(options, [4.0, 6.0, 5.0], offers) == code
+    assert overload._report(options, [4.0, 6.0, 5.0], offers, (2.0, 1.8)) == code
     written = json.loads(file.read_text())
     rows = {row["case"]: row for row in written["rows"]}
     assert rows["capacity"]["value"] == 5.0
@@ -223,6 +223,8 @@ def test_the_report_of_an_overload_compares_the_loads(
     assert (ratio["value"], ratio["met"]) == (4.0, False)
     kept = rows["requests/s of a key within its limits, beside a flood ÷ alone"]
     assert (kept["value"], kept["met"]) == (0.75, False)
+    closed = rows["requests/s of 2 clients, beside 60 of a limited key ÷ alone"]
+    assert (closed["value"], closed["met"], closed["flood_share"]) == (0.9, True, 0.1)
     assert rows["refused with 429 at 1.5 × capacity"]["value"] == pytest.approx(1 / 3)
     assert rows["429 without Retry-After"]["value"] == (0 if code == 0 else 5)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import re
 from functools import partial
@@ -9,11 +10,15 @@ from pathlib import Path
 
 import httpx
 import pytest
+import torch
 from typer.testing import CliRunner
 
+import outrider
 from outrider.bench.load import shared_prefix
 from outrider.bench.load.lone import TimedReply
 from outrider.bench.load.shared_prefix import Chats, PrefixOptions
+from outrider.bench.stacks.random_target import random_target
+from outrider.bench.stacks.shapes import named_shape
 from outrider.services.cli.commands import app
 from outrider.services.stack.options import StackOptions
 from outrider.shared.obs import progress
@@ -22,6 +27,33 @@ from outrider.shared.obs import progress
 @pytest.fixture(autouse=True)
 def every_step_prints(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress, "LINE_S", 0.0)
+
+
+def test_work_of_unknown_length_is_shown_by_waiting() -> None:
+    """A `Progress` that nobody tells anything shows no time left, and prints nothing without a terminal."""
+    root = Path(outrider.__path__[0])
+    files = [
+        file for room in ("bench", "services", "shared", "train") for file in (root / room).rglob("*.py")
+    ]
+    assert len(files) > 100
+    untold = [
+        f"{file.relative_to(root)}:{item.context_expr.lineno}"
+        for file in files
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(node, ast.With)
+        for item in node.items
+        if isinstance(item.context_expr, ast.Call)
+        and getattr(item.context_expr.func, "id", "") == "Progress"
+        and item.optional_vars is None
+    ]
+    assert untold == []
+
+
+def test_random_weights_tell_their_progress(capsys: pytest.CaptureFixture[str]) -> None:
+    random_target(named_shape("tiny"), torch.device("cpu"), torch.float32)
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) > 10
+    assert all(re.fullmatch(r"making random weights: \d+ %, about \d+ s left", line) for line in lines)
 
 
 def percentages(title: str, *arguments: str) -> list[int]:

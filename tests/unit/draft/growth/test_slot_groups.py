@@ -249,3 +249,17 @@ def test_pages_that_are_to_be_seen_later_are_seen_when_it_is_time() -> None:
     table.update([lease, None], later=True)
     table.update([lease, None])  # an update without `later` also flushes pending changes
     assert table.tensor.tolist() == [lease.pages, [0] * 4]
+    assert table.places.tolist() == [lease.pages[0], 0]
+
+
+def test_a_sequence_has_its_place_at_its_first_page_that_was_not_stored() -> None:
+    pages = PageAllocator(8)
+    lease = pages.allocate(2, shared=[5, 6])
+    assert lease is not None
+    table = PageTable(1, 4, CPU)
+    table.update([lease])
+    assert table.tensor.tolist() == [lease.pages]
+    assert lease.pages[:2] == [5, 6]
+    assert table.places.tolist() == [lease.pages[2]] == [lease.first_new_page]
+    lease.shared = 3  # another sequence may read the page from now on
+    assert lease.first_new_page == lease.pages[2]

@@ -37,10 +37,9 @@ def test_a_stage_that_takes_over_runs_the_earlier_levels_first() -> None:
     assert passes_of(Chain(3), 4) == [[(1, 1)], [(1, 2), (2, 2)], [(3, 2)], [(4, 2)]]
 
 
-def test_states_wait_at_the_first_page_until_the_sequence_ends() -> None:
+def test_states_wait_at_their_place_until_the_sequence_ends() -> None:
     kept = StageStates(Chain(3), KVPool(8, 4, 1, 1, 2, torch.float32, CPU))
-    table = torch.tensor([[5, 1], [2, 7], [5, 0]], dtype=torch.int32)  # the last row is idle
-    places = kept.places(table, ints(1, 3, 0))
+    places = kept.places(ints(5, 2, 5), ints(1, 3, 0))  # the last sequence is idle
     assert places.tolist() == [5, 2, 8]
     states = torch.arange(18.0).view(3, 2, HIDDEN)
     kept.keep(places, states, ints(4, 9, 0), ints(1, 3, 0))

@@ -32,21 +32,26 @@ class Machine(RuleBasedStateMachine):
     """Sessions of a draft whose KV contains, for each row, a number that identifies the row's tokens."""
 
     source = RowSource.FEATURES
+    rewind = 0
 
     def __init__(self) -> None:
         super().__init__()
         self.pool = KVPool(PAGES, PAGE, 1, 1, 1, torch.float64, "cpu")
-        self.stored = StoredRows(self.pool, enabled=True)
+        self.stored = StoredRows(self.pool, self.rewind)
         self.rows: dict[int, int] = {}  # slot -> content
         self.live: list[Session] = []
 
     def content(self, session: Session, row: int) -> int:
         start = FNV_OFFSET + hash(session.cache_salt) % 1000
-        return extend_prefix_hash(start, session.tokens[: row + 1 + AHEAD[self.source]])
+        return extend_prefix_hash(start, session.tokens[: row + 1 + AHEAD[self.source] + self.rewind])
 
     def slots(self, session: Session) -> list[int]:
         lease = session.lease
-        return [] if lease is None else self.pool.token_slots(lease, 0, session.cached_rows)
+        return [] if lease is None else self.pool.token_slots(lease, 0, self.complete(session))
+
+    def complete(self, session: Session) -> int:
+        """Return the number of rows that all layers have computed."""
+        return max(session.inherited_rows, session.cached_rows - self.rewind)
 
     def compute(self, session: Session, count: int) -> None:
         """Add up to `count` rows, in new pages if needed. Do nothing if no page is free."""
@@ -55,7 +60,7 @@ class Machine(RuleBasedStateMachine):
             return
         assert session.lease is not None
         if self.pool.reserve(session.lease, stop):
-            for row in range(session.cached_rows, stop):
+            for row in range(self.complete(session), stop):
                 assert row // PAGE >= session.lease.shared, "a shared page must not be written"
                 (slot,) = self.pool.token_slots(session.lease, row, row + 1)
                 self.rows[slot] = self.content(session, row)
@@ -68,8 +73,8 @@ class Machine(RuleBasedStateMachine):
     def open(self, tokens: list[int], salt: str | None, stored_len: int, rows: int) -> None:
         session = new_session(tokens, salt, self.source)
         if self.stored.shares(session):
-            session.cached_rows = self.stored.begin(session, stored_len)
-        assert session.cached_rows <= max(0, min(stored_len, session.num_rows - 1))
+            session.cached_rows = session.inherited_rows = self.stored.begin(session, stored_len)
+        assert session.cached_rows <= max(0, min(stored_len, session.num_rows - 1 - self.rewind))
         self.live.append(session)
         self.compute(session, rows)
 
@@ -100,7 +105,7 @@ class Machine(RuleBasedStateMachine):
     def every_session_has_its_own_rows(self) -> None:
         for session in self.live:
             found = [self.rows[slot] for slot in self.slots(session)]
-            assert found == [self.content(session, row) for row in range(session.cached_rows)]
+            assert found == [self.content(session, row) for row in range(self.complete(session))]
 
     @invariant()
     def no_page_is_lost(self) -> None:
@@ -116,8 +121,15 @@ class TokenMachine(Machine):
     source = RowSource.TOKENS
 
 
+class LayersMachine(Machine):
+    """Sessions of a draft with three MTP layers. The second layer has one row fewer, the third layer two."""
+
+    rewind = 2
+
+
 Machine.TestCase.settings = hypothesis_settings(max_examples=60, stateful_step_count=25, deadline=None)
 TokenMachine.TestCase.settings = Machine.TestCase.settings
+LayersMachine.TestCase.settings = Machine.TestCase.settings
 TestRowsOfFeatures = Machine.TestCase
 TestRowsOfTokens = TokenMachine.TestCase
 
@@ -136,25 +148,35 @@ def ended(stored: StoredRows, pool: KVPool, tokens: list[int], *, spoiled: bool 
 @pytest.mark.parametrize(("stored_len", "expected"), [(0, 0), (3, 0), (4, 4), (11, 8), (12, 12), (100, 12)])
 def test_a_session_begins_with_the_pages_that_its_target_has_too(stored_len: int, expected: int) -> None:
     pool = KVPool(PAGES, PAGE, 1, 1, 1, torch.float32, "cpu")
-    stored = StoredRows(pool, enabled=True)
+    stored = StoredRows(pool)
     text = list(range(17))  # 16 rows; the last one is always computed
     ended(stored, pool, text)
     assert stored.begin(new_session(text, ""), stored_len) == expected
 
 
-@pytest.mark.parametrize("differs", [0, 4, 5])
-def test_a_row_depends_on_the_token_after_it(differs: int) -> None:
+@pytest.mark.parametrize("differs", [0, 4, 5, 6])
+@pytest.mark.parametrize("layers", [1, 2])
+def test_a_row_depends_on_one_further_token_for_each_layer(differs: int, layers: int) -> None:
     pool = KVPool(PAGES, PAGE, 1, 1, 1, torch.float32, "cpu")
-    stored = StoredRows(pool, enabled=True)
+    stored = StoredRows(pool, rewind=layers - 1)
     text = list(range(17))
     ended(stored, pool, text)
     text[differs] = 99
-    assert stored.begin(new_session(text, ""), 16) == (4 if differs == 5 else 0)
+    assert stored.begin(new_session(text, ""), 16) == (4 if differs >= 4 + layers else 0)
+
+
+def test_rows_that_later_layers_have_not_computed_are_neither_stored_nor_used() -> None:
+    pool = KVPool(PAGES, PAGE, 1, 1, 1, torch.float32, "cpu")
+    stored = StoredRows(pool, rewind=2)
+    text = list(range(17))  # 16 rows, of which the third layer has 14
+    ended(stored, pool, text)
+    assert stored.begin(new_session([*text, 17, 18, 19, 20], ""), 16) == 12
+    assert stored.begin(new_session(text[:15], ""), 16) == 8, "the last of 12 complete rows must be computed"
 
 
 def test_a_target_without_a_prefix_lets_its_rows_be_forgotten_unless_they_are_read() -> None:
     pool = KVPool(PAGES, PAGE, 1, 1, 1, torch.float32, "cpu")
-    stored = StoredRows(pool, enabled=True)
+    stored = StoredRows(pool)
     text = list(range(17))
     ended(stored, pool, text)
     reader = new_session(text, "")
@@ -163,18 +185,17 @@ def test_a_target_without_a_prefix_lets_its_rows_be_forgotten_unless_they_are_re
     assert stored.begin(new_session(text, ""), 16) == 12, "a session still reads these pages"
 
 
-def test_spoiled_rows_and_disabled_caches_store_nothing() -> None:
-    for enabled, spoiled in ((True, True), (False, False)):
-        pool = KVPool(PAGES, PAGE, 1, 1, 1, torch.float32, "cpu")
-        stored = StoredRows(pool, enabled=enabled)
-        ended(stored, pool, list(range(17)), spoiled=spoiled)
-        assert pool.allocator.free_pages == PAGES
-        assert stored.begin(new_session(list(range(17)), ""), 16) == 0
+def test_spoiled_rows_are_not_stored() -> None:
+    pool = KVPool(PAGES, PAGE, 1, 1, 1, torch.float32, "cpu")
+    stored = StoredRows(pool)
+    ended(stored, pool, list(range(17)), spoiled=True)
+    assert pool.allocator.free_pages == PAGES
+    assert stored.begin(new_session(list(range(17)), ""), 16) == 0
 
 
 def test_running_sessions_lend_the_rows_that_they_have_computed() -> None:
     pool = KVPool(PAGES, PAGE, 1, 1, 1, torch.float32, "cpu")
-    stored = StoredRows(pool, enabled=True)
+    stored = StoredRows(pool)
     text = list(range(17))
     leader = new_session(text, "")
     stored.begin(leader, 0)

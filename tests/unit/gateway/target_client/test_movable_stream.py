@@ -135,13 +135,37 @@ async def test_the_next_target_reports_the_states_that_are_missing() -> None:
     assert second.client.requests[0].states == StateParams(hidden_states=True, start=3)
 
 
+def ended(cached_tokens: int) -> TargetFinish:
+    return TargetFinish(FinishReason.LENGTH, None, Usage(3, 4, cached_tokens), SpeculationReport())
+
+
+async def test_the_usage_counts_what_the_first_target_had_stored() -> None:
+    first = member([TargetDelta((8,), cached_tokens=1), TargetDelta((9,)), LOST])
+    second = member([TargetDelta((10,), cached_tokens=2), TargetDelta((11,)), ended(2)])
+    stream, _ = stream_of(request(), first, second)
+    _, end = await read(stream)
+    assert end.usage == Usage(3, 4, 1)
+
+
+async def test_a_target_that_was_lost_before_the_first_token_does_not_count() -> None:
+    stream, _ = stream_of(request(), member([LOST]), member([TargetDelta((8,), cached_tokens=2), ended(2)]))
+    _, end = await read(stream)
+    assert end.usage.cached_tokens == 2
+
+
+async def test_a_complete_sequence_that_lost_its_target_keeps_the_count() -> None:
+    stream, _ = stream_of(request(1), member([TargetDelta((8,), cached_tokens=2), LOST]))
+    _, end = await read(stream)
+    assert end.usage == Usage(3, 1, 2)
+
+
 async def test_the_next_target_gets_what_was_emitted() -> None:
     first = member([TargetDelta((8,)), TargetDelta((9, 10)), LOST])
     second = member([TargetDelta((11,)), END])
     stream, placement = stream_of(request(), first, second)
     deltas, end = await read(stream)
     assert [token for one in deltas for token in one.token_ids] == [8, 9, 10, 11]
-    assert end is END
+    assert end == END
     assert second.client.requests[0].resume_ids == (8, 9, 10)
     assert second.client.requests[0].prompt_ids == (4, 5, 6)
     assert placement.moves == ["target_lost"]

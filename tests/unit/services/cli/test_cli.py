@@ -20,6 +20,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from outrider.services.cli import commands as cli
+from outrider.services.cli import entrypoints
 from outrider.services.cli.settings_options import settings_command
 from outrider.services.cli.up import StatusConsole, _echo_to
 from outrider.services.stack import launch
@@ -131,7 +132,7 @@ def test_serve_help_lists_the_settings_of_the_service(service: str, monkeypatch:
 @pytest.mark.parametrize("service", ["target", "draft"])
 def test_serve_accepts_sglangs_flag_for_the_draft(service: str, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
-    monkeypatch.setattr(cli.entrypoints, f"run_{service}", lambda settings: seen.append(settings) or 0)
+    monkeypatch.setattr(entrypoints, f"run_{service}", lambda settings: seen.append(settings) or 0)
     required = ["--model", "/m"] if service == "target" else []
     result = RUNNER.invoke(
         cli.app, ["serve", service, *required, "--speculative-draft-model-path", "unix:/d.sock"]
@@ -158,13 +159,30 @@ def test_up_passes_its_capacity_flags_on(monkeypatch: pytest.MonkeyPatch) -> Non
     assert all(flag in text for flag in ("--max-running-requests", "--mem-fraction-static", "--kv-tokens"))
 
 
-def test_importing_the_command_line_stays_light() -> None:
-    heavy = "{'torch', 'fastapi', 'grpc', 'httpx'}"
-    code = f"import sys, outrider.services.cli.commands; print(sorted({heavy} & set(sys.modules)))"
+@pytest.mark.parametrize(
+    ("module", "heavy"),
+    [
+        ("commands", {"torch", "fastapi", "grpc", "httpx"}),
+        ("serve", {"torch", "fastapi", "grpc", "httpx", "outrider.bench", "outrider.services.cli.up"}),
+    ],
+)
+def test_importing_the_command_line_stays_light(module: str, heavy: set[str]) -> None:
+    code = f"import sys, outrider.services.cli.{module}; print(sorted({heavy} & set(sys.modules)))"
     assert (
         subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
         == "[]\n"
     )
+
+
+def test_serve_without_the_other_commands_has_the_same_help(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`outrider serve` imports less than the other commands do."""
+    monkeypatch.setenv("COLUMNS", "200")
+    run = [sys.executable, "-m", "outrider.services.cli", "serve"]
+    listed = subprocess.run([*run, "--help"], capture_output=True, text=True, check=True).stdout
+    assert listed == RUNNER.invoke(cli.app, ["serve", "--help"], prog_name="outrider").output
+    refused = subprocess.run([*run, "gateway", "--port", "x"], capture_output=True, text=True)
+    assert refused.returncode == 2
+    assert "--port" in refused.stderr
 
 
 class CannedGateway(BaseHTTPRequestHandler):

@@ -15,6 +15,7 @@ import typer
 from typer.testing import CliRunner
 
 from outrider.services.cli import commands as cli
+from outrider.services.cli import entrypoints
 from outrider.services.cli.flags import TARGET_FLAGS
 from outrider.services.cli.settings_options import ALIASES
 from outrider.services.cli.up import OWN_GATEWAY_SETTINGS
@@ -23,6 +24,7 @@ from outrider.services.gateway.settings import GatewaySettings
 from outrider.services.stack import launch
 from outrider.services.stack.launch import check_options, free_port, plan_stack
 from outrider.services.stack.options import StackOptions, Transport
+from outrider.services.stack.service_checks import check_target_flags
 from outrider.services.target.settings import TargetSettings
 from outrider.shared.base.errors import ConfigurationError
 from outrider.shared.base.settings import ServiceSettings, flag_name
@@ -168,7 +170,6 @@ def test_the_targets_flags_are_its_settings() -> None:
             "quantization",
             "'none' or 'fp8' .flag --quantization",
         ),
-        ({"gateway_settings": {"max_batch": 0}}, "max_batch", "greater than or equal to 1"),
         ({"target_settings": {"cuda_graph_max_bs": 0}}, "cuda_graph_max_bs", "greater than or equal to 1"),
         (
             {"target_settings": {"deterministic": True, "attention_backend": "triton"}},
@@ -180,13 +181,17 @@ def test_the_targets_flags_are_its_settings() -> None:
 )
 def test_up_refuses_what_the_target_would_refuse(values: dict[str, Any], field: str, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message) as caught:
-        check_options(StackOptions(port=free_port(), device="cpu", **values))
+        check_target_flags(StackOptions(device="cpu", **values), own_process=True)
     assert caught.value.field == field
-    check_options(
-        StackOptions(
-            port=free_port(), device="cpu", target_settings={"deterministic": True, "quantization": "fp8"}
-        )
-    )
+    accepted = {"deterministic": True, "quantization": "fp8"}
+    check_target_flags(StackOptions(device="cpu", target_settings=accepted), own_process=True)
+
+
+def test_up_refuses_a_value_that_the_gateway_would_refuse() -> None:
+    options = StackOptions(port=free_port(), device="cpu", gateway_settings={"max_batch": 0})
+    with pytest.raises(ConfigurationError, match="greater than or equal to 1") as caught:
+        check_options(options)
+    assert caught.value.field == "max_batch"
 
 
 def sample(settings: type[ServiceSettings], name: str) -> list[str]:
@@ -219,7 +224,7 @@ FLAGS = [(service, name) for service, (settings, _) in SERVICES.items() for name
 def test_a_setting_arrives_by_its_flag(service: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     settings, required = SERVICES[service]
     seen: list[ServiceSettings] = []
-    monkeypatch.setattr(cli.entrypoints, f"run_{service}", lambda given: seen.append(given) or 0)
+    monkeypatch.setattr(entrypoints, f"run_{service}", lambda given: seen.append(given) or 0)
     for flag in (flag_name(name), *ALIASES.get(name, ())):
         before = [] if name == "model" else list(required)
         result = RUNNER.invoke(cli.app, ["serve", service, *before, flag, *sample(settings, name)])
@@ -238,7 +243,7 @@ def test_help_names_every_setting(service: str, monkeypatch: pytest.MonkeyPatch)
 
 def test_a_service_reads_its_settings_from_a_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     seen: list[DraftSettings] = []
-    monkeypatch.setattr(cli.entrypoints, "run_draft", lambda given: seen.append(given) or 0)
+    monkeypatch.setattr(entrypoints, "run_draft", lambda given: seen.append(given) or 0)
     (tmp_path / "draft.json").write_text('{"max_sessions": 3}')
     assert RUNNER.invoke(cli.app, ["serve", "draft", "--config", str(tmp_path / "draft.json")]).exit_code == 0
     assert seen[0].max_sessions == 3

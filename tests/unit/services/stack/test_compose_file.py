@@ -16,6 +16,7 @@ import yaml
 from typer.testing import CliRunner
 
 from outrider.services.cli import commands as cli
+from outrider.services.cli import entrypoints
 from outrider.services.stack import launch
 from outrider.services.stack.options import StackOptions
 from outrider.services.stack.service_checks import check_gateway_flags
@@ -72,7 +73,7 @@ def parsed(name: str, monkeypatch: pytest.MonkeyPatch, **environment: str) -> An
 
     monkeypatch.setattr(launch, "running_stack", keep)
     for entry in ("run_gateway", "run_target", "run_draft"):
-        monkeypatch.setattr(cli.entrypoints, entry, keep)
+        monkeypatch.setattr(entrypoints, entry, keep)
     monkeypatch.setattr("outrider.shared.obs.queued_stream.queue_stderr", lambda: None)
     # Dockerfile: the entry point is `outrider serve`, unless the service has its own.
     result = CliRunner().invoke(cli.app, words if name == "outrider" else ["serve", *words])

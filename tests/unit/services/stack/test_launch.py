@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import socket
+import subprocess
+import sys
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +16,7 @@ from outrider.services.draft.settings import DraftSettings
 from outrider.services.stack import launch
 from outrider.services.stack.launch import StackPlan, check_options, plan_stack
 from outrider.services.stack.options import StackOptions, Transport
+from outrider.services.stack.service_checks import check_target_flags
 from outrider.services.target.settings import TargetSettings
 from outrider.shared.base.errors import ConfigurationError
 from outrider.shared.spec.algorithm import Algorithm
@@ -270,18 +275,51 @@ def test_rounds_on_the_device_are_for_a_draft_of_its_own(pair: tuple[Path, Path]
         "skip_tokenizer": True,
         "target_settings": {"draft_rounds": "device"},
     }
-    check_options(StackOptions(**kept, port=launch.free_port(), transport=Transport.GRPC))  # type: ignore[arg-type]
+    check_target_flags(StackOptions(**kept), own_process=True)  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="would do nothing") as caught:
-        check_options(StackOptions(**kept, port=launch.free_port(), transport=Transport.INPROC))  # type: ignore[arg-type]
+        check_target_flags(StackOptions(**kept), own_process=False)  # type: ignore[arg-type]
     assert caught.value.field == "draft_rounds"
 
 
-def test_a_share_of_a_gpu_is_refused_on_a_cpu_before_anything_starts(pair: tuple[Path, Path]) -> None:
-    options = StackOptions(
-        target=pair[0], draft=pair[1], device="cpu", mem_fraction_static=0.5, port=launch.free_port()
-    )
+def test_a_share_of_a_gpu_is_refused_on_a_cpu(pair: tuple[Path, Path]) -> None:
+    options = StackOptions(target=pair[0], draft=pair[1], device="cpu", mem_fraction_static=0.5)
     with pytest.raises(
         ConfigurationError, match=r"mem_fraction_static = 0\.5 would do nothing: on a CPU"
     ) as caught:
-        check_options(options)
+        check_target_flags(options, own_process=True)
     assert caught.value.field == "mem_fraction_static"
+
+
+def test_the_check_of_the_options_does_not_import_torch() -> None:
+    code = (
+        "import sys\n"
+        "from outrider.services.stack.launch import check_options, free_port\n"
+        "from outrider.services.stack.options import StackOptions\n"
+        "flags = {'deterministic': True}\n"
+        "check_options(StackOptions(port=free_port(), mem_fraction_static=0.5, target_settings=flags))\n"
+        "print('torch' in sys.modules)\n"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout == "False\n"
+
+
+def test_the_error_of_a_target_that_refuses_its_flags_names_the_flag(
+    pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The target exits at its start. The launcher then explains why."""
+
+    def fails(*_: object) -> None:
+        raise ConfigurationError("The target service stopped while starting.", field="target")
+
+    monkeypatch.setattr(launch, "Supervisor", lambda *_: nullcontext())
+    monkeypatch.setattr(launch, "_wait_until_ready", fails)
+    options = StackOptions(target=pair[0], draft=pair[1], device="cpu", skip_tokenizer=True)
+    for settings, field in (
+        ({"deterministic": True, "attention_backend": "triton"}, "attention_backend"),
+        ({"deterministic": True}, "target"),
+        ({}, "target"),
+    ):
+        given = replace(options, port=launch.free_port(), target_settings=settings)
+        with pytest.raises(ConfigurationError) as caught, launch.running_stack(given, print, print):
+            pass
+        assert caught.value.field == field

@@ -128,7 +128,7 @@ def test_nodes_after_the_end_of_the_answer_are_not_called_accepted() -> None:
         "nodes": chain,
         "accepted": [1, 2, 3, 4],
         "emitted": [1, 2],
-        "emitted_text": [" sky", ""],
+        "emitted_text": [" sky", "<|im_end|>"],
     }
     out = console(80)
     out.print(round_tree(trace))
@@ -136,12 +136,19 @@ def test_nodes_after_the_end_of_the_answer_are_not_called_accepted() -> None:
     assert fates == ["accepted", "accepted, ends the answer", *["after the end of the answer"] * 2]
 
 
-def test_an_answer_that_is_cut_by_its_length_has_no_stop_token() -> None:
+def test_an_end_token_that_was_not_drafted_is_shown_by_its_name() -> None:
+    trace = ROUND | {"emitted": [2, 7], "emitted_text": [" blue", "<|im_end|>"]}
+    out = console(80)
+    out.print(round_tree(trace))
+    assert "'<|im_end|>'  chosen by the target" in printed(out)
+
+
+def test_an_answer_that_is_cut_by_its_length_ends_at_its_last_token() -> None:
     trace = ROUND | {"emitted": [2], "emitted_text": [" blue"]}
     out = console(80)
     out.print(round_tree(trace))
     text = printed(out)
-    assert "' blue'  90.5 %  accepted\n" in "\n".join(line.rstrip() for line in text.splitlines())
+    assert "' blue'  90.5 %  accepted, ends the answer" in text
     assert "chosen by the target" not in text
 
 

@@ -203,12 +203,17 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(chat: Any, served: tuple[Sc
     chat.expect("blue")
     chat.send(CTRL_C)
     chat.expect("stopped")
+    # What had arrived counts: the token of the prefill, and a round with two tokens.
+    assert "3 tokens in 1 round with drafts; accept length 2.00" in chat.before
+    assert "^C" not in chat.before
     assert served[0].disconnected.wait(WAIT_S)
+    chat.expect(PROMPT)
+    chat.send("/stats\r")
+    chat.expect(r"\n +1 +3 +(–|\d+) +\d+ ms +2\.00 +1 ")
     chat.expect(PROMPT)
     served[0].hold = False
     chat.send("again\r")
     answered(chat)
-    # What had arrived stays part of the chat.
     assert [one["content"] for one in served[0].bodies[-1]["messages"]] == ["hello", "The blue sky", "again"]
     chat.send(CTRL_D)
     chat.expect(pexpect.EOF)

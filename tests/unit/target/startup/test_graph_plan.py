@@ -22,6 +22,7 @@ from outrider.services.target.startup.graph_plan import (
     GraphPlan,
     compile_kernels,
     list_graphs,
+    other_trees,
     plan_graphs,
     record_graphs,
 )
@@ -354,3 +355,26 @@ def test_batch_sizes_are_rounded_up_to_buckets() -> None:
         batch_buckets(100)[:9],
     ]
     assert [bucket(batch_buckets(20), count) for count in (1, 3, 17, 20, 21)] == [1, 4, 20, 20, None]
+
+
+def test_every_number_of_branches_has_a_tree_whose_kernels_are_compiled_while_idle() -> None:
+    tree = DraftShape(5, 4, 16)
+    assert other_trees(tree, 16, 128) == (DraftShape(5, 2, 11), DraftShape(5, 8, 41), DraftShape(5, 16, 81))
+    assert other_trees(tree, 6, 30) == (DraftShape(5, 2, 11), DraftShape(5, 6, 30))
+    assert other_trees(DraftShape(5, 1, 6), 3, 128) == (DraftShape(5, 2, 11), DraftShape(5, 3, 16))
+    assert plan_graphs(settings(max_topk=8), cuda=True, waits=False).other_trees[-1].topk == 8
+    assert plan_graphs(settings(), cuda=True, waits=False).shapes[1] == tree
+
+
+def test_kernels_of_other_trees_are_compiled_one_tree_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[Any] = []
+    monkeypatch.setattr(graph_plan, "compile_ahead", lambda _device, works, **_: compiled.append(works))
+    recordings: Any = SimpleNamespace(rounds=lambda batches: [("drafts", batch) for batch in batches])
+    plan = plan_graphs(settings(max_topk=8), cuda=True, waits=False)
+    graphs: Any = SimpleNamespace(device=torch.device("cuda"))
+    work = graph_plan._compile_other_trees(recordings, graphs, plan)
+    next(work)
+    assert compiled == [[(1, DraftShape(5, 2, 11))]]
+    next(work)
+    assert compiled[1:] == [[(1, DraftShape(5, 8, 41))]]
+    assert next(work, None) is None

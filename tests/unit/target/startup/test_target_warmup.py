@@ -63,19 +63,21 @@ def test_the_warm_up_measures_all_shapes_of_auto_where_graphs_do_not_change_thei
 def test_rehearsed_prompts_run_and_free_their_pages(
     decoder: Decoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    harness = make_harness(decoder, NoDrafter())
-    passes: list[list[int]] = []
+    harness = make_harness(decoder, NoDrafter(), num_pages=512)
+    passes: list[list[tuple[int, int]]] = []
     prefill = harness.runner.prefill
 
     def noted(chunks: Sequence[PrefillChunk]) -> list[int]:
-        passes.append([chunk.stop for chunk in chunks])
+        passes.append([(chunk.start, chunk.stop) for chunk in chunks])
         return prefill(chunks)
 
     monkeypatch.setattr(harness.runner, "prefill", noted)
     monkeypatch.setattr("outrider.services.target.startup.warmup.REHEARSED_PROMPTS", ((7,), (9, 12)))
+    monkeypatch.setattr("outrider.services.target.startup.warmup.REHEARSED_REMAINDERS", ((40, 3),))
     for rehearse in prompt_rehearsals(harness.runner):
         rehearse()
-    assert passes == [[7], [9, 12]]
+    assert passes == [[(0, 7)], [(0, 9), (0, 12)], [(37, 40)]]
+    monkeypatch.setattr("outrider.services.target.startup.warmup.REHEARSED_REMAINDERS", ())
     monkeypatch.setattr("outrider.services.target.startup.warmup.REHEARSED_PROMPTS", ((9, 8000),))
     (rehearse,) = prompt_rehearsals(harness.runner)
     held = harness.runner.pool.lease(1000)
@@ -88,9 +90,9 @@ def test_rehearsed_prompts_run_and_free_their_pages(
 
 def test_a_small_pool_rehearses_only_prompts_that_fit(decoder: Decoder) -> None:
     rehearsals = prompt_rehearsals(make_harness(decoder, NoDrafter(), num_pages=36).runner)
-    assert [one.args[1] for one in rehearsals] == [(300,), (40, 50)], (
+    assert [one.args[1] for one in rehearsals] == [((0, 300),), ((0, 40), (0, 50)), ((0, 1),), ((0, 10),)], (
         "the pool of 576 tokens has room for neither 2000 tokens nor 300 and 400"
     )  # type: ignore[attr-defined]
     for rehearse in rehearsals:
         rehearse()
-    assert len(prompt_rehearsals(make_harness(decoder, NoDrafter()).runner)) == 4
+    assert len(prompt_rehearsals(make_harness(decoder, NoDrafter()).runner)) == 9
