@@ -183,13 +183,9 @@ class RequestBuilder:
         for option in READ_OPTIONS:
             value = None if option.is_rule else getattr(p, option.name)
             if option.name == "temperature":
-                most = surface.most_temperature
-                _check(
-                    value is None or 0 <= value <= most,
-                    f"{name}temperature",
-                    f"between 0 and {most:g}",
-                    value,
-                )
+                hottest = surface.most_temperature
+                valid = value is None or 0 <= value <= hottest
+                _check(valid, f"{name}temperature", f"between 0 and {hottest:g}", value)
             elif option.allowed is not None and value is not None:
                 given = option.name if option.is_outer else name + option.name
                 _check(value in option.allowed, given, option.allowed.text, value)
