@@ -16,7 +16,7 @@ def started(script: str, max_line_bytes: int = 1 << 20) -> LineProcess:
 
 
 def test_lines_are_read_one_by_one() -> None:
-    process = started("sys.stdout.write('a\\nb\\n' + 'c' * 200_000 + '\\n' + sys.stdin.readline())")
+    process = started("print('a\\nb\\n' + 'c' * 200_000, flush=True)\nprint(sys.stdin.readline(), end='')")
     assert [process.read(60) for _ in range(3)] == [b"a", b"b", b"c" * 200_000]
     process.send(b"echo\n")
     assert process.read(60) == b"echo"
