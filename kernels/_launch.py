@@ -51,6 +51,19 @@ def next_power_of_2(n: int) -> int:
     return 1 << max(0, n - 1).bit_length()
 
 
+LANES = 32
+"""Threads of a warp. A program of one warp takes as long for a block of fewer elements as for this many."""
+
+
+def lanes(n: int) -> int:
+    """Return the least power of two that is at least `n` and at least `LANES`.
+
+    Kernels whose programs have one warp use this size for their blocks. Fewer sizes mean fewer compiled
+    variants of a kernel.
+    """
+    return max(LANES, next_power_of_2(n))
+
+
 _zeros = False
 
 

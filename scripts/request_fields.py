@@ -79,6 +79,30 @@ no_stop_trim presence_penalty regex repetition_penalty sampling_seed skip_specia
 spaces_between_special_tokens stop stop_regex stop_token_ids structural_tag temperature top_k top_p
 """)
 
+_OPENAI_0_1_0 = _names("""
+cache_salt ignore_eos include_stop_str_in_output max_tokens metadata min_p model n priority prompt_cache_key
+prompt_cache_retention return_token_ids rid safety_identifier seed service_tier skip_special_tokens
+speculation stop stop_token_ids store stream stream_options temperature top_k top_p user
+""")
+FIRST_RELEASE = "0.1.0"
+UNRELEASED = "unreleased"
+OF_FIRST_RELEASE: dict[str, list[str]] = {
+    "/v1/chat/completions": [
+        *_OPENAI_0_1_0,
+        *_names("""
+chat_template_kwargs max_completion_tokens messages parallel_tool_calls prediction reasoning_effort
+separate_reasoning verbosity
+"""),
+    ],
+    "/v1/completions": [*_OPENAI_0_1_0, "echo", "prompt"],
+    "/generate": _names("cache_salt input_ids model priority rid sampling_params speculation stream text"),
+    "/generate, sampling_params": _names("""
+ignore_eos max_new_tokens min_p n no_stop_trim sampling_seed seed skip_special_tokens stop stop_token_ids
+temperature top_k top_p
+"""),
+}
+"""Route → the fields that 0.1.0 took, with or without an effect. It refused all other fields."""
+
 ROUTES: tuple[tuple[str, type[OpenModel], dict[str, list[str]]], ...] = (
     (
         "/v1/chat/completions",
@@ -108,19 +132,32 @@ def field_status(model: type[OpenModel], name: str) -> str:
     return "no effect" if name in getattr(model, "NO_EFFECT", ()) else "taken"
 
 
+def since(route: str, status: str, name: str) -> str:
+    """Return the version since which a route treats a field this way."""
+    released = OF_FIRST_RELEASE.get(route)
+    if released is None or status == "ignored":
+        return UNRELEASED
+    return FIRST_RELEASE if (status == "refused") != (name in released) else UNRELEASED
+
+
 def table() -> str:
     """Return the table as Markdown.
 
-    The table has one row for each route and status. A row lists the fields and the APIs that define each
-    field.
+    The table has one row for each route, status and version. A row lists the fields and the APIs that define
+    each field.
     """
-    rows = ["| route | status | fields |", "| --- | --- | --- |"]
+    rows = ["| route | status | since | fields |", "| --- | --- | --- | --- |"]
     for route, model, apis in ROUTES:
         names = sorted({*model.model_fields, *(name for api in apis.values() for name in api)})
         for one in STATUSES:
-            listed = [_marked(name, apis) for name in names if field_status(model, name) == one]
-            if listed:
-                rows.append(f"| `{route}` | {one} | {', '.join(listed)} |")
+            for version in (FIRST_RELEASE, UNRELEASED):
+                listed = [
+                    _marked(name, apis)
+                    for name in names
+                    if field_status(model, name) == one and since(route, one, name) == version
+                ]
+                if listed:
+                    rows.append(f"| `{route}` | {one} | {version} | {', '.join(listed)} |")
     return "\n".join(rows) + "\n"
 
 

@@ -125,6 +125,9 @@ def main(url: str) -> None:
     """Write all pictures."""
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium_path(), args=["--no-sandbox"])
+        # The operator's page is opened first, because some of its charts begin at that time.
+        status = browser.new_page(viewport=DESKTOP, color_scheme="light")
+        status.goto(f"{url}/status")
         for scheme in ("light", "dark"):
             page = browser.new_page(viewport=DESKTOP, color_scheme=scheme, device_scale_factor=1)
             open_chat(page, url)
@@ -142,13 +145,11 @@ def main(url: str) -> None:
         show_round(page, 2)
         page.screenshot(path=IMAGES / "playground-phone.png", full_page=True)
         page.close()
-        page = browser.new_page(viewport=DESKTOP, color_scheme="light")
-        page.goto(f"{url}/status")
         other = browser.new_page()
         for _ in range(3):
             open_chat(other, url)
-        page.locator(".chart .line[d*='L']").first.wait_for(state="attached")
-        page.screenshot(path=IMAGES / "status.png", full_page=True)
+        status.locator(".chart .line[d*='L']").first.wait_for(state="attached")
+        status.screenshot(path=IMAGES / "status.png", full_page=True)
         browser.close()
     for name in ("playground-light", "playground-dark", "playground-phone", "race", "status"):
         shrink(IMAGES / f"{name}.png")

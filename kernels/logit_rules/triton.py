@@ -121,7 +121,7 @@ def locate_rules(
     return RuleRows(state, slots, lengths, paths, num_banned, banned)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["columns", "phrases"])
 def _apply(
     logits, row_stride, slots, lengths, paths, num_banned, banned, positions, words, presence, frequency,
     repetition, first_ends, num_biases, bias_tokens, bias_values, scores, vocab, columns, phrases,
@@ -190,7 +190,7 @@ def apply_rules(logits: torch.Tensor, rules: RuleRows, positions: torch.Tensor) 
     return scores
 
 
-@triton.jit(do_not_specialize=["results", "rows", "columns"])
+@triton.jit(do_not_specialize=["results", "rows", "columns"], do_not_specialize_on_alignment=["starts"])
 def _record(
     active, words, tail, tops, starts, table_rows, cached_lens, packed, out_rows, out_tops, results, rows,
     vocab, columns,
@@ -249,7 +249,7 @@ def record_outputs(
             _record[(max(results, rows),)](
                 state.active, state.words, state.tail, state.tops, starts, table_rows, cached_lens, packed,
                 outputs.rows, outputs.tops, results, rows, state.words.shape[1], columns,
-                COLUMNS=_launch.next_power_of_2(columns), BLOCK=_NODES, num_warps=1,
+                COLUMNS=_launch.lanes(columns), BLOCK=_NODES, num_warps=1,
                 **_launch.dependent(packed),
             )  # fmt: skip
     return outputs

@@ -95,7 +95,7 @@ def round_plan(
                 page_table, page_table.stride(0), plan.tokens, plan.features, plan.extend_slots,
                 plan.level_slots, plan.positions, plan.lens, plan.root_tokens, plan.max_nodes, bs, rows,
                 columns, depth, topk, PAGE_SIZE=page_size, LEAD=lead, BEHIND=behind,
-                BLOCK_R=_launch.next_power_of_2(rows), BLOCK_L=_launch.next_power_of_2(scratch),
-                BLOCK_D=_launch.next_power_of_2(1 + depth), num_warps=1, **_launch.dependent(tokens),
+                BLOCK_R=_launch.lanes(rows), BLOCK_L=_launch.lanes(scratch),
+                BLOCK_D=_launch.lanes(1 + depth), num_warps=1, **_launch.dependent(tokens),
             )  # fmt: skip
     return plan

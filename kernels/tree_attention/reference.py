@@ -50,7 +50,7 @@ def tree_attention(
         # [q_len, kv]: position of each token as the row sees it.
         index = torch.arange(kv_len, device=q.device).expand(q_len, -1)
         if ancestors is None:
-            positions = index[0, kv_len - q_len :]
+            positions = torch.arange(kv_len - q_len, kv_len, device=q.device)  # padding has negative ones
             visible = index <= positions[:, None]
         else:
             visible = _tree(ancestors[rows], prefix_len, kv_len)

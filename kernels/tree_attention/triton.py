@@ -39,7 +39,8 @@ from outrider.kernels.tree_attention.work.types import ITEM, MOST_SPLITS, ROW, W
 _LOG2E = 1.4426950408889634
 
 
-@triton.jit
+# These numbers change from pass to pass. A specialised kernel would be no faster.
+@triton.jit(do_not_specialize=["table_stride", "rows", "splits"])
 def _attention(
     q, k_plane, v_plane, page_table, table_rows, items, prefix_lens, kv_lens, query_start, ancestors,
     row_positions, sinks, out, partial, stats, arrivals, q_row, q_head, out_row, table_stride, words, window,
@@ -50,7 +51,9 @@ def _attention(
     SPLIT: tl.constexpr, GATHER: tl.constexpr, TRANSPOSED: tl.constexpr, PDL: tl.constexpr,
     RELEASE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr
 ):  # fmt: skip
-    kv_head, sequence, split = tl.program_id(1), tl.program_id(2) // splits, tl.program_id(2) % splits
+    kv_head, sequence, split = tl.program_id(1), tl.program_id(2), tl.program_id(2) * 0
+    if SPLIT:
+        sequence, split = tl.program_id(2) // splits, tl.program_id(2) % splits
     # 1. Find the range of token indices that this program's pairs see. Lengths, pages and masks are older
     # than the previous kernel, so they are read before waiting for its end.
     if WORK:
@@ -174,8 +177,7 @@ def _attention(
                         )
         elif SPLIT:
             place = row * (KV_HEADS * GROUP) + head
-            # `rows` may be specialised to the constant 1, which has no tensor type.
-            stride = tl.cast(0 * split + rows, tl.int64) * (KV_HEADS * GROUP)
+            stride = rows.to(tl.int64) * (KV_HEADS * GROUP)
             store_split(partial, stats, split * stride + place, top, total, acc, real, d, element, DIM)
             if GATHER > 0:
                 last = is_last(counter, splits)

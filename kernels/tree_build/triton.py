@@ -24,7 +24,13 @@ For more candidates, a bitwise search is used. For 68 candidates, the comparison
 5.7 µs. For 264 candidates, the comparison took 17.7 µs and the search 10.3 µs."""
 
 
-@triton.jit
+# These numbers follow the shapes of trees, which clients choose.
+@triton.jit(
+    do_not_specialize=[
+        *("score_stride", "token_stride", "parent_stride", "logprob_stride"),
+        *("total", "columns", "words"),
+    ]
+)
 def _build(
     scores, score_stride, tokens, token_stride, parents, parent_stride, logprobs, logprob_stride, root_tokens,
     max_nodes, numbers, out_tokens, out_parents, out_depths, out_num_nodes, out_ancestors, out_candidates,
@@ -139,7 +145,7 @@ def tree_build(
         logprobs=None if logprobs is None else _launch.empty((bs, num_columns), torch.float32, device),
     )
     if bs:
-        block = _launch.next_power_of_2(total)
+        block = _launch.lanes(total)
         with _launch.on_device_of(scores):
             _build[(bs,)](
                 scores, scores.stride(0), tokens, tokens.stride(0), parents, parents.stride(0), given,
@@ -147,7 +153,7 @@ def tree_build(
                 tree.tokens, tree.parents, tree.depths, tree.num_nodes, tree.ancestors, tree.candidates,
                 given if tree.logprobs is None else tree.logprobs, total, num_columns, words,
                 LOGPROBS=logprobs is not None, COUNTED=total <= _COUNTED, UNROLL=8, BLOCK_C=block,
-                BLOCK_N=_launch.next_power_of_2(num_columns), BLOCK_W=_launch.next_power_of_2(words),
+                BLOCK_N=_launch.lanes(num_columns), BLOCK_W=_launch.next_power_of_2(words),
                 num_warps=8 if block > 1024 else 1, **_launch.dependent(scores),
             )  # fmt: skip
     return tree

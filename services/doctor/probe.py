@@ -118,7 +118,9 @@ def load_pair_target(pair: Pair) -> Decoder:
         return load_decoder(pair.target, pair.device, pair.dtype, progress.tell)
 
 
-def load_draft(pair: Pair, decoder: Decoder, room: int, shape: DraftShape) -> tuple[DraftEngine, FeatureSpec]:
+def load_draft(
+    pair: Pair, decoder: Decoder, room: int, shape: DraftShape, sequences: int = BATCH
+) -> tuple[DraftEngine, FeatureSpec]:
     """Load a draft beside its target.
 
     Args:
@@ -126,9 +128,10 @@ def load_draft(pair: Pair, decoder: Decoder, room: int, shape: DraftShape) -> tu
         decoder: The loaded target model.
         room: Largest number of tokens of a sequence.
         shape: Shape of the largest draft tree.
+        sequences: Largest number of sequences at a time.
 
     Returns:
-        The draft's engine for up to `BATCH` sequences, and the features of the target that the engine reads.
+        The draft's engine for up to `sequences` sequences, and the features of the target that it reads.
 
     Raises:
         CheckpointError, ConfigurationError: The draft cannot be loaded.
@@ -140,7 +143,7 @@ def load_draft(pair: Pair, decoder: Decoder, room: int, shape: DraftShape) -> tu
             "speculative_algorithm": pair.algorithm,
             "speculative_token_map": pair.token_map,
             "device": str(pair.device),
-            "kv_tokens": BATCH * (room + shape.topk * shape.depth + 16 * PAGE_SIZE),
+            "kv_tokens": sequences * (room + shape.topk * shape.depth + 16 * PAGE_SIZE),
         }
     )
     engine = build_engine(settings, pair.device, pair.dtype, pair.target_info)

@@ -23,8 +23,12 @@ _log = get_logger("outrider.draft")
 
 WARM_UP_PEER = PeerId(0)
 PROMPT_LEN = 20
+SHORT_PROMPT_LEN = 4
+"""Length of a prompt with so few rows that attention uses its smallest blocks."""
 LONG_PROMPT_LEN = 300
 """Length of a prompt that has more rows than any captured CUDA graph."""
+CATCH_UP_BATCHES = 3
+"""Number of batch sizes, from 1 on, whose sessions process a prompt of `LONG_PROMPT_LEN` tokens."""
 PERIOD = 7
 """Period of the made-up sequence. The sequence repeats so that n-grams find matches."""
 MOST_UNRECORDED = 16
@@ -108,7 +112,11 @@ def _further_works(engine: DraftEngine, device: torch.device, record: bool) -> I
         for temperature in (1.0, 0.0):
             yield partial(_follow, engine, min(sessions, engine.sessions.limits.max_sessions), temperature)
     if device.type == "cuda":
-        yield partial(_follow, engine, 1, 0.0, LONG_PROMPT_LEN)
+        # Sessions that have not drafted for a while process many tokens at once, often several together.
+        for sessions in batches[:CATCH_UP_BATCHES]:
+            yield partial(_follow, engine, sessions, 0.0, LONG_PROMPT_LEN)
+        if rounds is not None:  # n-grams find no match in a short text
+            yield partial(_follow, engine, 1, 0.0, SHORT_PROMPT_LEN)
 
 
 def compiled_batches(engine: DraftEngine) -> tuple[int, ...]:
@@ -135,7 +143,7 @@ def usual_shapes(engine: DraftEngine) -> tuple[DraftShape, ...]:
 
 def _follow(engine: DraftEngine, sessions: int, temperature: float, length: int = PROMPT_LEN) -> None:
     info = engine.strategy.info
-    length = max(PROMPT_LEN, min(length, info.max_len // 2))
+    length = min(length, max(PROMPT_LEN, info.max_len // 2))
     tokens = [index % min(PERIOD, info.vocab_size) for index in range(length)]
     fences = [
         Fence(session, 1, len(tokens), extend_prefix_hash(FNV_OFFSET, tokens)) for session in range(sessions)

@@ -21,6 +21,7 @@ from outrider.services.gateway.guards.connections import (
     ACCEPTED_AT_ONCE,
     ConnectionGuard,
     connection_cap,
+    limit_accept_errors,
     raise_file_limit,
 )
 from outrider.services.gateway.http_methods import HeadAsGet, add_options
@@ -51,6 +52,7 @@ from outrider.services.gateway.servicer import (
     register_gateway,
 )
 from outrider.services.gateway.settings import GatewaySettings
+from outrider.services.gateway.tokenizer import close_templates, start_templates
 from outrider.shared.base.errors import ConfigurationError, OutriderError
 from outrider.shared.base.lifecycle import watch_stop_signals
 from outrider.shared.base.version import installed_version
@@ -137,6 +139,13 @@ class GatewayServer:
     async def start(self) -> None:
         """Start the REST and gRPC servers. The gateway becomes ready when the target becomes ready."""
         settings = self._settings
+        # The limit of gRPC connections depends on the limit of open files.
+        open_files = raise_file_limit()
+        limit_accept_errors(asyncio.get_running_loop())
+        # The templates are compiled in other processes, while this process builds the REST application.
+        templates = start_templates(self.core.codecs.values())
+        app = create_app(self.core)
+        await asyncio.gather(*map(asyncio.wrap_future, templates))
         await self.core.targets.start()
         if settings.grpc_port:
             host = f"[{settings.host}]" if ":" in settings.host else settings.host
@@ -152,11 +161,9 @@ class GatewayServer:
             )
             self.grpc_port = self._grpc.port
             await self._grpc.start()
-        guard = ConnectionGuard(
-            connection_cap(settings.max_connections, raise_file_limit()), settings.head_timeout_s
-        )
+        guard = ConnectionGuard(connection_cap(settings.max_connections, open_files), settings.head_timeout_s)
         config = uvicorn.Config(
-            create_app(self.core),
+            app,
             log_config=None,
             access_log=False,
             lifespan="off",
@@ -206,6 +213,7 @@ class GatewayServer:
             self._http.should_exit = True
             await self._http_task
         await core.targets.close()
+        close_templates(core.codecs.values())
         self._socket.close()
         await asyncio.to_thread(core.tracer.close)
 

@@ -103,7 +103,7 @@ class ChatTurn:
         allowed = None
         if tools:
             variables["tools"] = list(tools)
-            allowed = ToolOptions(frozenset(str(tool["function"]["name"]) for tool in tools), parallel)
+            allowed = ToolOptions(_names(tools), parallel, forced=_names(forced))
             calls = CallFormat(core.parsers.tools, codec.special_tokens, codec.template_source, parallel)
             asked = _of_calls(parameters.constraint, tools, forced, calls)
             parameters = replace(parameters, constraint=asked)
@@ -167,6 +167,10 @@ class ChatTurn:
             return reader.push(chunk.text, len(chunk.token_ids))
         tokens = list(zip(chunk.token_ids, chunk.logprobs, strict=False))
         return reader.push_scored(chunk.text, tokens, self.core.token_bytes)
+
+
+def _names(tools: Sequence[Mapping[str, Any]]) -> frozenset[str]:
+    return frozenset(str(tool["function"]["name"]) for tool in tools)
 
 
 def _of_calls(

@@ -74,8 +74,8 @@ class GatewayCore:
     has its own settings, its own text codec and the targets of its own model. It shares everything else.
 
     Attributes:
-        targets: The targets of all models.
-        client: The targets of this core's model.
+        targets: The targets of all models. `client` has the targets of this core's model.
+        codecs: The text codecs of all models, by the path of the tokenizer.
         token_bytes: Function that returns the bytes of a token's text, for logprobs.
         parsers: Names of the output parsers for this core's model.
         lifecycle: Records whether the gateway accepts requests.
@@ -103,7 +103,7 @@ class GatewayCore:
         self._by_rid: dict[str, set[str]] = {}
         # Id of a running sequence → name of the API key that started it.
         self._owners: dict[str, str] = {}
-        self._codecs = _load_codecs(settings)
+        self.codecs = _load_codecs(settings)
         # The cores of other models, by model id.
         self._others: dict[str, GatewayCore] = {}
         self._serve_model(settings, None)
@@ -111,7 +111,7 @@ class GatewayCore:
     def _serve_model(self, settings: GatewaySettings, model_id: str | None) -> None:
         """Set the attributes that depend on the model. `model_id` is None for the default model."""
         self.settings = settings
-        self.codec = replace(self._codecs[settings.tokenizer]) if settings.tokenizer else None
+        self.codec = replace(self.codecs[settings.tokenizer]) if settings.tokenizer else None
         self.token_bytes = token_bytes_of(self.codec.tokenizer if self.codec else None)
         self.client = ModelTargets(self.targets, model_id)
         if self.codec:

@@ -122,6 +122,12 @@ def anthropic_error_response(error: OutriderError) -> ErrorReply:
     return ErrorReply(error, anthropic_error_body(error))
 
 
+def error_response_for(path: str, error: OutriderError) -> ErrorReply:
+    """Return the complete error reply in the format of the API to which a path belongs."""
+    anthropic = path.startswith(ANTHROPIC_PATH)
+    return anthropic_error_response(error) if anthropic else error_response(error)
+
+
 def _details(error: OutriderError) -> dict[str, Any]:
     return {"message": error.message, "param": error.field, "code": error.reason}
 
@@ -140,8 +146,7 @@ def install_handlers(app: FastAPI) -> None:
     """Register a handler for every exception that a route can raise."""
 
     def reply(request: Request, error: OutriderError) -> Response:
-        anthropic = request.url.path.startswith(ANTHROPIC_PATH)
-        return anthropic_error_response(error) if anthropic else error_response(error)
+        return error_response_for(request.url.path, error)
 
     async def ours(request: Request, error: Exception) -> Response:
         return reply(request, as_outrider_error(error))

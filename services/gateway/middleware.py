@@ -11,7 +11,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from outrider.services.gateway.errors import error_response, note_error
+from outrider.services.gateway.errors import error_response, error_response_for, note_error
 from outrider.services.gateway.guards.framing import ambiguous_framing
 from outrider.services.gateway.guards.json_body import LARGE_BODY, parse_body
 from outrider.services.gateway.guards.parsed_body import keep_parsed
@@ -221,7 +221,7 @@ class BodyGuard:
             body = await self._read(receive)
             parsed = None if body is None else parse_body(body)
         except OutriderError as error:
-            await error_response(error)(scope, receive, send)
+            await error_response_for(scope["path"], error)(scope, receive, send)
             return
         if body is None:
             return

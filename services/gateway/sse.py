@@ -13,11 +13,11 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from outrider.services.gateway.errors import error_event, error_response, note_error
+from outrider.services.gateway.guards.connections import EVENT_STREAM, KEEP_ALIVE
 from outrider.shared.base.errors import CancelledError, OutriderError
 from outrider.shared.rpc.interceptors import as_outrider_error
 
 DONE = b"data: [DONE]\n\n"
-KEEP_ALIVE = b": keep-alive\n\n"
 HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 T = TypeVar("T")
@@ -92,6 +92,9 @@ class EventStream(Response):
                 if not begun:
                     begun = True
                     await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+                    scope.setdefault("state", {})[EVENT_STREAM] = True
+                if ended:
+                    scope["state"].pop(EVENT_STREAM)
                 await send({"type": "http.response.body", "body": data, "more_body": not ended})
                 if ended:
                     return

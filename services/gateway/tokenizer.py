@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
 
-from outrider.services.gateway.chat_template import ChatTemplate
 from outrider.services.gateway.guards.text_limit import TextLimit
+from outrider.services.gateway.templates.renderer import TemplateRenderer
 from outrider.shared.base.errors import CheckpointError, InvalidRequestError
 
 TOKENIZER_FILE = "tokenizer.json"
@@ -45,20 +46,21 @@ class ChatEnding:
     add_special_tokens: bool = False
 
 
+PLAIN = ChatEnding()
+
+
 @dataclass(frozen=True, slots=True)
 class TextCodec:
     """Converts between text and token ids of one model, and renders the model's chat template.
 
     Attributes:
         tokenizer: The tokenizer, for decoding streams.
-        template: The model's chat template. None if the model has no template.
-        template_source: The template's source text. Empty if the model has no template.
+        template: Renders the model's chat template. None if the model has no template.
         limit: Refuses texts that cannot fit in the model's context.
     """
 
     tokenizer: Tokenizer
-    template: ChatTemplate | None
-    template_source: str = ""
+    template: TemplateRenderer | None
     limit: TextLimit = field(init=False)
 
     def __post_init__(self) -> None:
@@ -91,7 +93,12 @@ class TextCodec:
         config = _read_json(folder / CONFIG_FILE)
         special = _special_tokens(_read_json(folder / SPECIAL_TOKENS_FILE)) | _special_tokens(config)
         source = _template_source(folder, config)
-        return cls(tokenizer, ChatTemplate(source, special) if source else None, source or "")
+        return cls(tokenizer, TemplateRenderer(source, special) if source else None)
+
+    @property
+    def template_source(self) -> str:
+        """The chat template's source text. Empty if the model has no template."""
+        return self.template.source if self.template is not None else ""
 
     @property
     def special_tokens(self) -> dict[str, int]:
@@ -133,19 +140,9 @@ class TextCodec:
         Raises:
             InvalidRequestError: If the model has no chat template, or the template rejects these messages.
         """
-        if self.template is None:
-            raise InvalidRequestError(
-                "This model has no chat template. Use /v1/completions, or add chat_template.jinja to the "
-                "tokenizer's folder.",
-                field="messages",
-                reason="no_chat_template",
-            )
-        if ending is None:
-            return self.encode(self.template.render(messages, options), add_special_tokens=False)
-        text = self.template.render(messages, options, ending.add_generation_prompt)
-        if ending.continue_final_message:
-            text = _cut_after(text, str(messages[-1]["content"]))
-        return self.encode(text, add_special_tokens=ending.add_special_tokens)
+        ending = ending or PLAIN
+        text = self._need_template().submit(messages, options, ending.add_generation_prompt).result()
+        return self._encode_rendered(text, messages, ending)
 
     async def encode_aside(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
         """Encode text without blocking the event loop. A worker thread encodes long text."""
@@ -159,20 +156,54 @@ class TextCodec:
         options: Mapping[str, Any],
         ending: ChatEnding | None = None,
     ) -> tuple[int, ...]:
-        """Render and encode a chat on a worker thread, because a chat template may take long.
+        """Render and encode a chat without blocking the event loop.
 
         The arguments are the same as for `encode_chat`.
 
         Raises:
             InvalidRequestError: If the model has no chat template, or the template rejects these messages.
         """
-        return await asyncio.to_thread(self.encode_chat, messages, options, ending)
+        ending = ending or PLAIN
+        rendered = self._need_template().submit(messages, options, ending.add_generation_prompt)
+        text = await asyncio.wrap_future(rendered)
+        if len(text) <= SHORT_TEXT:
+            return self._encode_rendered(text, messages, ending)
+        return await asyncio.to_thread(self._encode_rendered, text, messages, ending)
+
+    def _need_template(self) -> TemplateRenderer:
+        if self.template is None:
+            raise InvalidRequestError(
+                "This model has no chat template. Use /v1/completions, or add chat_template.jinja to the "
+                "tokenizer's folder.",
+                field="messages",
+                reason="no_chat_template",
+            )
+        return self.template
+
+    def _encode_rendered(
+        self, text: str, messages: Sequence[Mapping[str, Any]], ending: ChatEnding
+    ) -> tuple[int, ...]:
+        if ending.continue_final_message:
+            text = _cut_after(text, str(messages[-1]["content"]))
+        return self.encode(text, add_special_tokens=ending.add_special_tokens)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of `token_ids`."""
         if len(token_ids) <= SHORT_TEXT:
             return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
         return str(self.tokenizer.decode_batch([list(token_ids)], skip_special_tokens=skip_special_tokens)[0])
+
+
+def start_templates(codecs: Iterable[TextCodec]) -> list[Future[Any]]:
+    """Start to compile the chat templates. Return the futures of `TemplateRenderer.start`."""
+    return [codec.template.start() for codec in codecs if codec.template is not None]
+
+
+def close_templates(codecs: Iterable[TextCodec]) -> None:
+    """End the processes that render chat templates."""
+    for codec in codecs:
+        if codec.template is not None:
+            codec.template.close()
 
 
 def _cut_after(text: str, content: str) -> str:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from outrider.services.target.grammar.matcher import Grammar
 from outrider.services.target.request import EngineRequest, SpeculationLimits, SpeculationParams
+from outrider.shared.base.constraint import Constraint, ConstraintKind
 from outrider.shared.base.generation import SamplingParams, SpeculationMode
 from outrider.shared.base.logit_rules import NO_LOGPROBS, LogitRules, LogprobParams
 from outrider.shared.base.token_states import NO_STATES, StateParams
@@ -13,6 +15,13 @@ from outrider.shared.spec.tree import DraftShape
 
 LARGEST_SEED = (1 << 64) - 1
 STOP_OPTION = "stop_token_ids"
+TEXT_STOP_OPTION = "stop"
+_SCHEMA = (
+    '{"type": "object", "properties": {"name": {"type": "string", "maxLength": 8}, "rank": '
+    '{"enum": [1, 2, 3]}, "open": {"type": "boolean"}}, '
+    '"required": ["name", "rank", "open"], "additionalProperties": false}'
+)
+_EBNF = 'root ::= "capital: " word (", " word)*\nword ::= [A-Z] [a-z]+'
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +34,8 @@ class CaseOptions:
         ignore_eos: True to ignore the model's end-of-text tokens.
         share: Largest length of the answers, as a fraction of the answer length of the whole run.
         logprobs: The log-probabilities that the request asks for.
-        states: The hidden states of tokens that the request asks for.
+        states: The states of tokens that the request asks for.
+        constraint: The constraint on the output. None if any output is allowed.
     """
 
     sampling: SamplingParams
@@ -34,6 +44,11 @@ class CaseOptions:
     share: float = 1.0
     logprobs: LogprobParams = NO_LOGPROBS
     states: StateParams = NO_STATES
+    constraint: Constraint | None = None
+
+
+def _of_form(kind: ConstraintKind, source: str, sampling: SamplingParams) -> CaseOptions:
+    return CaseOptions(sampling, ignore_eos=False, constraint=Constraint(kind, source))
 
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -54,18 +69,32 @@ OPTIONS: Mapping[str, CaseOptions] = {
     "logit_bias": CaseOptions(SamplingParams(seed=9, rules=LogitRules(logit_bias=((1, 2.0), (2, -3.0))))),
     "min_tokens": CaseOptions(replace(GREEDY, rules=LogitRules(min_tokens=6)), ignore_eos=False),
     "bad_words": CaseOptions(SamplingParams(0.7, seed=10, rules=LogitRules(bad_words=((3,), (4, 5))))),
+    "allowed_token_ids": CaseOptions(
+        SamplingParams(0.7, seed=14, rules=LogitRules(allowed_token_ids=tuple(range(1, 64))))
+    ),
     "n": CaseOptions(SamplingParams(seed=2, choice_index=1)),
+    # The gateway chooses the best answers by the logprobs of their tokens.
+    "best_of": CaseOptions(SamplingParams(0.8, seed=15, choice_index=2), logprobs=LogprobParams(top=0)),
+    TEXT_STOP_OPTION: CaseOptions(GREEDY),
+    "json_schema": _of_form(ConstraintKind.JSON_SCHEMA, _SCHEMA, GREEDY),
+    "regex": _of_form(ConstraintKind.REGEX, "[A-Z][a-z]+( [a-z]+){0,9}\\.", SamplingParams(0.7, seed=16)),
+    "choice": _of_form(ConstraintKind.CHOICE, '["yes, of course", "yes, but not now", "no"]', GREEDY),
+    "ebnf": _of_form(ConstraintKind.GRAMMAR, _EBNF, SamplingParams(1.0, seed=17)),
     "logprobs": CaseOptions(GREEDY, logprobs=LogprobParams(top=5, prompt_top=2)),
     "logprobs of sampled tokens": CaseOptions(
         SamplingParams(0.9, top_p=0.95, seed=11, rules=LogitRules(0.2, 0.2)), logprobs=LogprobParams(top=20)
     ),
     "token_ids_logprob": CaseOptions(
-        SamplingParams(0.7, seed=12), logprobs=LogprobParams(top=0, prompt_top=0, token_ids=(1, 2, 3))
+        SamplingParams(0.7, seed=12),
+        logprobs=LogprobParams(top=0, prompt_top=0, prompt_start=1, token_ids=(1, 2, 3)),
     ),
     "hidden states": CaseOptions(SamplingParams(0.7, seed=13), states=StateParams(hidden_states=True)),
+    "routed experts": CaseOptions(
+        SamplingParams(0.7, seed=18), states=StateParams(routed_experts=True, start=1)
+    ),
     "sampled stop": CaseOptions(SamplingParams(temperature=0.7, seed=1), stops=True, ignore_eos=False),
 }
-"""Name → option. A test checks that every field of `SamplingParams` is in use."""
+"""Name → option. Tests check that every field of `SamplingParams` and every request option is in use."""
 
 
 def ways(shape: DraftShape) -> Mapping[str, Sequence[SpeculationParams]]:
@@ -92,11 +121,24 @@ def without_speculation(shape: DraftShape) -> Sequence[SpeculationParams]:
     return [SpeculationLimits(shape).resolve(SpeculationMode.OFF)]
 
 
+def greedy_requests(
+    prompts: Sequence[Sequence[int]], tokens: int, speculation: SpeculationParams
+) -> list[EngineRequest]:
+    """Return one greedy request for each prompt. The answers provide the stop tokens and stop strings."""
+    return [
+        EngineRequest(str(index), tuple(prompt), tokens, GREEDY, speculation, ignore_eos=True)
+        for index, prompt in enumerate(prompts)
+    ]
+
+
 def requests_of(
     prompts: Sequence[Sequence[int]],
     tokens: int,
     speculation: Sequence[SpeculationParams],
-    stop_tokens: Sequence[int] | None = None,
+    stop_tokens: Sequence[int],
+    grammars: Mapping[str, Grammar] | None = None,
+    *,
+    experts: bool = False,
 ) -> dict[str, EngineRequest]:
     """Return request id → request, with one request for each combination of prompt and option.
 
@@ -104,12 +146,16 @@ def requests_of(
         prompts: Prompts as token ids.
         tokens: Largest length of the answers, in tokens.
         speculation: Speculation settings. The requests use them in turn.
-        stop_tokens: The stop token of each prompt, for options with `CaseOptions.stops`. With None,
-            these options are left out.
+        stop_tokens: The stop token of each prompt, for options with `CaseOptions.stops`.
+        grammars: Name of the option → compiled constraint. Options without theirs are left out.
+        experts: True if the target has routed experts. Otherwise, options that ask for them are left out.
     """
+    grammars = grammars or {}
     requests: dict[str, EngineRequest] = {}
     for name, option in OPTIONS.items():
-        if option.stops and stop_tokens is None:
+        if option.constraint is not None and name not in grammars:
+            continue
+        if option.states.routed_experts and not experts:
             continue
         for index, prompt in enumerate(prompts):
             request = EngineRequest(
@@ -121,8 +167,10 @@ def requests_of(
                 ignore_eos=option.ignore_eos,
                 logprobs=option.logprobs,
                 states=option.states,
+                constraint=option.constraint,
+                grammar=grammars.get(name),
             )
-            if option.stops and stop_tokens is not None:
+            if option.stops:
                 request = replace(request, stop_token_ids=frozenset([stop_tokens[index]]))
             requests[request.request_id] = request
     return requests

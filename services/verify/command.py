@@ -4,25 +4,37 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from tokenizers import Tokenizer
 
 from outrider.services.doctor.command import PROBE_SHAPE, dtype_of_flag, torch_device
 from outrider.services.doctor.pair import Pair
 from outrider.services.doctor.probe import PAGE_SIZE
 from outrider.services.doctor.prompts import read_prompts
-from outrider.services.verify.cases import OPTIONS, requests_of, ways, without_speculation
+from outrider.services.target.request import EngineRequest, SpeculationParams
+from outrider.services.verify.cases import (
+    OPTIONS,
+    TEXT_STOP_OPTION,
+    greedy_requests,
+    requests_of,
+    ways,
+    without_speculation,
+)
 from outrider.services.verify.compare import Difference, differences
+from outrider.services.verify.forms import compile_forms
 from outrider.services.verify.law import LawTest, check_law, law_tokens
 from outrider.services.verify.logprobs import LogprobComparison, compare_logprobs, logprob_tolerance
 from outrider.services.verify.pair_engine import PairEngine
 from outrider.services.verify.states import StateComparison, compare_states
+from outrider.services.verify.texts import TextComparison, compare_texts, stop_text
 from outrider.shared.base.errors import ConfigurationError
+from outrider.shared.nn.checkpoint.tokenizer_file import TOKENIZER_FILE
 from outrider.shared.obs.logging import configure_logging
 from outrider.shared.obs.progress import Progress
 from outrider.shared.spec.algorithm import Algorithm
@@ -72,7 +84,8 @@ class VerifiedRun:
         accept_length: Average number of tokens per round, over rounds with draft nodes.
         differences: The first difference of each answer that is not equal, including near-ties.
         logprobs: The comparison of the log-probabilities.
-        states: The comparison of the hidden states.
+        states: The comparison of the hidden states and routed experts.
+        texts: The comparison of the texts up to a stop string. None if the target has no tokenizer.
     """
 
     name: str
@@ -82,11 +95,13 @@ class VerifiedRun:
     differences: Sequence[Difference]
     logprobs: LogprobComparison
     states: StateComparison
+    texts: TextComparison | None
 
     @property
     def holds(self) -> bool:
         """True if rounding explains all differences."""
-        return not self.wrong and self.logprobs.holds and self.states.holds
+        texts = self.texts is None or self.texts.holds
+        return not self.wrong and self.logprobs.holds and self.states.holds and texts
 
     @property
     def wrong(self) -> list[Difference]:
@@ -96,10 +111,11 @@ class VerifiedRun:
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
-    """The runs, and the test of the output law."""
+    """The runs, and the test of the output law. `skipped` maps options that were not tried to the reasons."""
 
     runs: Sequence[VerifiedRun]
     law: LawTest
+    skipped: Mapping[str, str]
 
     @property
     def passed(self) -> bool:
@@ -118,12 +134,14 @@ class VerifyReport:
                 "differences": [_finite(asdict(one)) for one in run.wrong],
                 "logprobs": {**_finite(asdict(run.logprobs)), "holds": run.logprobs.holds},
                 "states": {**_finite(asdict(run.states)), "holds": run.states.holds},
+                "texts": None if run.texts is None else {**asdict(run.texts), "holds": run.texts.holds},
             }
             for run in self.runs
         ]
         return {
             "passed": self.passed,
-            "options": list(OPTIONS),
+            "options": [name for name in OPTIONS if name not in self.skipped],
+            "skipped": dict(self.skipped),
             "runs": runs,
             "law": {**asdict(self.law), "holds": self.law.holds},
         }
@@ -162,18 +180,35 @@ def verify_pair(pair: Pair, options: VerifyOptions, console: Console) -> VerifyR
     prompts = read_prompts(options.prompts, pair.target, vocabulary, options.num_prompts)
     longest = max(len(prompt) for prompt in prompts) + options.tokens
     engine = PairEngine(pair, longest + options.shape.max_nodes + 2 * PAGE_SIZE, options.shape)
-    with Progress("verify", _work(options, prompts), counts=False, console=console) as progress:
+    off_ways = without_speculation(options.shape)
+    forms, skipped = compile_forms(pair), {}
+    if not engine.has_experts:
+        skipped["routed experts"] = "the target has no routed experts"
+
+    def requests_for(
+        speculation: Sequence[SpeculationParams], stop_tokens: Sequence[int]
+    ) -> dict[str, EngineRequest]:
+        return requests_of(
+            prompts, options.tokens, speculation, stop_tokens, forms.grammars, experts=engine.has_experts
+        )
+
+    planned = requests_for(off_ways, [0] * len(prompts))
+    work = len(prompts) * options.tokens + options.samples * law_tokens(options.shape)
+    work += (1 + len(ways(options.shape))) * sum(one.max_new_tokens for one in planned.values())
+    with Progress("verify", work, counts=False, console=console) as progress:
         engine.on_finish = lambda request: progress.advance(request.max_new_tokens)
-        off_ways = without_speculation(options.shape)
-        first = requests_of(prompts, options.tokens, off_ways)
-        greedy = engine.answer(first.values(), speculate=False).tokens
-        stops = [_middle(greedy[f"greedy, prompt {index + 1}"]) for index in range(len(prompts))]
-        off = engine.answer(requests_of(prompts, options.tokens, off_ways, stops).values(), speculate=False)
+        first = greedy_requests(prompts, options.tokens, off_ways[0])
+        greedy = list(engine.answer(first, speculate=False).tokens.values())
+        stops = [tokens[len(tokens) // 2] for tokens in greedy]
+        tokenizer, strings = _stop_strings(pair, greedy)
+        if tokenizer is None:
+            skipped[TEXT_STOP_OPTION] = f"the target has no {TOKENIZER_FILE}"
+        off = engine.answer(requests_for(off_ways, stops).values(), speculate=False)
         console.print("answered without speculation")
         tolerance = logprob_tolerance(engine, prompts)
         runs = []
         for name, speculation in ways(options.shape).items():
-            requests = requests_of(prompts, options.tokens, speculation, stops)
+            requests = requests_for(speculation, stops)
             on = engine.answer(requests.values(), speculate=True)
             runs.append(
                 VerifiedRun(
@@ -184,31 +219,28 @@ def verify_pair(pair: Pair, options: VerifyOptions, console: Console) -> VerifyR
                     differences(engine, requests, off, on),
                     compare_logprobs(requests, off, on, tolerance),
                     compare_states(requests, off, on, engine.decoder.dtype),
+                    None if tokenizer is None else compare_texts(tokenizer, strings, off, on),
                 )
             )
             console.print(f"compared: {name}")
         law = check_law(engine, prompts[0], options.samples, ways(options.shape)["tree"][0])
-    return VerifyReport(runs, law)
+    return VerifyReport(runs, law, {**forms.skipped, **skipped})
 
 
-def _work(options: VerifyOptions, prompts: Sequence[Sequence[int]]) -> int:
-    """Return the sum of `max_new_tokens` of all requests."""
-
-    def tokens(stops: Sequence[int] | None) -> int:
-        requests = requests_of(prompts, options.tokens, without_speculation(options.shape), stops)
-        return sum(request.max_new_tokens for request in requests.values())
-
-    runs = 1 + len(ways(options.shape))
-    return tokens(None) + runs * tokens([0] * len(prompts)) + options.samples * law_tokens(options.shape)
+def _stop_strings(pair: Pair, greedy: Sequence[Sequence[int]]) -> tuple[Tokenizer | None, dict[str, str]]:
+    """Return the target's tokenizer and request id → stop string. None if the target has no tokenizer."""
+    file = pair.target / TOKENIZER_FILE
+    if not file.is_file():
+        return None, {}
+    tokenizer = Tokenizer.from_file(str(file))
+    found = [stop_text(tokenizer, tokens) for tokens in greedy]
+    named = {f"{TEXT_STOP_OPTION}, prompt {index + 1}": stop for index, stop in enumerate(found)}
+    return tokenizer, {name: stop for name, stop in named.items() if stop}
 
 
 def _finite(values: dict[str, Any]) -> dict[str, Any]:
     """Return the values with null instead of infinity, which JSON cannot express."""
     return {name: None if value == math.inf else value for name, value in values.items()}
-
-
-def _middle(tokens: Sequence[int]) -> int:
-    return tokens[len(tokens) // 2]
 
 
 def print_verify_report(report: VerifyReport, console: Console) -> None:
@@ -249,6 +281,10 @@ def print_verify_report(report: VerifyReport, console: Console) -> None:
                 f"[red]{run.name}, {states.request}: hidden states differ by {states.largest:.2g} of their "
                 f"norm (rounding explains {states.tolerance:.2g}), and {states.missing} tokens have none[/]"
             )
+        if run.texts is not None and not run.texts.holds:
+            console.print(f"[red]{run.name}: the texts differ: {', '.join(run.texts.different)}[/]")
+    for name, reason in report.skipped.items():
+        console.print(f"not tried: {name}, because {reason.rstrip('.')}")
     law = report.law
     console.print(
         f"output law: {law.samples} samples at temperature {law.temperature:g}, {law.outcomes} outcomes, "
@@ -257,8 +293,8 @@ def print_verify_report(report: VerifyReport, console: Console) -> None:
     )
     if report.passed:
         console.print(
-            "[green]Speculation changes nothing: the same tokens, logprobs and hidden states for every "
-            "option.[/]"
+            "[green]Speculation changes nothing: the same tokens, texts, logprobs and states for every "
+            "option that was tried.[/]"
         )
     else:
         console.print(

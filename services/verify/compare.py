@@ -86,8 +86,8 @@ def _difference(
     rules = request.sampling.rules
     scores = scores_of(ruled(logits, request.prompt_ids, off[:at], rules), len(context), request.sampling)
     pair = scores[torch.tensor([first, second])]
-    # Rules may forbid the best token. Then only the two tokens can be compared with each other.
-    best = scores.max() if rules.neutral else pair.max()
+    # Rules and grammars may forbid the best token. Then only the two tokens can be compared with each other.
+    best = scores.max() if rules.neutral and request.grammar is None else pair.max()
     gap = float(best - pair.min())
     scale = float(logits.abs().max()) / (request.sampling.temperature or 1.0)
     allowed = NEAR_TIE.get(engine.decoder.dtype, 0.0) * scale

@@ -11,10 +11,11 @@ import torch
 from outrider.kernels.philox import gumbel_noise
 from outrider.kernels.verify.filters import filter_logits
 from outrider.services.doctor.pair import Pair
-from outrider.services.doctor.probe import BATCH, PAGE_SIZE, drafting, load_draft, load_pair_target
+from outrider.services.doctor.probe import PAGE_SIZE, drafting, load_draft, load_pair_target
 from outrider.services.target.drafting.no_drafter import NoDrafter
 from outrider.services.target.engine.engine import TargetEngine
 from outrider.services.target.model.model_runner import ModelRunner
+from outrider.services.target.model.token_states import sparse_layers
 from outrider.services.target.request import EngineRequest, Event, FailedEvent, TokensEvent
 from outrider.services.target.scheduling.limits import EngineLimits, SchedulerLimits
 from outrider.services.target.scheduling.scheduler import Scheduler
@@ -26,6 +27,9 @@ from outrider.shared.base.token_states import TokenStates
 from outrider.shared.spec.seeds import signed_seed
 from outrider.shared.spec.tree import DraftShape
 
+SEQUENCES = 32
+"""Number of sequences that are answered at a time."""
+
 
 @dataclass
 class Answers:
@@ -33,6 +37,7 @@ class Answers:
 
     Attributes:
         tokens: Request id → emitted tokens.
+        parts: Request id → the same tokens, grouped as they arrived.
         logprobs: Request id → logprobs of these tokens, for requests that ask for logprobs.
         prompt_logprobs: Request id → logprobs of the prompt's tokens, for requests that ask for them.
         states: Request id → states of the tokens, for requests that ask for states.
@@ -45,6 +50,7 @@ class Answers:
     logprobs: dict[str, list[TokenLogprob]] = field(default_factory=dict)
     prompt_logprobs: dict[str, list[TokenLogprob]] = field(default_factory=dict)
     states: dict[str, list[TokenStates]] = field(default_factory=dict)
+    parts: dict[str, list[Sequence[int]]] = field(default_factory=dict)
     failed: list[FailedEvent] = field(default_factory=list)
     accept_length: float = 1.0
     on_finish: Callable[[str], None] = lambda _: None
@@ -54,6 +60,7 @@ class Answers:
         for event in events:
             if isinstance(event, TokensEvent):
                 self.tokens.setdefault(event.request_id, []).extend(event.token_ids)
+                self.parts.setdefault(event.request_id, []).append(event.token_ids)
                 self.logprobs.setdefault(event.request_id, []).extend(event.logprobs)
                 self.prompt_logprobs.setdefault(event.request_id, []).extend(event.prompt_logprobs)
                 if event.states is not None:
@@ -74,6 +81,7 @@ class PairEngine:
 
     Attributes:
         decoder: The loaded target.
+        has_experts: True if the target has routed experts that clients may request.
         on_finish: Called with each request that has finished.
 
     Raises:
@@ -83,8 +91,9 @@ class PairEngine:
     def __init__(self, pair: Pair, room: int, shape: DraftShape) -> None:
         self.on_finish: Callable[[EngineRequest], None] = lambda _: None
         self.decoder = load_pair_target(pair)
+        self.has_experts = bool(sparse_layers(self.decoder))
         self._room = room
-        self._draft, self._spec = load_draft(pair, self.decoder, room, shape)
+        self._draft, self._spec = load_draft(pair, self.decoder, room, shape, SEQUENCES)
 
     def answer(self, requests: Iterable[EngineRequest], *, speculate: bool) -> Answers:
         """Answer requests, several at a time.
@@ -105,15 +114,18 @@ class PairEngine:
             else nullcontext(NoDrafter(decoder.device))
         )
         with around as drafter:
-            pool = decoder.make_pool(BATCH * -(-self._room // PAGE_SIZE), PAGE_SIZE)
+            pool = decoder.make_pool(SEQUENCES * -(-self._room // PAGE_SIZE), PAGE_SIZE)
             runner = ModelRunner(decoder, pool, create_backend("auto", decoder.device))
             scheduler = Scheduler(
                 pool.allocator,
                 PAGE_SIZE,
-                SchedulerLimits(max_running=BATCH, max_queued=len(queue), prefix_cache=False),
+                SchedulerLimits(max_running=SEQUENCES, max_queued=len(queue), prefix_cache=False),
             )
             limits = EngineLimits(
-                decoder.config.vocab_size, self._room, frozenset(decoder.config.eos_token_ids)
+                decoder.config.vocab_size,
+                self._room,
+                frozenset(decoder.config.eos_token_ids),
+                routes=self.has_experts,
             )
             engine = TargetEngine(runner, scheduler, drafter, limits)
             for request in queue:

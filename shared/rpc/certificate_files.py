@@ -48,6 +48,19 @@ class CertificateFiles:
         self._lock = threading.Lock()
         self._checked_at = clock()
         self._stamps = self._look()
+        self._latest: Certificates | None = None
+
+    def latest(self) -> Certificates | None:
+        """Read the files and return their contents. While these are not valid, return the last valid ones.
+
+        The result is None if no earlier call has found valid contents. This method does not affect `changed`.
+        """
+        with self._lock:
+            try:
+                self._latest = self._read()
+            except ConfigurationError as error:
+                _log.error("certificates are not valid; the old ones stay", error=error.message)
+            return self._latest
 
     def changed(self) -> Certificates | None:
         """Return the new certificates if the files have changed since the last call. Otherwise, return None.

@@ -30,7 +30,7 @@ def open_channel(
     """Open a gRPC channel to ``host:port`` or ``unix:/path``. The channel connects and reconnects by itself.
 
     `security` applies to TCP addresses only. If `security` is None, the channel uses the settings of this
-    process (`peer_security`).
+    process (`peer_security`), with the certificates that their files contain now.
     """
     address, security = _secured(address, security)
     options = _options(max_message_bytes)
@@ -59,7 +59,7 @@ def _secured(address: str, security: PeerSecurity | None) -> tuple[str, PeerSecu
     address = check_address(address, "address")
     if address.startswith("unix:"):
         return address, NO_SECURITY
-    return address, of_this_process() if security is None else security
+    return address, of_this_process().renewed() if security is None else security
 
 
 def _options(max_message_bytes: int) -> Options:

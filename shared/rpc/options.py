@@ -2,13 +2,30 @@
 
 from __future__ import annotations
 
+import resource
+
 MIB = 1024 * 1024
 INTERNAL_MESSAGE_LIMIT = 64 * MIB
 KEEPALIVE_MS = 20_000
 KEEPALIVE_TIMEOUT_MS = 10_000
 HANDSHAKE_TIMEOUT_MS = 10_000
 
+MAX_CONNECTIONS = 65_536
+OPEN_FILES_SHARE = 4
+"""A gRPC server may use one descriptor of this many for its connections."""
+
 Options = list[tuple[str, int | str]]
+
+
+def connection_limit() -> int:
+    """Return the largest number of connections that one gRPC server of this process accepts.
+
+    It is a quarter of the limit of open files. A caller needs no key to connect, so connections that send
+    nothing must leave enough descriptors for everything else.
+    """
+    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    unlimited = soft == resource.RLIM_INFINITY
+    return MAX_CONNECTIONS if unlimited else max(1, min(soft // OPEN_FILES_SHARE, MAX_CONNECTIONS))
 
 
 def _limits(max_message_bytes: int, max_received_bytes: int | None = None) -> Options:
@@ -36,6 +53,8 @@ def server_options(
         ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
         # A connection that sends nothing is closed after this time.
         ("grpc.server_handshake_timeout_ms", HANDSHAKE_TIMEOUT_MS),
+        # The server closes further connections as soon as it has accepted them.
+        ("grpc.max_allowed_incoming_connections", connection_limit()),
         # Otherwise a second server could bind the same port, and each connection would reach a random one of
         # the two.
         ("grpc.so_reuseport", 0),

@@ -9,7 +9,7 @@ import os
 import ssl
 import stat
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -84,7 +84,8 @@ class PeerSecurity:
     def channel_credentials(self) -> grpc.ChannelCredentials | None:
         """Return gRPC's credentials for a channel, including the token, or None if there is no CA.
 
-        A channel keeps the certificates with which it was opened, even if their files change.
+        A channel keeps the certificates with which it was opened, even if their files change. Open another
+        channel with `renewed` to use the new certificates.
         """
         import grpc
 
@@ -100,6 +101,16 @@ class PeerSecurity:
 
         plugin: grpc.AuthMetadataPlugin = add_token  # type: ignore[assignment]  # grpc only calls it
         return grpc.composite_channel_credentials(credentials, grpc.metadata_call_credentials(plugin))
+
+    def renewed(self) -> PeerSecurity:
+        """Return this security with the certificates that the files contain now.
+
+        The result equals this security if the files have not changed, or if there are no files.
+        """
+        found = None if self.files is None else self.files.latest()
+        if found is None:
+            return self
+        return replace(self, certificate=found.certificate, key=found.key, ca=found.ca)
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
@@ -188,7 +199,7 @@ def load_security(
         found.key,
         found.ca,
         _token(token, f"{prefix}token_file"),
-        files if certificate else None,
+        files if certificate or ca else None,
     )
 
 

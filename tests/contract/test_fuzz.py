@@ -107,6 +107,20 @@ def test_no_route_is_left_out(gateway: GatewayThread) -> None:
 
 
 @pytest.mark.parametrize("path", BASES)
+def test_half_a_character_is_refused_in_every_field(gateway: GatewayThread, path: str) -> None:
+    name, base = BASES[path]
+    schemas = create_app(gateway.server.core).openapi()["components"]["schemas"]
+    fields = {*schemas[name]["properties"], "structured_outputs", "sampling_params", "unknown"}
+    with httpx.Client(
+        base_url=gateway.stack.base_url, timeout=TIMEOUT_S, headers={"Content-Type": "application/json"}
+    ) as http:
+        for field in sorted(fields):
+            for value, where in (("\ud800", field), ({"regex": ["a\udfff"]}, f"{field}.regex.0")):
+                reply = http.post(path, content=json.dumps({**base, field: value}))
+                assert (reply.status_code, reply.json()["error"]["param"]) == (400, where)
+
+
+@pytest.mark.parametrize("path", BASES)
 def test_any_value_in_any_field_is_answered_or_refused(gateway: GatewayThread, path: str) -> None:
     name, base = BASES[path]
     fields = sorted(create_app(gateway.server.core).openapi()["components"]["schemas"][name]["properties"])

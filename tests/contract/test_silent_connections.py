@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-import logging
+import errno
 import resource
 import socket
 import subprocess
 import sys
 
+import grpc
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from http_calls import MakeGateway, client_of
 
-from outrider.services.gateway.guards.connections import connection_cap, raise_file_limit
+from outrider.services.gateway.guards.connections import (
+    connection_cap,
+    limit_accept_errors,
+    raise_file_limit,
+)
+from outrider.shared.rpc.options import OPEN_FILES_SHARE
 
 WAIT_S = 20
 HEAD = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
@@ -51,20 +59,47 @@ def test_a_running_request_outlives_the_head_timeout(make_gateway: MakeGateway) 
 
 
 def test_silent_connections_make_room_for_requests(
-    make_gateway: MakeGateway, caplog: pytest.LogCaptureFixture
+    make_gateway: MakeGateway, capsys: pytest.CaptureFixture[str]
 ) -> None:
     gateway = make_gateway(max_connections=16, head_timeout_s=300)
-    caplog.set_level(logging.WARNING, "outrider.gateway.connections")
     with contextlib.ExitStack() as held:
         connections = [held.enter_context(_connect(gateway.server.port)) for _ in range(64)]
         assert all(map(_closed, connections[:48]))
         with client_of(gateway) as client:
             assert client.get("/health").status_code == 200
-    assert len([one for one in caplog.records if "too many connections" in one.getMessage()]) <= 1
+    assert capsys.readouterr().out.count("too many connections") == 1
+
+
+def test_silent_connections_to_the_grpc_port_leave_the_rest_alone(
+    make_gateway: MakeGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("outrider.shared.rpc.options.connection_limit", lambda: 8)
+    gateway = make_gateway()
+    with contextlib.ExitStack() as held:
+        connections = [held.enter_context(_connect(gateway.server.grpc_port)) for _ in range(64)]
+        assert all(map(_closed, connections[8:]))
+        with client_of(gateway) as client:
+            assert client.get("/health").status_code == 200
+    with grpc.insecure_channel(gateway.stack.grpc_address) as channel:
+        reply = health_pb2_grpc.HealthStub(channel).Check(
+            health_pb2.HealthCheckRequest(), timeout=WAIT_S, wait_for_ready=True
+        )
+    assert reply.status == health_pb2.HealthCheckResponse.SERVING
+
+
+def test_a_process_without_free_descriptors_logs_few_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    with contextlib.closing(asyncio.new_event_loop()) as loop:
+        limit_accept_errors(loop)
+        error = OSError(errno.EMFILE, "Too many open files")
+        for _ in range(1000):
+            loop.call_exception_handler(
+                {"message": "socket.accept() out of system resource", "exception": error}
+            )
+    assert len(capsys.readouterr().out.splitlines()) == 1
 
 
 def test_the_limit_leaves_file_descriptors_for_the_rest() -> None:
-    assert connection_cap(0, 1024) <= 1024 - 256
+    assert 0 < connection_cap(0, 1024) <= 1024 - 256 - 1024 // OPEN_FILES_SHARE
     assert connection_cap(100, 1024) == 100
     assert connection_cap(5000, 1024) == connection_cap(0, 1024)
     assert connection_cap(0, 64) > 0

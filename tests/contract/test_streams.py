@@ -207,6 +207,33 @@ def test_a_client_that_goes_away_cancels_at_the_target(
     assert gateway.server.core.admission.active == gateway.server.core.admission.waiting == 0
 
 
+@pytest.mark.parametrize("begun", [False, True])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_only_sends_nothing_more_gets_its_answer(
+    gateway: GatewayThread, fake: FakeTarget, stream: bool, begun: bool
+) -> None:
+    """The client closes its direction of the connection, before or after the first token."""
+    started, gate = threading.Event(), threading.Semaphore(0)
+
+    def script(request):
+        started.set()
+        return Script([[9], [10], [11]] if begun else [[], [9, 10, 11]], gate=gate)
+
+    fake.script = script
+    with open_stream(gateway, {"prompt": [9], "max_tokens": 3, "stream": stream}) as connection:
+        assert started.wait(TIMEOUT_S)
+        if stream and begun:
+            read_until(connection, b"data: ")
+        connection.shutdown(socket.SHUT_WR)
+        # The probe shows that the gateway knows about it.
+        received = read_until(connection, b"keep-alive" if stream and begun else b"100 Continue")
+        gate.release(2)
+        while part := connection.recv(65536):
+            received += part
+    assert b"[DONE]" in received if stream else b'"completion_tokens":3' in received
+    assert fake.cancels.empty()
+
+
 def test_a_cancelled_grpc_call_cancels_at_the_target(gateway: GatewayThread, fake: FakeTarget) -> None:
     fake.script = lambda request: Script([[9]], finish=False)
     with grpc.insecure_channel(gateway.stack.grpc_address) as channel:

@@ -47,6 +47,18 @@ def test_a_stream_and_the_other_routes_have_the_header_too(http: httpx.Client) -
     assert http.post("/generate", json=native).headers[HEADER] == "extra_key,sampling_params.odd"
 
 
+@pytest.mark.parametrize("number", [300, 20_000])
+def test_any_number_of_unknown_fields_is_ignored(http: httpx.Client, number: int) -> None:
+    response = chat(http, **{f"x{at}": at for at in range(1, number)})
+    assert response.status_code == 200
+    assert response.headers[HEADER] == ",".join([*(f"x{at}" for at in range(1, 33)), "..."])
+
+
+def test_a_refused_field_is_found_among_many_unknown_ones(http: httpx.Client) -> None:
+    response = chat(http, **{f"x{at}": at for at in range(1, 1000)}, use_beam_search=True)
+    assert error_of(response)["param"] == "use_beam_search"
+
+
 def test_names_that_are_unfit_for_a_header_are_replaced_and_cut(http: httpx.Client) -> None:
     names = {"a,b\r\nc: d": 1, "é" * 200: 1} | {f"x{number}": 1 for number in range(40)}
     listed = chat(http, **names).headers[HEADER].split(",")

@@ -31,7 +31,7 @@ PATIENT_S = 16.0
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     folder = tmp_path_factory.mktemp("pair")
-    target = make_toy_target(folder / "target", vocab_size=VOCAB, seed=3, planted=3.0, num_layers=5)
+    target = make_toy_target(folder / "target", vocab_size=VOCAB, seed=3, planted=3.0)
     return target, make_toy_eagle3(folder / "head", target, planted=3.0, draft_vocab_size=VOCAB)
 
 

@@ -40,7 +40,7 @@ def case(request: pytest.FixtureRequest, folder: Path) -> ParityCase:
     family, values = CASES[request.param]
     planted = folder / "planted"
     if family == "planted" and not planted.is_dir():
-        make_toy_target(planted, vocab_size=64, seed=3, planted=2.5, num_layers=5)
+        make_toy_target(planted, vocab_size=64, seed=3, planted=2.5)
     path = planted if family == "planted" else save(family, folder)
     settings = TargetSettings.load({"model": path, "device": "cpu", "dtype": "float32", **values})
     settings.check()

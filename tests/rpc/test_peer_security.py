@@ -16,11 +16,18 @@ from support.throwaway_ca import ThrowawayCa
 from test_server import NAME, servicers
 
 from outrider.services.draft.settings import DraftSettings
+from outrider.services.gateway.target_client.client import TargetClient
+from outrider.services.gateway.target_client.stream import ReaderLimits
 from outrider.shared.base.errors import ConfigurationError
 from outrider.shared.rpc import certificate_files
 from outrider.shared.rpc.client import connect_aio, open_channel
 from outrider.shared.rpc.direct import ClientStream, StreamEndedError
-from outrider.shared.rpc.peer_security import NO_SECURITY, PeerSecurity, load_security
+from outrider.shared.rpc.peer_security import (
+    NO_SECURITY,
+    PeerSecurity,
+    load_security,
+    use_in_this_process,
+)
 from outrider.shared.rpc.polling import PollWindow
 from outrider.shared.rpc.server import aio_server, sync_server
 from outrider.target.v1 import target_pb2, target_pb2_grpc
@@ -193,6 +200,69 @@ def test_every_handshake_uses_the_files_as_they_are_then(
     install("key", "ca")
     assert unary(address, after) == "toy"
     assert code_of(unary, address, before) is grpc.StatusCode.UNAVAILABLE
+
+
+@pytest.fixture
+def renewable(ca: ThrowawayCa, tmp_path: Path) -> Iterator[Callable[[ThrowawayCa], None]]:
+    """Give this process certificates of another CA, from files. Return a function that renews them."""
+    mine = {name: tmp_path / name for name in ("cert", "key", "ca")}
+
+    def install(authority: ThrowawayCa) -> None:
+        own = authority.issue("client")
+        for name, source in (("ca", authority.cert), ("key", own.key), ("cert", own.cert)):
+            copy = tmp_path / "copy"
+            copy.write_bytes(source.read_bytes())
+            copy.chmod(0o600)
+            os.replace(copy, mine[name])
+
+    install(ThrowawayCa(tmp_path / "expired"))
+    use_in_this_process(load_security(mine["cert"], mine["key"], mine["ca"], None))
+    yield install
+    use_in_this_process(NO_SECURITY)
+
+
+@CALLS
+def test_new_channels_use_renewed_certificates(
+    serve: Callable[[PeerSecurity], str],
+    mutual: PeerSecurity,
+    ca: ThrowawayCa,
+    renewable: Callable[[ThrowawayCa], None],
+    tmp_path: Path,
+    call: Callable[[str, PeerSecurity | None], str],
+) -> None:
+    address = serve(replace(mutual, token=""))
+    with pytest.raises((grpc.RpcError, StreamEndedError)):
+        call(address, None)
+    renewable(ca)
+    assert call(address, None) == "toy"
+    (tmp_path / "key").write_text("half of a key")  # the last valid files stay in use
+    assert call(address, None) == "toy"
+
+
+def test_a_gateway_connects_with_renewed_certificates(
+    serve: Callable[[PeerSecurity], str],
+    mutual: PeerSecurity,
+    ca: ThrowawayCa,
+    renewable: Callable[[ThrowawayCa], None],
+) -> None:
+    address = serve(replace(mutual, token=""))
+
+    async def run() -> None:
+        client = TargetClient(address, ReaderLimits(1 << 20, WAIT_S))
+        await client.start()
+        try:
+            async with asyncio.timeout(WAIT_S):
+                while client._refusal == "":  # until the first handshake has failed
+                    await asyncio.sleep(0.01)
+            renewable(ca)
+            async with asyncio.timeout(WAIT_S):
+                assert client._channel is not None
+                while client._channel.get_state() is not grpc.ChannelConnectivity.READY:
+                    await asyncio.sleep(0.01)
+        finally:
+            await client.close()
+
+    asyncio.run(run())
 
 
 def test_certificates_are_looked_at_once_a_second(tmp_path: Path) -> None:

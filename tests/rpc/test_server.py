@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import socket
 import stat
 import threading
@@ -16,6 +17,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from outrider.shared.base.errors import ConfigurationError
 from outrider.shared.rpc.address import check_address, check_listen_address
 from outrider.shared.rpc.client import connect_aio, open_channel
+from outrider.shared.rpc.options import connection_limit
 from outrider.shared.rpc.server import PatientHealth, aio_server, sync_server
 from outrider.target.v1 import target_pb2, target_pb2_grpc
 
@@ -238,3 +240,23 @@ def test_addresses_reachable_from_other_hosts_need_an_explicit_flag(address: str
     with pytest.raises(ConfigurationError, match="--insecure"):
         check_listen_address(address, "listen", allow_remote=False)
     assert check_listen_address(address, "listen", allow_remote=True) == address
+
+
+def test_a_server_accepts_a_limited_number_of_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Connections that send nothing then leave file descriptors for the rest of the process."""
+    monkeypatch.setattr("outrider.shared.rpc.options.connection_limit", lambda: 4)
+    server = sync_server("127.0.0.1:0", servicers(), [NAME], max_workers=2)
+    server.start()
+    silent = [socket.create_connection(("127.0.0.1", server.port), timeout=20) for _ in range(8)]
+    assert [one.recv(1) for one in silent[4:]] == [b""] * 4
+    for one in silent:
+        one.close()
+    server.stop(0)
+
+
+def test_the_number_of_connections_depends_on_the_limit_of_open_files(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for soft, connections in ((1024, 256), (resource.RLIM_INFINITY, 65_536), (10**9, 65_536)):
+        monkeypatch.setattr(resource, "getrlimit", lambda _, soft=soft: (soft, soft))
+        assert connection_limit() == connections

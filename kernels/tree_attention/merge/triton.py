@@ -62,7 +62,7 @@ def gather(
     return top, total, acc
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "splits"])
 def merge(
     query_start, partial, stats, sinks, out, rows, splits, HEADS: tl.constexpr, DIM: tl.constexpr,
     SINKS: tl.constexpr, PDL: tl.constexpr, RELEASE: tl.constexpr, BLOCK_S: tl.constexpr,

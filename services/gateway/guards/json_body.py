@@ -28,6 +28,8 @@ MAX_VALUES = 1_000_000
 
 By default, no more prompt tokens than this number may wait in the queue.
 """
+MAX_SHOWN_PATH = 256
+"""Largest length of a field's name in an error."""
 MAX_SLOW_COMMAS = 300_000
 """Number of commas in a large body up to which Python's parser is tried after the faster parser fails."""
 
@@ -39,7 +41,8 @@ def parse_body(body: bytes) -> Any:
     not help other requests.
 
     Raises:
-        InvalidRequestError: If the body is not valid JSON, or contains too many values.
+        InvalidRequestError: If the body is not valid JSON, contains too many values, or has a text with a
+            lone surrogate, which is half of a character. The latter error names the field.
     """
     # While a body creates many objects, the garbage collector would traverse them again and again.
     gc.disable()
@@ -48,9 +51,11 @@ def parse_body(body: bytes) -> Any:
         try:
             return from_json(body, allow_inf_nan=False)
         except ValueError as error:
-            # Python's parser is slower, but it accepts lone surrogates and explains errors better.
+            # Python's parser is slower, but it explains errors better. It also accepts lone surrogates.
             if commas <= MAX_SLOW_COMMAS:
-                return _parse_exactly(body)
+                parsed = _parse_exactly(body)
+                _check_texts(parsed)
+                return parsed
             raise _malformed(f"The body is not valid JSON: {error}.") from None
     finally:
         gc.enable()
@@ -89,6 +94,31 @@ def _parse_exactly(body: bytes) -> Any:
         raise _malformed("The body cannot be read: it is nested too deeply.") from None
     except ValueError:
         raise _malformed("The body cannot be read: a number in it has too many digits.") from None
+
+
+def _check_texts(body: Any) -> None:
+    """Refuse a body with a lone surrogate in any text, because such a text cannot be written as UTF-8."""
+    left: list[tuple[str, Any]] = [("", body)]
+    while left:
+        path, value = left.pop()
+        if isinstance(value, str):
+            _check_text(value, path)
+        elif isinstance(value, dict):
+            for name in value:
+                _check_text(name, path)
+            left += [(f"{path}.{name}"[:MAX_SHOWN_PATH], one) for name, one in value.items()]
+        elif isinstance(value, list):
+            left += [(f"{path}.{number}", one) for number, one in enumerate(value)]
+
+
+def _check_text(text: str, path: str) -> None:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        field = path[1:] or "The body"
+        raise InvalidRequestError(
+            f"{field} contains a lone surrogate, which is not valid text.", field=path[1:] or None
+        ) from None
 
 
 def _refuse_constant(name: str) -> None:

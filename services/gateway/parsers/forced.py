@@ -19,12 +19,24 @@ from outrider.services.gateway.parsers.deepseek_v3 import (
 from outrider.services.gateway.parsers.harmony import FUNCTIONS, MESSAGE
 from outrider.services.gateway.parsers.hermes import CLOSE, OPEN
 from outrider.services.gateway.parsers.mistral import MARKER
+from outrider.services.gateway.parsers.python_literal import PARAMETER_NAME
 from outrider.shared.base.constraint import JSON_STYLE, Constraint, ConstraintKind
+from outrider.shared.base.errors import InvalidRequestError
 
 ARGS = "[ARGS]"
 CHANNEL, CONSTRAIN = "<|channel|>", "<|constrain|>"
 MOST_OPTIONAL = 24
 """Number of optional arguments that a pythonic call may have."""
+_TOOL_NAME = re.compile(r"[\w.\-]+", re.ASCII)
+_NAMES_AS_JSON = ("hermes", "llama3-json")
+"""The parsers whose format writes names as JSON strings, so that every name is possible."""
+_KEYWORD_SCHEMA = frozenset(
+    (
+        *("type", "properties", "required", "additionalProperties", "$defs", "definitions"),
+        *("$schema", "title", "description"),
+    )
+)
+"""The keywords of a schema that keyword arguments can follow. Other schemas need a whole JSON object."""
 Tool = Mapping[str, Any]
 
 
@@ -70,7 +82,12 @@ def calls_constraint(tools: Sequence[Tool], form: CallFormat, answer: Constraint
         tools: The tools that the answer may call, in the format that chat templates expect.
         form: How the model writes tool calls.
         answer: A JSON schema for an answer without tool calls. With None, the answer must call a tool.
+
+    Raises:
+        InvalidRequestError: The format cannot express the name or the parameters of a tool.
     """
+    for tool in tools:
+        _check_tool(tool, form)
     lines = _FORMATS[form.parser](tools, form)
     lines[0] = f"start: {lines[0]}" if answer is None else f"start: calls | answer\ncalls: {lines[0]}"
     if answer is not None:
@@ -121,7 +138,8 @@ def _harmony(tools: Sequence[Tool], form: CallFormat) -> list[str]:
         header = json.dumps(f"commentary to={FUNCTIONS}{tool['function']['name']} ")
         calls.append(f'{channel} {header} {constrain} "json" {message} {_json(_schema(tool))}')
     begin, end = form.literal("<|start|>assistant"), form.literal("<|end|>")
-    reasoning = f'reasoning: {channel} "analysis" {message} /(.|\\n)*/ {end} {begin}'
+    # No text of the reasoning looks like a special token.
+    reasoning = f'reasoning: {channel} "analysis" {message} /([^<]|<+[^<|])*<*/ {end} {begin}'
     return ["reasoning* call", reasoning, *_alternatives(calls)]
 
 
@@ -131,7 +149,7 @@ def _final(form: CallFormat) -> str:
 
 
 def _pythonic(tools: Sequence[Tool], form: CallFormat) -> list[str]:
-    calls = [f'{_name(tool, "(")} {_keywords(_schema(tool))} ")"' for tool in tools]
+    calls = [f'{_name(tool, "(")} {_python_arguments(_schema(tool))} ")"' for tool in tools]
     return [f'"[" {form.repeated(", ")} "]"', *_alternatives(calls)]
 
 
@@ -167,6 +185,20 @@ def _name(tool: Tool, end: str = "") -> str:
     return json.dumps(tool["function"]["name"] + end)
 
 
+def _check_tool(tool: Tool, form: CallFormat) -> None:
+    name, kind = str(tool["function"]["name"]), _schema(tool)["type"]
+    if form.parser not in _NAMES_AS_JSON and not _TOOL_NAME.fullmatch(name):
+        raise InvalidRequestError(
+            f"tools: the name {name[:64]!r} must consist of ASCII letters, digits, '_', '-' and '.', because "
+            f"the model writes calls in the format {form.parser}.",
+            field="tools",
+        )
+    if kind != "object":
+        raise InvalidRequestError(
+            f"tools: the parameters of {name[:64]!r} must be a JSON schema of type 'object'.", field="tools"
+        )
+
+
 def _schema(tool: Tool) -> dict[str, Any]:
     """Return the JSON schema of the tool's arguments. A tool without `parameters` takes no arguments."""
     nothing = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -177,18 +209,35 @@ def _json(schema: Mapping[str, Any]) -> str:
     return f"%json {json.dumps({**schema, 'x-guidance': JSON_STYLE})}"
 
 
-def _keywords(schema: Mapping[str, Any]) -> str:
+def _python_arguments(schema: Mapping[str, Any]) -> str:
+    """Return the Lark expression of a pythonic call's arguments: keyword arguments, or ``**`` and an object.
+
+    The second form is for schemas that keyword arguments cannot express, such as names with a hyphen.
+    """
+    properties = schema.get("properties") or {}
+    required = schema.get("required") or ()
+    if (
+        not re.search(r'"\$ref": "(?!#/(\$defs|definitions)/)', json.dumps(schema))
+        and _KEYWORD_SCHEMA.issuperset(schema)
+        and isinstance(properties, dict)
+        and all(PARAMETER_NAME.fullmatch(name) for name in properties)
+        and all(isinstance(value, dict) for value in properties.values())
+        and set(required) <= set(properties)
+    ):
+        return _keywords(schema, properties, required)
+    return f'"**" {_json(schema)}'
+
+
+def _keywords(schema: Mapping[str, Any], properties: Mapping[str, Any], required: Sequence[str]) -> str:
     """Return the Lark expression of keyword arguments: the required ones, followed by any optional ones."""
     shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
     values = {
-        name: f"{json.dumps(f'{name}=')} {_json({**value, **shared} if isinstance(value, dict) else {})}"
-        for name, value in (schema.get("properties") or {}).items()
-        if name.isidentifier()
+        name: f"{json.dumps(f'{name}=')} {_json({**value, **shared})}" for name, value in properties.items()
     }
-    required = [values[name] for name in values if name in schema.get("required", ())]
-    optional = [values[name] for name in values if name not in schema.get("required", ())][:MOST_OPTIONAL]
-    if required:
-        return " ".join([' ", " '.join(required), *[f'(", " {one})?' for one in optional]])
+    needed = [values[name] for name in values if name in required]
+    optional = [values[name] for name in values if name not in required][:MOST_OPTIONAL]
+    if needed:
+        return " ".join([' ", " '.join(needed), *[f'(", " {one})?' for one in optional]])
     chains = [
         " ".join([one, *[f'(", " {other})?' for other in optional[number + 1 :]]])
         for number, one in enumerate(optional)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from outrider.services.gateway.parsers.json_call import JsonValue
 from outrider.services.gateway.parsers.markers import split_at_marker
 from outrider.services.gateway.parsers.pieces import CallWriter, Piece, Reasoning, Text, ToolOptions
 
@@ -30,6 +31,8 @@ class HarmonyParser:
         # One of "header", "body", or "between" (after the end of a message).
         self._state = "header"
         self._kind: type[Text] | type[Reasoning] | None = None
+        # The arguments of the current call. None if they have ended, or are no JSON object.
+        self._value: JsonValue | None = None
 
     @property
     def in_reasoning(self) -> bool:
@@ -46,7 +49,9 @@ class HarmonyParser:
         pieces: list[Piece] = []
         if self._state == "body":
             self._add(self._buffer, pieces)
-            self._end(pieces)
+            # A forced call always has arguments, so the answer was cut off before them.
+            if not self._calls.options.forced:
+                self._end(pieces)
         elif self._state == "header" and not _CHANNEL.search(self._buffer):
             self._kind = Text
             self._add(self._buffer, pieces)
@@ -56,6 +61,8 @@ class HarmonyParser:
     def _step(self, pieces: list[Piece]) -> bool:
         """Read the buffer up to the next change of state. Return False if the state needs more text."""
         if self._state == "body":
+            if self._value is not None and not self._arguments(self._value, pieces):
+                return False
             split = split_at_marker(self._buffer, (*ENDS, START))
             self._add(split.before, pieces)
             self._buffer = split.rest
@@ -85,11 +92,26 @@ class HarmonyParser:
         recipient = _RECIPIENT.search(header)
         if recipient is not None and recipient[1].startswith(FUNCTIONS):
             self._kind = None
+            self._value = JsonValue()
             pieces += self._calls.start(recipient[1][len(FUNCTIONS) :])
         else:
             # Calls of the model's built-in tools are shown as reasoning.
             private = recipient is not None or (channel is not None and channel[1] == "analysis")
             self._kind = Reasoning if private else Text
+
+    def _arguments(self, value: JsonValue, pieces: list[Piece]) -> bool:
+        """Read the JSON object of a call, in which no text is a marker. Return False to wait for text."""
+        if not value.begun and (start := self._buffer.lstrip()):
+            if not start.startswith("{"):
+                self._value = None
+                return True
+        elif not value.begun:
+            return False
+        arguments, self._buffer = value.take(self._buffer)
+        self._add(arguments, pieces)
+        if value.done:
+            self._value = None
+        return value.done
 
     def _add(self, text: str, pieces: list[Piece]) -> None:
         if self._kind is None:

@@ -13,13 +13,22 @@ MAX_UNDECIDED_CHARS = 64 * 1024
 
 
 class JsonValue:
-    """Finds the end of one JSON value that is an object, an array or a string."""
+    """Finds the end of one JSON value that is an object, an array or a string.
+
+    Attributes:
+        done: Whether the value is complete.
+    """
 
     def __init__(self) -> None:
         self._depth = 0
         self._in_string = False
         self._escaped = False
         self.done = False
+
+    @property
+    def begun(self) -> bool:
+        """Whether the first character of the value has been read."""
+        return bool(self._depth) or self._in_string or self.done
 
     def take(self, text: str) -> tuple[str, str]:
         """Add text up to the end of the value. Return the added text, and the text after the value."""

@@ -85,11 +85,13 @@ class ToolOptions:
         parallel: Whether an answer may contain several calls. If not, all calls after the first are dropped.
         id_chars: Length of a call's id, for models that require ids of a fixed length without a prefix. With
             None, ids have OpenAI's format.
+        forced: Names of the tools of which the answer must call one. Empty if it need not call a tool.
     """
 
     names: frozenset[str] = frozenset()
     parallel: bool = True
     id_chars: int | None = None
+    forced: frozenset[str] = frozenset()
 
 
 @dataclass(slots=True)

@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import ast
-import json
-import re
-from typing import Any
-
 from outrider.services.gateway.parsers.markers import TextWriter, split_at_marker
 from outrider.services.gateway.parsers.pieces import CallWriter, Piece, Text, ToolOptions
+from outrider.services.gateway.parsers.python_literal import arguments_json, partial_arguments_json
 
-_HEAD = re.compile(r"\s*([A-Za-z_][\w.\-]*)\s*\(", re.ASCII)
-_HEAD_START = re.compile(r"\s*([A-Za-z_][\w.\-]*\s*)?", re.ASCII)
-_JSON_WORDS = {"true": True, "false": False, "null": None}
 OPENERS = ("<|python_tag|>", "<|python_start|>")
 CLOSER = "<|python_end|>"
 MAX_NAME_CHARS = 256
-# A longer call is not parsed, because the memory that Python's parser needs grows with the text.
-MAX_CALL_CHARS = 64 * 1024
+# A longer call is not parsed, because a call is held in memory until it is complete.
+MAX_CALL_CHARS = 1024 * 1024
 
 
 class PythonicParser:
@@ -51,8 +44,15 @@ class PythonicParser:
 
     def finish(self) -> list[Piece]:
         pieces: list[Piece] = []
-        self._to_text(pieces)
-        self._add_text(self._buffer, pieces)
+        name, start = self._head() if self._state == "call" else (None, None)
+        if name is not None:
+            # The answer ends inside a call.
+            self._writer.call()
+            partial = partial_arguments_json(self._buffer[start:])
+            pieces += [*self._calls.start(name), *self._calls.arguments(partial)]
+        else:
+            self._to_text(pieces)
+            self._add_text(self._buffer, pieces)
         self._buffer = ""
         if rest := self._writer.finish():
             pieces.append(Text(rest))
@@ -89,28 +89,42 @@ class PythonicParser:
         return True
 
     def _call(self, pieces: list[Piece]) -> bool:
-        head = _HEAD.match(self._buffer)
-        if head is None:
-            if _HEAD_START.fullmatch(self._buffer) and len(self._buffer) < MAX_NAME_CHARS:
+        name, start = self._head()
+        if name is None:
+            if start is not None and len(self._buffer) < MAX_NAME_CHARS:
                 return False
             self._to_text(pieces)
             return True
-        if head[1] not in self._options.names:
-            self._to_text(pieces)
-            return True
-        end = self._end_of_call(head.end() - 1)
+        assert start is not None
+        end = self._end_of_call(start)
         if end is None and len(self._buffer) <= MAX_CALL_CHARS:
             return False
-        arguments = None if end is None else _arguments(self._buffer[head.end() - 1 : end])
+        arguments = None if end is None else arguments_json(self._buffer[start:end])
         if arguments is None:
             self._to_text(pieces)
             return True
         self._lead, self._buffer = "", self._buffer[end:]
         self._scanned = self._depth = 0
         self._writer.call()
-        pieces += [*self._calls.start(head[1]), *self._calls.arguments(arguments)]
+        pieces += [*self._calls.start(name), *self._calls.arguments(arguments)]
         self._state = "next"
         return True
+
+    def _head(self) -> tuple[str | None, int | None]:
+        """Return the tool whose call begins the buffer, and the offset of the opening parenthesis.
+
+        If the buffer may still become such a call, return None and 0. If it cannot, return None and None.
+        """
+        text = self._buffer.lstrip()
+        undecided = False
+        for name in self._options.names:
+            if text.startswith(name):
+                rest = text[len(name) :].lstrip()
+                if rest.startswith("("):
+                    return name, len(self._buffer) - len(rest)
+                undecided |= not rest
+            undecided |= name.startswith(text)
+        return None, 0 if undecided else None
 
     def _next(self, pieces: list[Piece]) -> bool:
         text = self._buffer.lstrip()
@@ -160,24 +174,3 @@ class PythonicParser:
     def _add_text(self, text: str, pieces: list[Piece]) -> None:
         if final := self._writer.add(text):
             pieces.append(Text(final))
-
-
-def _literal(node: ast.expr) -> Any:
-    # Models also write JSON's words (such as true) instead of Python's.
-    if isinstance(node, ast.Name) and node.id in _JSON_WORDS:
-        return _JSON_WORDS[node.id]
-    return ast.literal_eval(node)
-
-
-def _arguments(text: str) -> str | None:
-    """Return the keyword arguments of ``(a=1, …)`` as a JSON object. None if a value is not a literal."""
-    try:
-        call = ast.parse(f"f{text}", mode="eval").body
-        if not isinstance(call, ast.Call) or call.args:
-            return None
-        named = {one.arg: _literal(one.value) for one in call.keywords}
-        if None in named:
-            return None
-        return json.dumps(named, ensure_ascii=False, allow_nan=False)
-    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
-        return None

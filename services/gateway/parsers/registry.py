@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from outrider.services.gateway.parsers.deepseek_v3 import DeepSeekV3Parser
+from outrider.services.gateway.parsers.forced_answer import ForcedCallParser
 from outrider.services.gateway.parsers.harmony import HarmonyParser
 from outrider.services.gateway.parsers.hermes import HermesParser
 from outrider.services.gateway.parsers.llama3_json import Llama3JsonParser
@@ -107,12 +108,16 @@ class ParserNames:
             prompt_end: The last characters of the prompt, which may contain the opening tag of the reasoning.
         """
         if HARMONY in (self.tools, self.reasoning):
-            return HarmonyParser(options or ToolOptions())
+            options = options or ToolOptions()
+            harmony = HarmonyParser(options)
+            return ForcedCallParser(options, harmony, may_reason=True) if options.forced else harmony
         answer: OutputParser = PlainParser()
         if options is not None and self.tools in TOOL_PARSERS:
             if self.tools == MISTRAL:
-                options = ToolOptions(options.names, options.parallel, ID_CHARS)
+                options = replace(options, id_chars=ID_CHARS)
             answer = TOOL_PARSERS[self.tools](options)
+            if options.forced:
+                answer = ForcedCallParser(options, answer, may_reason=False)
         tags = REASONING_TAGS.get(self.reasoning) if split_reasoning else None
         if tags is not None:
             inside = self.reasoning == "think-open" or prompt_end.rstrip().endswith(tags[0])

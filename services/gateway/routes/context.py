@@ -10,15 +10,13 @@ from typing import Any, cast
 from fastapi import Request
 
 from outrider.services.gateway.core import GatewayCore
-from outrider.services.gateway.schemas.base import OpenModel
+from outrider.services.gateway.schemas.base import MAX_IGNORED_NAMES, OpenModel
 from outrider.services.gateway.served_target import ServedTarget
 from outrider.shared.base.errors import InvalidRequestError
 from outrider.shared.obs.logging import get_logger
 
 DEADLINE_HEADER = "X-Request-Deadline-Ms"
 IGNORED_HEADER = "X-Outrider-Ignored"
-# Listing more names would make the header longer than some clients accept.
-MAX_IGNORED_NAMES = 32
 _log = get_logger("outrider.gateway.http")
 
 ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {

@@ -245,6 +245,8 @@ def tool_input(arguments: str) -> dict[str, Any]:
 
     If the text is not a JSON object, return an object with the text under the key ``INVALID_JSON``.
     """
+    if not arguments:
+        return {}
     try:
         value = json.loads(arguments)
     except (ValueError, RecursionError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import islice
 from typing import Any, ClassVar
 
 from pydantic import ConfigDict
@@ -13,6 +14,11 @@ from outrider.shared.base.errors import InvalidRequestError
 
 _UNPRINTABLE = re.compile(r"[^\w.\-]", re.ASCII)
 MAX_NAME_CHARS = 64
+MAX_IGNORED_NAMES = 32
+"""Number of ignored fields that a reply names.
+
+With more names, the header would be longer than some clients accept.
+"""
 
 Neutral = Any
 """Type of an unsupported parameter.
@@ -44,20 +50,26 @@ class OpenModel(StrictModel):
             prefix: Text to put before the names, such as ``messages.0.``.
 
         Returns:
-            Names in printable ASCII characters, shortened to `MAX_NAME_CHARS` characters.
+            Names in printable ASCII characters, shortened to `MAX_NAME_CHARS` characters. At most
+            `MAX_IGNORED_NAMES` + 1 names of each object.
 
         Raises:
             InvalidRequestError: If ignoring a field would change the generated text, or would leave requested
                 data out of the reply.
         """
-        names: list[str] = []
-        for name, value in (self.model_extra or {}).items():
-            neutral = REFUSED.get(name)
-            if is_neutral(value, neutral or NEUTRAL.get(name, ())):
-                continue
-            if neutral is not None:
+        extra = self.model_extra or {}
+        for name in extra.keys() & REFUSED.keys():
+            if not is_neutral(extra[name], REFUSED[name]):
                 raise unsupported(prefix + name)
-            names.append(_UNPRINTABLE.sub("?", prefix + name)[:MAX_NAME_CHARS])
+        ignored = (
+            name
+            for name, value in extra.items()
+            if name not in REFUSED and not is_neutral(value, NEUTRAL.get(name, ()))
+        )
+        names = [
+            _UNPRINTABLE.sub("?", prefix + name)[:MAX_NAME_CHARS]
+            for name in islice(ignored, MAX_IGNORED_NAMES + 1)
+        ]
         for name, value in self.__dict__.items():
             if isinstance(value, OpenModel):
                 names += value.ignored_fields(f"{prefix}{name}.")

@@ -8,7 +8,10 @@ from pydantic import BaseModel, GetCoreSchemaHandler, model_validator
 from pydantic_core import CoreSchema
 
 MAX_FIELDS = 256
-"""Largest number of fields in one JSON object that a model parses."""
+"""Largest number of fields in one JSON object, for a model that refuses unknown fields.
+
+Each unknown field of such an object would cause an error.
+"""
 MAX_ITEMS = 4096
 """Largest number of items of a list. There is no such limit for lists of token ids, because the limit of the
 body's size bounds these lists."""
@@ -44,6 +47,7 @@ class BoundedModel(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _few_fields(cls, data: Any) -> Any:
-        if isinstance(data, dict) and len(data) > MAX_FIELDS:
+        forbids = cls.model_config.get("extra") == "forbid"
+        if forbids and isinstance(data, dict) and len(data) > MAX_FIELDS:
             raise ValueError(f"has {len(data)} fields, but at most {MAX_FIELDS} are allowed")
         return data

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any, ClassVar, Literal
 
 from outrider.services.gateway.parameters import check_prompt_text
@@ -13,23 +12,6 @@ from outrider.shared.base.errors import InvalidRequestError
 TEXT_PARTS = ("text", "input_text", "output_text")
 # Placed between the text parts of one message. vLLM uses the same separator.
 PART_SEPARATOR = "\n"
-
-
-class Arguments(dict[str, Any]):
-    """The arguments of a tool call, in a format that all chat templates can use.
-
-    Some templates print the arguments as JSON, and other templates append them to text. This dictionary
-    supports both uses.
-    """
-
-    def __str__(self) -> str:
-        return json.dumps(self, ensure_ascii=False)
-
-    def __radd__(self, text: str) -> str:
-        return text + str(self)
-
-    def __add__(self, text: str) -> str:
-        return str(self) + text
 
 
 class TextPart(OpenModel):
@@ -81,7 +63,7 @@ class ToolCall(OpenModel):
         call: dict[str, Any] = (
             {"type": "function"} if self.id is None else {"id": self.id, "type": "function"}
         )
-        return call | {"function": {"name": self.function.name, "arguments": Arguments(arguments)}}
+        return call | {"function": {"name": self.function.name, "arguments": arguments}}
 
 
 class Message(NeutralOnly):

@@ -27,7 +27,7 @@ from outrider.shared.obs.logging import get_logger
 from outrider.shared.rpc.client import connect_aio
 from outrider.shared.rpc.common_messages import error_from_proto
 from outrider.shared.rpc.interceptors import error_from_rpc
-from outrider.shared.rpc.peer_security import refusal_of
+from outrider.shared.rpc.peer_security import NO_SECURITY, of_this_process, refusal_of
 from outrider.target.v1 import target_pb2, target_pb2_grpc
 
 TARGET_SERVICE = "outrider.target.v1.Target"
@@ -97,6 +97,7 @@ class TargetClient:
         self._probe_timeout_s = probe_timeout_s
         self._limits = limits
         self._channel: grpc.aio.Channel | None = None
+        self._security = NO_SECURITY
         self._task: asyncio.Task[None] | None = None
         self._streams: dict[str, TargetStream] = {}
         self._outgoing: asyncio.Queue[target_pb2.SessionRequest] | None = None
@@ -108,7 +109,7 @@ class TargetClient:
 
     async def start(self) -> None:
         """Start connecting in the background."""
-        self._channel = connect_aio(self.address)
+        await self._open_channel()
         self._task = asyncio.create_task(self._run(), name="target-session")
 
     async def close(self) -> None:
@@ -243,7 +244,20 @@ class TargetClient:
             if self._closed:
                 return
             await asyncio.sleep(RECONNECT_S[min(attempt, len(RECONNECT_S) - 1)])
+            await self._open_channel()
             attempt += 1
+
+    async def _open_channel(self) -> None:
+        """Open the channel. Replace an open one only if the files of the certificates have changed.
+
+        A channel reconnects by itself, but with the certificates with which it was opened.
+        """
+        security = of_this_process().renewed()
+        if self._channel is not None:
+            if security == self._security:
+                return
+            await self._channel.close()
+        self._channel, self._security = connect_aio(self.address, security=security), security
 
     async def _watch_health(self) -> None:
         assert self._channel is not None

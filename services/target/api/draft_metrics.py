@@ -61,3 +61,6 @@ class DraftMetricsCache:
             self._text = (await stub.GetInfo(draft_pb2.GetInfoRequest(), timeout=TIMEOUT_S)).prometheus_text
         except grpc.aio.AioRpcError:
             self._text = ""
+            # The next call opens another channel, in case the files of the certificates have changed.
+            channel, self._channel = self._channel, None
+            await channel.close()

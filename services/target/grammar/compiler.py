@@ -7,16 +7,10 @@ compiled grammar cannot be sent from one process to another.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
-import os
-import select
-import subprocess
 import sys
 import threading
-import time
 from collections import OrderedDict
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -26,6 +20,7 @@ from outrider.services.target.grammar.matcher import Grammar
 from outrider.services.target.grammar.vocabulary import Vocabulary
 from outrider.shared.base.constraint import Constraint
 from outrider.shared.base.errors import InvalidRequestError, OutriderError, OverloadedError
+from outrider.shared.base.line_process import LineProcess, NoReplyError
 from outrider.shared.nn.checkpoint.tokenizer_file import TOKENIZER_FILE
 from outrider.shared.nn.config.model_config import ModelConfig
 
@@ -61,7 +56,7 @@ class GrammarCompiler:
         self._backend = backend
         self._compile_s = compile_s
         self._vocabulary: Vocabulary | None = None
-        self._process: _CompileProcess | None = None
+        self._process: LineProcess | None = None
         self._kept: OrderedDict[bytes, Grammar] = OrderedDict()
         self._started: dict[bytes, asyncio.Future[Grammar]] = {}
         # One thread suffices, because there is one compile process.
@@ -131,77 +126,23 @@ class GrammarCompiler:
         """Compile on the compiler's thread."""
         if self._vocabulary is None:
             self._vocabulary = Vocabulary(self._tokenizer, self._vocab_size, self._ends)
-        if self._process is None or self._closed.is_set():
-            self._process = _CompileProcess(
-                [self._backend.value, *map(str, (self._tokenizer, self._vocab_size, *self._ends))]
-            )
+        limit_s = START_S
         try:
-            error = self._process.ask(constraint, self._compile_s)
-        except _NoAnswerError as failure:
+            if self._process is None or self._closed.is_set():
+                arguments = [self._backend.value, *map(str, (self._tokenizer, self._vocab_size, *self._ends))]
+                self._process = LineProcess([sys.executable, "-m", MODULE, *arguments])
+                self._process.read(START_S)
+            limit_s = self._compile_s
+            self._process.send(request_line(constraint))
+            error = error_of(self._process.read(limit_s))
+        except NoReplyError as failure:
+            assert self._process is not None
             self._process.kill()
             self._process = None
-            raise failure.error(constraint) from None
+            raise (_late(constraint, limit_s) if failure.late else _ended(constraint)) from None
         if error:
             raise InvalidRequestError(error, field=constraint.field)
         return compile_grammar(constraint, self._vocabulary, self._backend)
-
-
-class _NoAnswerError(Exception):
-    """The process has not replied."""
-
-    def __init__(self, error: Callable[[Constraint], OutriderError]) -> None:
-        super().__init__()
-        self.error = error
-
-
-class _CompileProcess:
-    """A running `compile_process`. One thread only."""
-
-    def __init__(self, arguments: list[str]) -> None:
-        command = [sys.executable, "-m", MODULE, *arguments]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        self._buffer = b""
-        self._ready = False
-
-    def ask(self, constraint: Constraint, limit_s: float) -> str:
-        """Let the process compile a constraint. Return the error message, or an empty text without an error.
-
-        Raises:
-            _NoAnswerError: The process has not replied in time, or has ended.
-        """
-        if not self._ready:
-            self._line(START_S)
-            self._ready = True
-        assert self._process.stdin is not None
-        try:
-            self._process.stdin.write(request_line(constraint))
-            self._process.stdin.flush()
-        except BrokenPipeError:
-            raise _NoAnswerError(_ended) from None
-        return error_of(self._line(limit_s))
-
-    def kill(self) -> None:
-        """End the process."""
-        self._process.kill()
-        self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
-            assert pipe is not None
-            with contextlib.suppress(BrokenPipeError):
-                pipe.close()
-
-    def _line(self, limit_s: float) -> bytes:
-        assert self._process.stdout is not None
-        output, due = self._process.stdout.fileno(), time.monotonic() + limit_s
-        while b"\n" not in self._buffer:
-            left = due - time.monotonic()
-            if left <= 0 or not select.select([output], [], [], left)[0]:
-                raise _NoAnswerError(lambda constraint: _late(constraint, limit_s))
-            part = os.read(output, 1 << 16)
-            if not part:
-                raise _NoAnswerError(_ended)
-            self._buffer += part
-        line, _, self._buffer = self._buffer.partition(b"\n")
-        return line
 
 
 def _late(constraint: Constraint, limit_s: float) -> OutriderError:

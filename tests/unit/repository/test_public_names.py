@@ -17,7 +17,7 @@ ALLOWED: Mapping[str, tuple[int, str]] = {
     "StreamExchange": (2, BOTH_ENDS),
     "generate": (2, COMMAND),
     "health": (2, COMMAND),
-    "main": (4, "the first function of a program"),
+    "main": (5, "the first function of a program"),
     "run": (3, "runs one of the three services; each `app` module has one"),
 }
 """Names with several definitions: the number of definitions, and the reason."""

@@ -20,7 +20,7 @@ FILL = "x" * LARGE_BODY
         {"prompt": [1, 2, 3], "text": 'quotes " and \\ backslashes \\" é \u2028 \x00'},
         {"seed": 2**63 - 1, "large": 10**30, "small": -(10**30)},
         {"float": 0.1, "exponent": 1e-300, "true": True, "null": None, "nested": [[[{}]]]},
-        {"lone": "\ud800"},
+        {"pair": "\U0001f600", "escaped": "\\ud800"},
         [],
     ],
 )
@@ -28,6 +28,27 @@ FILL = "x" * LARGE_BODY
 def test_large_and_small_bodies_have_the_same_values(value: Any, size: int) -> None:
     body = json.dumps({"value": value, "fill": "x" * size}).encode()
     assert parse_body(body)["value"] == value
+
+
+@pytest.mark.parametrize(
+    ("value", "field"),
+    [
+        ({"user": "\ud800"}, "user"),
+        ({"structured_outputs": {"regex": "a\udfff"}}, "structured_outputs.regex"),
+        ({"stop": ["a", "b", "\ud800"]}, "stop.2"),
+        ({"metadata": {"\ud800": 1}}, "metadata"),
+        ({"\ud800": 1}, None),
+        ("\ud800", None),
+    ],
+)
+@pytest.mark.parametrize("raw", [False, True])
+def test_half_a_character_is_refused_with_the_name_of_its_field(
+    value: Any, field: str | None, raw: bool
+) -> None:
+    body = json.dumps(value, ensure_ascii=not raw).encode("utf-8", "surrogatepass")
+    with pytest.raises(InvalidRequestError, match="contains a lone surrogate") as caught:
+        parse_body(body)
+    assert caught.value.field == field
 
 
 def test_the_last_of_two_equal_names_counts() -> None:

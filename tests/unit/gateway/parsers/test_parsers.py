@@ -107,7 +107,7 @@ CASES: list[tuple[str, str, str, str, tuple[str, str, list[Call]]]] = [
     ("pythonic", "none", "", "[unknown(a=1)]", ("[unknown(a=1)]", "", [])),
     ("pythonic", "none", "", "[f(1)]", ("[f(1)]", "", [])),
     ("pythonic", "none", "", "[f(a=open('x'))]", ("[f(a=open('x'))]", "", [])),
-    ("pythonic", "none", "", "[f(a=1", ("[f(a=1", "", [])),
+    ("pythonic", "none", "", "[f(a=1", ("", "", [("f", '{"a": 1')])),
     (
         "mistral",
         "none",

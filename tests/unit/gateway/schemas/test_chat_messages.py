@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from outrider.services.gateway.chat_template import ChatTemplate
 from outrider.services.gateway.schemas.chat_messages import Message
 from outrider.services.gateway.schemas.tools import Tool, template_tools
+from outrider.services.gateway.templates.chat_template import ChatTemplate
 
 CALL = {
     "role": "assistant",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import re
 from pathlib import Path
 from typing import Any, get_args
 
@@ -39,6 +40,25 @@ SCRIPT = load_script()
 
 def test_the_page_contains_the_table_of_the_code() -> None:
     assert SCRIPT.main(["--check"]) == 0, "run: python scripts/request_fields.py"
+
+
+def test_every_version_of_the_table_is_in_the_changelog() -> None:
+    versions = set(re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE))
+    assert {SCRIPT.FIRST_RELEASE, SCRIPT.UNRELEASED.capitalize()} == versions, (
+        "add a list for the new release"
+    )
+    rows = [line.split(" | ") for line in SCRIPT.table().splitlines()[2:]]
+    assert {row[2] for row in rows} == {SCRIPT.FIRST_RELEASE, SCRIPT.UNRELEASED}
+
+
+def test_what_the_first_release_took_is_still_taken() -> None:
+    for route, model, _apis in SCRIPT.ROUTES:
+        for name in SCRIPT.OF_FIRST_RELEASE.get(route, ()):
+            assert SCRIPT.field_status(model, name) in ("taken", "no effect"), (route, name)
+    assert SCRIPT.since("/v1/completions", "taken", "echo") == "0.1.0"
+    assert SCRIPT.since("/v1/completions", "taken", "logprobs") == "unreleased"
+    assert SCRIPT.since("/v1/completions", "refused", "suffix") == "0.1.0"
+    assert SCRIPT.since("/v1/responses", "taken", "input") == "unreleased"
 
 
 @pytest.mark.parametrize(

@@ -14,16 +14,21 @@ from typing import Any
 import pytest
 import torch
 from click.testing import Result
+from tokenizers import Tokenizer
 from typer.testing import CliRunner
 
 from outrider.services.cli import commands as cli
+from outrider.services.gateway.options.table import OPTIONS as REQUEST_OPTIONS
 from outrider.services.target.request import EngineRequest
 from outrider.services.verify import command
 from outrider.services.verify.cases import OPTIONS, requests_of, ways, without_speculation
+from outrider.services.verify.coverage import COVERED, NOT_COMPARED
 from outrider.services.verify.law import chi_square
 from outrider.services.verify.logprobs import compare_logprobs
 from outrider.services.verify.pair_engine import Answers, PairEngine
 from outrider.services.verify.states import compare_states
+from outrider.services.verify.texts import compare_texts, stop_text
+from outrider.shared.base.constraint import ConstraintKind
 from outrider.shared.base.errors import ConfigurationError
 from outrider.shared.base.generation import SamplingParams, SpeculationMode
 from outrider.shared.base.logit_rules import TokenLogprob
@@ -34,6 +39,8 @@ from outrider.shared.spec.tree import DraftShape
 torch.set_num_threads(1)
 DEMO = Path(__file__).parents[4] / "models" / "demo"
 PAIR = ["--target", str(DEMO / "target"), "--draft", str(DEMO / "eagle3"), "--device", "cpu", "--json"]
+
+REQUESTS = requests_of([[5, 6]], 4, without_speculation(DraftShape(5, 4, 16)), [9], experts=True)
 
 
 def run_verify(prompts: Path, *more: str) -> Result:
@@ -59,13 +66,15 @@ def test_the_embedded_pair_passes_with_every_option(tmp_path: Path, monkeypatch:
     assert shown[-1] == 99, "the bar should be full after the last answer, and only then"
     assert [run["name"] for run in report["runs"]] == ["chain", "tree", "auto", "mixed"]
     for run in report["runs"]:
-        assert run["requests"] == 2 * len(OPTIONS)
+        assert run["requests"] == 2 * (len(OPTIONS) - 1)
+        assert (run["texts"]["compared"], run["texts"]["stopped"], run["texts"]["different"]) == (2, 2, [])
         assert run["differences"] == []
         assert run["logprobs"]["holds"]
         assert run["logprobs"]["compared"] > 2 * 8 * (6 + 21)
         assert run["states"]["holds"]
         assert run["states"]["compared"] > 2 * 8
     assert report["runs"][1]["accept_length"] > 1.2, "the run without drafted tokens would compare nothing"
+    assert report["skipped"] == {"routed experts": "the target has no routed experts"}
     assert report["law"]["outcomes"] >= 8
     assert report["law"]["p_value"] > 1e-4
 
@@ -110,7 +119,7 @@ def test_tokens_and_probabilities_that_speculation_changes_are_found(
 
 
 def test_missing_hidden_states_are_found() -> None:
-    request = requests_of([[5, 6]], 4, without_speculation(DraftShape(5, 4, 16)))["hidden states, prompt 1"]
+    request = REQUESTS["hidden states, prompt 1"]
     name, row = request.request_id, struct.pack("<2f", 1.0, 2.0)
     off = Answers({name: [7, 4, 3]}, states={name: [TokenStates(0, 2, row * 2), TokenStates(2, 2, row * 2)]})
     on = Answers({name: [7, 4, 2]}, states={name: [TokenStates(0, 3, row * 3)]})
@@ -118,6 +127,41 @@ def test_missing_hidden_states_are_found() -> None:
     assert (found.compared, found.missing, found.largest, found.holds) == (3, 1, 0.0, False)
     on.states[name] = off.states[name]
     assert compare_states({name: request}, off, on, torch.float32).holds
+
+
+@pytest.mark.parametrize(("dtype", "holds"), [(torch.float32, False), (torch.bfloat16, False)])
+def test_other_experts_are_found(dtype: torch.dtype, holds: bool) -> None:
+    request = REQUESTS["routed experts, prompt 1"]
+    name = request.request_id
+    experts = [struct.pack("<4i", *row) for row in ((0, 1, 2, 3), (4, 5, 6, 7), (0, 1, 2, 3))]
+    off = Answers({name: [7, 4, 3]}, states={name: [TokenStates(1, 3, b"", b"".join(experts))]})
+    on = Answers({name: [7, 4, 3]}, states={name: [TokenStates(1, 1, b"", experts[0])]})
+    assert compare_states({name: request}, off, on, dtype).missing == 2
+    on.states[name].append(TokenStates(2, 2, b"", experts[1] + experts[1]))
+    found = compare_states({name: request}, off, on, dtype)
+    assert (found.missing, found.routed, found.rerouted, found.holds) == (0, 3, 1, holds)
+    assert compare_states({name: request}, off, off, dtype).holds
+
+
+def test_texts_are_cut_at_a_stop_string_however_the_tokens_arrive() -> None:
+    tokenizer = Tokenizer.from_file(str(DEMO / "target" / "tokenizer.json"))
+    tokens = tokenizer.encode("The capital of France is Paris.", add_special_tokens=False).ids
+    stop = stop_text(tokenizer, tokens)
+    off = Answers({"a": tokens}, parts={"a": [[token] for token in tokens]})
+    on = Answers({"a": tokens}, parts={"a": [tokens[:4], tokens[4:]]})
+    found = compare_texts(tokenizer, {"a": stop}, off, on)
+    assert (found.compared, found.stopped, found.holds) == (1, 1, True)
+    on.parts["a"] = [tokens[:2]]
+    assert compare_texts(tokenizer, {"a": stop}, off, on).different == ["a"]
+
+
+def test_every_request_option_is_compared_or_has_a_reason() -> None:
+    names = {one.name for one in REQUEST_OPTIONS}
+    assert names == {*COVERED, *NOT_COMPARED}
+    assert not COVERED.keys() & NOT_COMPARED.keys()
+    assert {case for cases in COVERED.values() for case in cases} <= set(OPTIONS)
+    kinds = {option.constraint.kind for option in OPTIONS.values() if option.constraint is not None}
+    assert kinds == set(ConstraintKind)
 
 
 def test_a_pair_without_a_draft_is_refused() -> None:
@@ -149,7 +193,7 @@ def test_chi_square_tells_the_law_from_another() -> None:
 
 
 def test_logprobs_are_compared_by_rank_up_to_the_first_different_token() -> None:
-    request = requests_of([[5, 6]], 4, without_speculation(DraftShape(5, 4, 16)))["logprobs, prompt 1"]
+    request = REQUESTS["logprobs, prompt 1"]
     name = request.request_id
     near = [TokenLogprob(-1.0, [(7, -1.0), (8, -1.0)]), TokenLogprob(-2.0), TokenLogprob(-3.0)]
     swapped = [TokenLogprob(-1.0, [(8, -1.0), (7, -1.0)]), TokenLogprob(-2.25), TokenLogprob(-9.0)]

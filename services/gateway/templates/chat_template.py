@@ -1,13 +1,12 @@
-"""Chat templates, rendered by Jinja in a restricted sandbox.
+"""Chat templates, compiled and rendered by Jinja in a sandbox.
 
-The sandbox provides the functions that published templates use, and limits the time and the output size of a
-template. Templates come from the model's folder, never from a client. A template is still untrusted code.
+Templates come from the model's folder, never from a client. A template is still untrusted code: the sandbox
+hides Python's internals from it, and `render_process` limits its time and memory.
 """
 
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from typing import Any
@@ -15,19 +14,35 @@ from typing import Any
 from jinja2 import TemplateError, nodes
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
-from jinja2.filters import do_indent
 from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from outrider.services.gateway import template_bounds as bounds
+from outrider.services.gateway.templates.render_lines import MAX_OUTPUT_CHARS
 from outrider.shared.base.errors import CheckpointError, InvalidRequestError
 
 MAX_TEMPLATE_CHARS = 256 * 1024
-MAX_INDENT = 16
-MAX_PATTERN_CHARS = 256
+MAX_REASON_CHARS = 1000
 
 
 class TemplateRefusal(TemplateError):
     """Raised when a template calls raise_exception to reject the messages."""
+
+
+class Arguments(dict[str, Any]):
+    """The arguments of a tool call, in a format that all chat templates can use.
+
+    Some templates print the arguments as JSON, and other templates append them to text. This dictionary
+    supports both uses.
+    """
+
+    def __str__(self) -> str:
+        return json.dumps(self, ensure_ascii=False)
+
+    def __radd__(self, text: str) -> str:
+        return text + str(self)
+
+    def __add__(self, text: str) -> str:
+        return str(self) + text
 
 
 class GenerationBlock(Extension):
@@ -44,7 +59,11 @@ class GenerationBlock(Extension):
 
 
 class ChatTemplate:
-    """A compiled chat template. Rendering is synchronous, so render long chats on a worker thread."""
+    """A compiled chat template.
+
+    Only the size of the output is limited here. Compiling and rendering may take any time and memory, so the
+    gateway does both in another process. `TemplateRenderer` is the gateway's side of it.
+    """
 
     def __init__(
         self, source: str, special_tokens: Mapping[str, str], now: Callable[[], datetime] = datetime.now
@@ -63,13 +82,12 @@ class ChatTemplate:
             raise CheckpointError(
                 f"The chat template has more than {MAX_TEMPLATE_CHARS} characters.", field="chat_template"
             )
-        environment = bounds.BoundedSandbox(
+        environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlock, loopcontrols]
         )
-        environment.filters["tojson"] = bounds.checked(_to_json)
-        environment.filters["indent"] = bounds.checked(_indent)
+        environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _refuse
-        environment.globals["strftime_now"] = lambda pattern: now().strftime(pattern[:MAX_PATTERN_CHARS])
+        environment.globals["strftime_now"] = lambda pattern: now().strftime(pattern)
         try:
             self._template = environment.from_string(source)
         except (TemplateError, SyntaxError, ValueError, OverflowError) as error:
@@ -78,7 +96,8 @@ class ChatTemplate:
             ) from None
         except (RecursionError, MemoryError):
             raise CheckpointError(
-                "The chat template cannot be compiled: it is nested too deeply.", field="chat_template"
+                "The chat template cannot be compiled: it is too large or nested too deeply.",
+                field="chat_template",
             ) from None
         self._special_tokens = dict(special_tokens)
 
@@ -96,51 +115,46 @@ class ChatTemplate:
             add_generation_prompt: Whether the prompt ends with the header of the assistant's answer.
 
         Raises:
-            InvalidRequestError: If the template rejects the messages, fails while rendering, or exceeds its
-                limits.
+            InvalidRequestError: If the template rejects the messages, fails while rendering, or writes too
+                much text.
         """
         variables = {**self._special_tokens, "tools": None, "documents": None, **options}
-        # The template comes with the model and is not trusted, so its time and its output are limited.
-        token = bounds.deadline.set(time.monotonic() + bounds.MAX_RENDER_S)
         pieces, length = [], 0
         try:
             for piece in self._template.generate(
-                messages=list(messages), add_generation_prompt=add_generation_prompt, **variables
+                messages=[_with_arguments(message) for message in messages],
+                add_generation_prompt=add_generation_prompt,
+                **variables,
             ):
-                bounds.check_time()
                 length += len(piece)
-                if length > bounds.MAX_OUTPUT_CHARS:
-                    raise SecurityError(f"its output is longer than {bounds.MAX_OUTPUT_CHARS} characters")
+                if length > MAX_OUTPUT_CHARS:
+                    raise SecurityError(f"its output is longer than {MAX_OUTPUT_CHARS} characters")
                 pieces.append(piece)
         except TemplateRefusal as error:
             raise InvalidRequestError(
-                f"The model's chat template rejects these messages: {error}.", field="messages"
+                f"The model's chat template rejects these messages: {_reason(error)}.", field="messages"
             ) from None
-        # A template that meets unexpected messages may raise any of these.
-        except (
-            TemplateError,
-            TypeError,
-            ValueError,
-            ArithmeticError,
-            LookupError,
-            AttributeError,
-            RecursionError,
-            MemoryError,
-        ) as error:
-            reason = str(error) or type(error).__name__
+        # A template that meets unexpected messages may raise any error.
+        except Exception as error:
             raise InvalidRequestError(
-                f"The model's chat template fails on these messages: {reason}.", field="messages"
+                f"The model's chat template fails on these messages: {_reason(error)}.", field="messages"
             ) from None
-        finally:
-            bounds.deadline.reset(token)
         return "".join(pieces)
 
 
-def _indent(text: str, width: int | str = 4, first: bool = False, blank: bool = False) -> str:
-    """Indent text as Jinja's own filter does, but limit the size of the result."""
-    if (width if isinstance(width, int) else len(width)) * (text.count("\n") + 1) > bounds.MAX_OUTPUT_CHARS:
-        raise SecurityError("a string is indented too far")
-    return do_indent(text, width, first, blank)
+def _with_arguments(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of the message. The arguments of its tool calls are `Arguments`."""
+    copied = dict(message)
+    if calls := copied.get("tool_calls"):
+        copied["tool_calls"] = [
+            {**call, "function": {**call["function"], "arguments": Arguments(call["function"]["arguments"])}}
+            for call in calls
+        ]
+    return copied
+
+
+def _reason(error: Exception) -> str:
+    return str(error)[:MAX_REASON_CHARS] or type(error).__name__
 
 
 def _to_json(
@@ -151,14 +165,8 @@ def _to_json(
     sort_keys: bool = False,
 ) -> str:
     # Jinja's own tojson escapes for HTML, which would change prompts.
-    if isinstance(indent, int) and indent > MAX_INDENT:
-        raise SecurityError("a string is indented too far")
     return json.dumps(
-        bounds.check_size(value),
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
 
 
