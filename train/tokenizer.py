@@ -15,10 +15,17 @@ BOS, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 BOS_ID, START_ID, END_ID = 0, 1, 2
 
 CHAT_TEMPLATE = (
-    "{{ bos_token }}{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
-    "{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{{ bos_token }}"
+    "{% if tools %}<|im_start|>system\nThese tools can be called:\n"
+    "{% for tool in tools %}{{ tool['function'] | tojson }}\n{% endfor %}"
+    "To call a tool, answer with:\n<tool_call>\n"
+    '{"name": "...", "arguments": {...}}\n</tool_call><|im_end|>\n{% endif %}'
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}"
+    "{% for call in message['tool_calls'] or [] %}<tool_call>\n"
+    "{{ call['function'] | tojson }}\n</tool_call>{% endfor %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+"""The model was not trained on tools, but tool calls in the format of Hermes can be forced."""
 
 
 def segments(system: str | None, messages: Iterable[QuestionAnswer]) -> list[tuple[str, bool]]:

@@ -8,6 +8,7 @@ from fastapi import APIRouter, FastAPI
 from fastapi.routing import APIRoute
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 
@@ -34,10 +35,16 @@ class HeadAsGet:
 
 
 def add_options(app: FastAPI, routers: Iterable[APIRouter]) -> None:
-    """Answer OPTIONS on every path of `routers` with the list of methods that the path supports."""
+    """Answer OPTIONS on every path with the list of methods that the path supports.
+
+    Args:
+        app: The application. Its own routes, such as ``/docs``, get OPTIONS too.
+        routers: The routers of the application.
+    """
     methods: dict[str, set[str]] = {}
-    for route in (route for router in routers for route in router.routes):
-        if isinstance(route, APIRoute):
+    own = [route for route in app.routes if not isinstance(route, APIRoute)]
+    for route in [*own, *(route for router in routers for route in router.routes)]:
+        if isinstance(route, Route):
             methods.setdefault(route.path, {"OPTIONS"}).update(route.methods or ())
     for path, allowed in methods.items():
         names = ", ".join(sorted(allowed | ({"HEAD"} if "GET" in allowed else set())))

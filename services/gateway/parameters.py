@@ -43,6 +43,7 @@ MAX_STOP_TOKEN_IDS = 256
 # Lower temperatures are treated as 0, as in SGLang, because sampling would always pick the largest logit.
 GREEDY_TEMPERATURE = 1e-6
 MAX_SALT_CHARS = 256
+MOST_TEMPERATURE = 1e6
 # Some clients read JSON numbers as doubles. A double represents every integer of up to 53 bits exactly.
 DRAWN_SEED_BITS = 53
 
@@ -57,6 +58,8 @@ class Surface:
         prefix: Prefix of the names of sampling parameters.
         default_max_tokens: Limit of new tokens if the client sets no limit. None allows all tokens that fit.
         speculation: Name of the field that contains the speculation options.
+        min_tokens: Name of the field for the least number of tokens.
+        most_temperature: Largest temperature. SGLang has no limit.
     """
 
     prompt: str
@@ -65,6 +68,7 @@ class Surface:
     default_max_tokens: int | None = None
     speculation: str = "speculation"
     min_tokens: str = "min_tokens"
+    most_temperature: float = 2.0
 
 
 CHAT = Surface("messages", "max_tokens")
@@ -75,6 +79,7 @@ NATIVE = Surface(
     "sampling_params.",
     default_max_tokens=128,
     min_tokens="min_new_tokens",
+    most_temperature=MOST_TEMPERATURE,
 )
 RESPONSES = Surface("input", "max_output_tokens")
 ANTHROPIC = Surface("messages", "max_tokens")
@@ -177,7 +182,15 @@ class RequestBuilder:
             _check(p.max_tokens >= least, surface.max_tokens, f"at least {least}", p.max_tokens)
         for option in READ_OPTIONS:
             value = None if option.is_rule else getattr(p, option.name)
-            if option.allowed is not None and value is not None:
+            if option.name == "temperature":
+                most = surface.most_temperature
+                _check(
+                    value is None or 0 <= value <= most,
+                    f"{name}temperature",
+                    f"between 0 and {most:g}",
+                    value,
+                )
+            elif option.allowed is not None and value is not None:
                 given = option.name if option.is_outer else name + option.name
                 _check(value in option.allowed, given, option.allowed.text, value)
         check_prompt_text(p.cache_salt, "cache_salt")

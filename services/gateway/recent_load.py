@@ -78,6 +78,12 @@ class RecentLoad:
             ],
         }
 
+    def throughput(self) -> float:
+        """Return the tokens per second of the latest complete second with tokens. 0 if there is none."""
+        self._now()
+        complete = list(self._seconds)[:-1]
+        return float(next((one.tokens for one in reversed(complete) if one.tokens), 0))
+
     def _now(self) -> _Second:
         """Return the current second, after adding the seconds without events since the latest one."""
         at = int(self._clock())

@@ -154,7 +154,7 @@ class GatewaySettings(PeerSettings):
     max_stop_strings: int = Field(
         32, ge=1, le=1024, description="Maximum number of stop strings of a request."
     )
-    max_stop_chars: int = Field(256, ge=1, le=65536, description="Maximum length of a stop string.")
+    max_stop_chars: int = Field(1024, ge=1, le=65536, description="Maximum length of a stop string.")
     max_state_bytes: int = Field(
         16 * MIB,
         ge=0,

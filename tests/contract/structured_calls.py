@@ -162,3 +162,24 @@ def test_what_cannot_be_enforced_is_refused_with_the_name_of_the_field(
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == name
     assert part in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "save"}}], ids=str)
+def test_a_tool_call_can_be_forced(structured: openai.OpenAI, choice: Any) -> None:
+    tools: list[Any] = [{"type": "function", "function": {"name": "save", "parameters": CITY}}]
+    for mode in MODES:
+        reply = structured.chat.completions.create(
+            model="target",
+            messages=CHAT,
+            tools=tools,
+            tool_choice=choice,
+            parallel_tool_calls=False,
+            temperature=0,
+            max_tokens=120,
+            extra_body={"speculation": mode},
+        ).choices[0]
+        (call,) = reply.message.tool_calls or ()
+        assert (call.function.name, reply.finish_reason) == ("save", "tool_calls")
+        assert is_city(call.function.arguments)
+    free = structured.chat.completions.create(model="target", messages=CHAT, tools=tools, max_tokens=8)
+    assert free.choices[0].message.role == "assistant"

@@ -68,6 +68,28 @@ def test_text_in_text_out(client: anthropic.Anthropic, fake: FakeTarget, tokeniz
         message.model_dump()
 
 
+@pytest.mark.parametrize("content", ["It has ", [{"type": "text", "text": "It has\n"}]], ids=str)
+def test_the_answer_continues_a_last_message_of_the_assistant(
+    client: anthropic.Anthropic, fake: FakeTarget, tokenizer: Tokenizer, content: Any
+) -> None:
+    answer_with(fake, tokenizer, " 18 degrees.")
+    turns = [*MESSAGES, {"role": "assistant", "content": content}]
+    message = ask(client, messages=turns)
+    assert [block.text for block in message.content] == [" 18 degrees."]
+    prompt = "<|bos|><|user|>Weather in Paris?<|assistant|>It has"
+    assert prompt_of(fake, tokenizer) == prompt
+    counted = client.messages.count_tokens(model="toy", messages=turns)
+    assert counted.input_tokens == len(fake.seen[-1].prompt_ids)
+
+
+def test_an_empty_last_message_of_the_assistant_begins_a_new_answer(
+    client: anthropic.Anthropic, fake: FakeTarget, tokenizer: Tokenizer
+) -> None:
+    answer_with(fake, tokenizer, "Mild.")
+    assert ask(client, messages=[*MESSAGES, {"role": "assistant", "content": " "}]).content[0].text == "Mild."
+    assert prompt_of(fake, tokenizer) == "<|bos|><|user|>Weather in Paris?<|assistant|>"
+
+
 def test_a_whole_agent_turn(client: anthropic.Anthropic, fake: FakeTarget, tokenizer: Tokenizer) -> None:
     answer_with(fake, tokenizer, f"<think>Hm.</think>{TWO_CALLS}")
     first = ask(client, tools=TOOLS, thinking={"type": "adaptive"})

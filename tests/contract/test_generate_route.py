@@ -147,6 +147,16 @@ def test_what_is_served_is_told(stack: Stack) -> None:
         told = httpx.get(stack.base_url + path).json()
         assert told["speculative_max_nodes"] >= 1
         assert told["internal_states"][0]["auto"]["reason"]
+        assert told["dtype"] == info["dtype"]
+        assert told["last_gen_throughput"] >= 0
+
+
+def test_the_limits_are_those_of_sglang(stack: Stack) -> None:
+    hot = {"temperature": 3, "stop": ["x" * 400], "max_new_tokens": 2}
+    assert post(stack, {"text": "a", "sampling_params": hot}).status_code == 200
+    for wrong in (-1, 1e9):
+        reply = post(stack, {"text": "a", "sampling_params": {"temperature": wrong}})
+        assert reply.json()["error"]["param"] == "sampling_params.temperature"
 
 
 def test_text_and_ids_convert_both_ways(stack: Stack) -> None:

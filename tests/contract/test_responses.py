@@ -187,6 +187,10 @@ async def test_the_asynchronous_client_streams_too(
         ({"tools": TOOLS, "tool_choice": {"type": "function", "name": "x"}}, "tool_choice"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input.0"),
         ({"input": [{"type": "function_call_output", "output": "x"}]}, "input.0.call_id"),
+        (
+            {"input": [{"type": "function_call", "name": "f", "call_id": "a", "arguments": '{"a'}]},
+            "input.0.arguments",
+        ),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input.0.content.0"),
         ({"input": []}, "input"),
         ({"max_output_tokens": 0}, "max_output_tokens"),

@@ -75,12 +75,42 @@ def test_names_that_are_unfit_for_a_header_are_replaced_and_cut(http: httpx.Clie
         {"lora_path": None, "guided_json": None, "structured_outputs": {}, "bad_words": []},
         {"add_generation_prompt": True, "continue_final_message": False, "echo": False},
         {"spaces_between_special_tokens": True, "top_logprobs": 0, "suffix": ""},
+        {"repeat_penalty": 1, "typical_p": 1.0, "mirostat": 0, "xtc_probability": 0, "dry_multiplier": 0.0},
+        {"structured_outputs": {"regex": "a", "disable_any_whitespace": True}},
     ],
 )
 def test_neutral_values_pass_without_a_warning(http: httpx.Client, fields: dict[str, Any]) -> None:
     response = chat(http, **fields)
     assert response.status_code == 200, response.text
     assert HEADER not in response.headers
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"repeat_penalty": 1.1}, "repeat_penalty"),
+        ({"typical_p": 0.9}, "typical_p"),
+        ({"mirostat": 2}, "mirostat"),
+        ({"xtc_probability": 0.5}, "xtc_probability"),
+        ({"dry_multiplier": 0.8}, "dry_multiplier"),
+        ({"top_a": 0.1}, "top_a"),
+        ({"tfs_z": 0.9}, "tfs_z"),
+        ({"grammar": 'root ::= "a"'}, "grammar"),
+        (
+            {"structured_outputs": {"json": {}, "disable_additional_properties": True}},
+            "structured_outputs.disable_additional_properties",
+        ),
+        (
+            {"structured_outputs": {"json": {}, "whitespace_pattern": "[ ]*"}},
+            "structured_outputs.whitespace_pattern",
+        ),
+    ],
+)
+def test_samplers_and_forms_of_other_servers_are_refused(
+    http: httpx.Client, fields: dict[str, Any], param: str
+) -> None:
+    response = chat(http, **fields)
+    assert (response.status_code, error_of(response)["param"]) == (400, param)
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/generate"])

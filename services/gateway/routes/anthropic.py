@@ -69,6 +69,7 @@ def _turn(core: GatewayCore, body: CountTokensRequest, parameters: Parameters) -
         forced=body.forced_tools(),
         parallel=body.parallel,
         options=body.template_options(),
+        ending=body.ending(),
     )
 
 

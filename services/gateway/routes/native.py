@@ -100,6 +100,7 @@ async def _stream(
                         "finish_reason": None,
                         "prompt_tokens": started[index].prompt_tokens,
                         "completion_tokens": len(ids[index]),
+                        "weight_version": core.client.info.weight_version,
                     }
                     extra = (
                         {"speculation": {"trace": [trace_object(each) for each in rounds]}} if rounds else {}
@@ -237,6 +238,9 @@ async def server_info(request: Request) -> Response:
             "version": installed_version(),
             "model_path": info.model_id,
             "weight_version": info.weight_version,
+            "dtype": info.dtype,
+            "max_model_len": info.max_model_len,
+            "last_gen_throughput": core.metrics.recent.throughput(),
             "speculative_algorithm": info.algorithm or None,
             "speculative_draft_model_path": info.draft_model or None,
             "speculation_mode": _default_mode(core.settings.speculation_mode).value,

@@ -10,7 +10,13 @@ from pydantic import Field
 from outrider.services.gateway.options.values import of_bodies
 from outrider.services.gateway.parameters import Parameters
 from outrider.services.gateway.schemas.base import NeutralOnly, OpenModel
-from outrider.services.gateway.schemas.chat_messages import CalledFunction, Message, TextPart, ToolCall
+from outrider.services.gateway.schemas.chat_messages import (
+    PART_SEPARATOR,
+    CalledFunction,
+    Message,
+    TextPart,
+    ToolCall,
+)
 from outrider.services.gateway.schemas.constraint_types import TextFormat
 from outrider.services.gateway.schemas.json_values import JsonValues
 from outrider.services.gateway.schemas.option_fields.messages import MessagesFields
@@ -22,6 +28,7 @@ from outrider.services.gateway.schemas.tools import (
     forced_tools,
     template_tools,
 )
+from outrider.services.gateway.tokenizer import ChatEnding
 from outrider.shared.base.errors import InvalidRequestError
 
 
@@ -163,7 +170,29 @@ class CountTokensRequest(NeutralOnly):
         for number, message in enumerate(self.messages):
             field = f"messages.{number}"
             shown += [one.for_template(field, values) for one in message.messages(field)]
+        begun = self._begun_answer()
+        if begun == "":
+            del shown[-1]
+        elif begun is not None:
+            shown[-1]["content"] = begun
         return shown
+
+    def _begun_answer(self) -> str | None:
+        """Return the text with which the answer begins, or None if the last message is not the assistant's.
+
+        White space at the end is dropped, because it would split the next word into unusual tokens.
+        """
+        last = self.messages[-1]
+        if last.role != "assistant":
+            return None
+        parts = last.content if isinstance(last.content, list) else [Block(type="text", text=last.content)]
+        if any(part.type != "text" for part in parts):
+            return None
+        return PART_SEPARATOR.join(part.text or "" for part in parts).rstrip()
+
+    def ending(self) -> ChatEnding | None:
+        """Return how the prompt ends: within the last message, if this is a text of the assistant."""
+        return ChatEnding(False, True) if self._begun_answer() else None
 
     def template_tools(self) -> list[dict[str, Any]]:
         """Return the tools that the answer may call, in the format that chat templates expect.

@@ -47,6 +47,31 @@ REFUSED: Mapping[str, tuple[Any, ...]] = {
     "watermarking": (),
     "stop_regex": (),
     "repetition_detection": (),
+    # Samplers of other servers. Clients that do not use a sampler often send the values of its other fields,
+    # such as `mirostat_tau`, so only the field that switches the sampler on is refused.
+    "repeat_penalty": (1, 1.0),
+    "encoder_repetition_penalty": (1, 1.0),
+    "no_repeat_ngram_size": (0,),
+    "penalty_alpha": (0, 0.0),
+    "typical": (1, 1.0),
+    "typical_p": (1, 1.0),
+    "top_a": (0, 0.0),
+    "tfs": (1, 1.0),
+    "tfs_z": (1, 1.0),
+    "mirostat": (0,),
+    "mirostat_mode": (0,),
+    "xtc_probability": (0, 0.0),
+    "dry_multiplier": (0, 0.0),
+    "dynamic_temperature": (),
+    "dynatemp_range": (0, 0.0),
+    "dynatemp_min": (),
+    "dynatemp_max": (),
+    "smoothing_factor": (0, 0.0),
+    "epsilon_cutoff": (0, 0.0),
+    "eta_cutoff": (0, 0.0),
+    "top_n_sigma": (0, 0.0, -1, -1.0),
+    "nsigma": (0, 0.0, -1, -1.0),
+    "num_beams": (1,),
     "thinking_token_budget": (-1,),
     "max_thinking_tokens": (),
     # Fields that would constrain the output.
@@ -60,6 +85,12 @@ REFUSED: Mapping[str, tuple[Any, ...]] = {
     "regex": (),
     "ebnf": (),
     "structural_tag": (),
+    "grammar": (),
+    "grammar_string": (),
+    "guided_json_object": (),
+    "guided_whitespace_pattern": (),
+    "whitespace_pattern": (),
+    "disable_additional_properties": (),
     "functions": (),
     "function_call": ("none", "auto"),
     # Fields that ask for data which the reply would lack.
@@ -83,6 +114,8 @@ ask for nothing.
 """
 
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    # The white space of constrained JSON is fixed anyway.
+    "disable_any_whitespace": (True,),
     "length_penalty": (1, 1.0),
     "log_metrics": (True,),
     "return_mm_kwargs": (True,),

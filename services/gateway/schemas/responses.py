@@ -173,7 +173,7 @@ class ResponsesRequest(ResponseFields, OpenAIRequest):
             messages.append(Message(role="system", content=self.instructions).for_template("instructions"))
         for number, item in enumerate(items):
             field = f"input.{number}"
-            message = item.message(field).for_template(field, values)
+            message = _for_template(item.message(field), field, values)
             last = messages[-1] if messages else {}
             if message["role"] == last.get("role") == "assistant":
                 _join(last, message)
@@ -220,6 +220,18 @@ def _given(value: Any, field: str, name: str) -> Any:
             f"Missing field: {field}.{name}.", field=f"{field}.{name}", reason="missing_field"
         )
     return value
+
+
+def _for_template(message: Message, field: str, values: JsonValues) -> dict[str, Any]:
+    """Return a message for chat templates. Errors name the fields of the item."""
+    try:
+        return message.for_template(field, values)
+    except InvalidRequestError as error:
+        inner = f"{field}.tool_calls.0.function."
+        name = (error.field or field).replace(inner, f"{field}.")
+        raise InvalidRequestError(
+            error.message.replace(inner, f"{field}."), field=name, reason=error.reason
+        ) from None
 
 
 def _join(answer: dict[str, Any], more: dict[str, Any]) -> None:

@@ -77,10 +77,11 @@ def no_token_error(sequence: Sequence) -> OutriderError:
     if sequence.form is not None:
         constraint = sequence.request.constraint
         field = "constraint" if constraint is None else constraint.field
-        message = (
-            f"No token is left to choose: {field}, min_tokens, bad_words and allowed_token_ids together "
-            "forbid every token whose logit is finite. Other requests are not affected."
-        )
+        if sequence.request.sampling.rules.forbids:
+            why = f"{field}, min_tokens, bad_words and allowed_token_ids together forbid every token"
+        else:
+            why = f"{field} allows no further token here, or is too expensive to enforce"
+        message = f"No token is left to choose: {why}. Other requests are not affected."
         return InvalidRequestError(message, field=field)
     if sequence.request.sampling.rules.forbids:
         message = (

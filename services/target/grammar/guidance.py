@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import llguidance
@@ -16,6 +17,7 @@ from outrider.shared.base.constraint import JSON_STYLE, Constraint, ConstraintKi
 from outrider.shared.base.errors import InvalidRequestError
 
 MAX_ERROR_CHARS = 400
+_UNKNOWN_KEYWORDS = re.compile(r"Unimplemented keys: \[([^\]]*)\]")
 _DATA = ("const", "default", "enum", "examples")
 """Keywords whose values are no schemas."""
 LIMITS = llguidance.LLParserLimits(max_lexer_states=50_000)
@@ -138,8 +140,23 @@ class GuidanceMatcher(Matcher):
 
 
 def _invalid(message: str, constraint: Constraint) -> InvalidRequestError:
+    if (unknown := _UNKNOWN_KEYWORDS.search(message)) is not None:
+        names = unknown[1].replace('"', "'")
+        whose = "the JSON schema of a tool" if _is_choice(constraint) else "the JSON schema"
+        return InvalidRequestError(
+            f"{constraint.field} cannot be enforced: {whose} has keywords that are not supported: {names}.",
+            field=constraint.field,
+        )
+    if _is_choice(constraint):
+        # The grammar is the gateway's own, so its text would not help the client.
+        message = message.partition("\n")[0]
     # The library adds its internal state, and names options of its own.
     text = " ".join(message.split("<state>")[0].split(" Enable ")[0].split())[:MAX_ERROR_CHARS]
     return InvalidRequestError(
         f"{constraint.field} cannot be enforced: {text.rstrip('.')}.", field=constraint.field
     )
+
+
+def _is_choice(constraint: Constraint) -> bool:
+    """Return whether the gateway made the grammar, for a forced tool call."""
+    return constraint.field.endswith("tool_choice")

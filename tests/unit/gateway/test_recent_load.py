@@ -31,6 +31,8 @@ def test_each_complete_second_has_its_tokens_and_its_largest_number_of_sequences
     clock.now += 1.0
     assert load.as_json()["tokens"] == [0, 5, 7, 0, 0]
     assert load.as_json()["running"] == [0, 2, 1, 1, 1]
+    assert load.throughput() == 7
+    assert RecentLoad(clock).throughput() == 0
 
 
 def test_the_accept_length_belongs_to_the_sequences_that_ended_in_a_second() -> None:

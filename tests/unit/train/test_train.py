@@ -10,9 +10,11 @@ from unittest import mock
 
 import pytest
 import torch
+from jinja2.sandbox import SandboxedEnvironment
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from outrider.services.gateway.parsers.registry import ParserNames
 from outrider.shared.obs import progress
 from outrider.train import eagle3, evaluate, prompts, target
 from outrider.train.corpus import gsm8k
@@ -37,7 +39,7 @@ from outrider.train.reference import (
     generate_without_draft,
     speculate,
 )
-from outrider.train.tokenizer import BOS_ID, render_prompt, segments
+from outrider.train.tokenizer import BOS, BOS_ID, CHAT_TEMPLATE, render_prompt, segments
 
 TREES = [TreeShape(5, 4, 16), TreeShape(4, 1, 5), TreeShape(3, 3, 8)]
 
@@ -292,3 +294,24 @@ def test_help_is_printed(command: object, capsys: pytest.CaptureFixture[str]) ->
         command.main(["--help"])  # type: ignore[attr-defined]
     assert stop.value.code == 0
     assert "--" in capsys.readouterr().out
+
+
+def test_tools_change_the_chat_template_only_where_they_are_used() -> None:
+    template = SandboxedEnvironment().from_string(CHAT_TEMPLATE)
+    saved = json.loads(
+        (Path(__file__).parents[3] / "models" / "demo" / "target" / "tokenizer_config.json").read_text()
+    )
+    assert saved["chat_template"] == CHAT_TEMPLATE
+    messages = [{"role": "system", "content": "S"}, {"role": "user", "content": "Hi"}]
+    plain = template.render(messages=messages, bos_token=BOS, add_generation_prompt=True)
+    assert plain == render_prompt("Hi", "S")
+    called = {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"function": {"name": "f", "arguments": {}}}],
+    }
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    text = template.render(messages=[*messages, called], tools=tools, bos_token=BOS)
+    assert text.endswith('<tool_call>\n{"arguments": {}, "name": "f"}\n</tool_call><|im_end|>\n')
+    assert '{"name": "f"}' in text
+    assert ParserNames.choose("auto", "auto", CHAT_TEMPLATE) == ParserNames("hermes", "none")

@@ -49,6 +49,14 @@ def test_what_cannot_be_enforced_is_refused(
     check_refusal(lambda one: compile_guidance(one, vocabulary), constraint, part)
 
 
+@pytest.mark.parametrize("field", ["tool_choice", "ebnf"])
+def test_an_unknown_keyword_is_named_without_the_grammar(vocabulary: Vocabulary, field: str) -> None:
+    source = 'start: "{" object\nobject: %json {"type": "array", "uniqueItems": true}'
+    with pytest.raises(InvalidRequestError, match="keywords that are not supported: 'uniqueItems'") as caught:
+        compile_guidance(Constraint(KINDS.GRAMMAR, source, field=field), vocabulary)
+    assert (caught.value.field, "%json" in caught.value.message) == (field, False)
+
+
 def test_a_token_that_takes_too_much_work_fails_this_output_only(
     vocabulary: Vocabulary, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
