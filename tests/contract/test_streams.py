@@ -217,7 +217,9 @@ def test_a_client_that_only_sends_nothing_more_gets_its_answer(
 
     def script(request):
         started.set()
-        return Script([[9], [10], [11]] if begun else [[], [9, 10, 11]], gate=gate)
+        if not begun:
+            assert gate.acquire(timeout=TIMEOUT_S)
+        return Script([[9], [10], [11]], gate=gate)
 
     fake.script = script
     with open_stream(gateway, {"prompt": [9], "max_tokens": 3, "stream": stream}) as connection:
@@ -227,7 +229,7 @@ def test_a_client_that_only_sends_nothing_more_gets_its_answer(
         connection.shutdown(socket.SHUT_WR)
         # The probe shows that the gateway knows about it.
         received = read_until(connection, b"keep-alive" if stream and begun else b"100 Continue")
-        gate.release(2)
+        gate.release(3)
         while part := connection.recv(65536):
             received += part
     assert b"[DONE]" in received if stream else b'"completion_tokens":3' in received

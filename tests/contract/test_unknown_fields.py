@@ -47,7 +47,7 @@ def test_a_stream_and_the_other_routes_have_the_header_too(http: httpx.Client) -
     assert http.post("/generate", json=native).headers[HEADER] == "extra_key,sampling_params.odd"
 
 
-@pytest.mark.parametrize("number", [300, 20_000])
+@pytest.mark.parametrize("number", [300, 2000])
 def test_any_number_of_unknown_fields_is_ignored(http: httpx.Client, number: int) -> None:
     response = chat(http, **{f"x{at}": at for at in range(1, number)})
     assert response.status_code == 200

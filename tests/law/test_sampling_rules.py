@@ -41,7 +41,9 @@ MODES = (SpeculationMode.ON, SpeculationMode.AUTO, SpeculationMode.OFF)
 
 @pytest.fixture(scope="module")
 def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
-    return load_toy(make_toy_target(tmp_path_factory.mktemp("target"), vocab_size=VOCAB, seed=4))
+    return load_toy(
+        make_toy_target(tmp_path_factory.mktemp("target"), vocab_size=VOCAB, seed=4, num_layers=5)
+    )
 
 
 def draw_rules(rng: random.Random) -> LogitRules:
