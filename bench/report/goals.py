@@ -18,8 +18,8 @@ class GoalFigure:
         value: The figure, in the unit of the goal.
         text: The figure, as the table shows it.
         source: File that contains the result.
-        floor, ratio: Best possible value (floor) of the measured row, and `value` divided by this floor. Both
-            are texts for the table, and are empty if the row has no floor.
+        floor, ratio: Best possible value (the floor) of the figure's row in the result file, and `value`
+            divided by this floor. Both are texts for the table, and are empty if the row has no floor.
         peer: The recorded figure of another server (a peer), as the table shows it. Empty if there is no such
             figure.
         peer_source: File that contains the figure of the peer.

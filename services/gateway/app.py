@@ -308,7 +308,7 @@ class _QuietServer(uvicorn.Server):
         """Start to accept connections on the given sockets.
 
         asyncio sets the listen backlog of a socket to the number of connections that it accepts in one step.
-        Set the intended backlog afterwards.
+        This method therefore sets the intended backlog afterwards.
         """
         await super().startup(sockets)
         for listener in sockets or ():

@@ -6,7 +6,7 @@ unit). A tenant that arrives starts with the lowest counter of the other tenants
 it no credit.
 
 Requests of one tenant could still occupy all slots until their answers end. A waiting sequence may therefore
-take a slot from another tenant. Afterwards, its own tenant must not have more slots than the other tenant.
+take a slot from another tenant, but only if its own tenant then has no more slots than the other tenant.
 
 With a single tenant, nothing is counted, and sequences are ordered by priority, then by arrival.
 """
