@@ -146,8 +146,8 @@ def finish_extras(end: Finished, info: ServedTarget, seed: int) -> dict[str, Any
 def metrics_field(stats: SpeculationReport, info: ServedTarget) -> dict[str, Any]:
     """Return vLLM's field `metrics` with speculation statistics. Empty if no tokens were drafted.
 
-    All numbers cover only the rounds with drafted tokens. The histogram maps a number of accepted tokens to the
-    number of rounds in which the target accepted exactly that many tokens.
+    All numbers cover only the rounds with drafted tokens. The histogram maps a number of accepted tokens to
+    the number of rounds in which the target accepted exactly that many tokens.
     """
     if not stats.draft_tokens:
         return {}
