@@ -110,7 +110,7 @@ class Admission:
         if (
             self._limits_growth
             and priority <= 0
-            and growth.exceeds(sequences)
+            and growth.full
             and self._ahead_of(tenant) >= self.waiting  # the tenant has its share of the queue
         ):
             raise self._overloaded(

@@ -7,13 +7,17 @@ A long queue has one of three causes:
 - Requests arrive faster than they are answered. Each request then waits longer than the one before it.
 
 Only the last cause needs a limit. Once a queue has been long for some time, `QueueGrowth` therefore limits
-the number of sequences to the largest number that the model has had until then:
+the number of requests to the largest number that the model has had until then, and `SPARE_SHARE` of it:
 
-    queue     begins when                                          limit of the number of sequences
+    queue     begins when                                          limit of the number of requests
     short     at most `SHORT_SHARE` of the running sequences wait  none
     long      more sequences wait                                  none
-    growing   `ENDED_SHARE` of the running sequences have ended    the largest number while the queue was long
-              while the queue was long, and no burst arrives
+    growing   `ENDED_SHARE` of the running sequences have ended    the largest number while the queue was
+              while the queue was long, and no burst arrives       long, and `SPARE_SHARE` of it
+
+The limit counts requests and not sequences, because clients that wait for their answers keep the number of
+requests constant, also if some of them want several answers. It is a little higher than the largest number,
+because a client that cancels a request may send the next one before the gateway has noticed.
 
 A *burst* is a time of at most `BURST_S` in which at least `BURST_RATE` sequences arrive for each sequence
 that ends.
@@ -28,12 +32,14 @@ SHORT_SHARE, SHORT = 1 / 3, 4
 ENDED_SHARE, ENDED = 0.25, 4
 """A queue is growing only after this share of the running sequences, and this many sequences, have ended."""
 BURST_RATE, BURST_S = 4.0, 2.0
+SPARE_SHARE, SPARE = 0.05, 2
+"""A growing queue may exceed its largest number of requests by this share, and by at least this many."""
 REST_S = 1.0
 """Time in seconds for which a queue must be short before its limit ends."""
 
 
 class QueueGrowth:
-    """The sequences of one model at a gateway, and the limit of their number. For the event loop only.
+    """The requests of one model at a gateway, and the limit of their number. For the event loop only.
 
     Args:
         clock: Function that returns the time in seconds.
@@ -41,17 +47,19 @@ class QueueGrowth:
     Attributes:
         waiting: Number of sequences without a first token.
         active: Number of all sequences.
+        requests: Number of all requests.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.waiting = 0
         self.active = 0
+        self.requests = 0
         self._clock = clock
         # Since when the queue has been long, and how many sequences have arrived and ended since then.
         self._long_since: float | None = None
         self._arrived = 0
         self._ended = 0
-        self._most_active = 0
+        self._most_requests = 0
         self._short_since: float | None = None
 
     @property
@@ -66,13 +74,15 @@ class QueueGrowth:
             return False
         return self._arrived < BURST_RATE * self._ended or self._clock() - self._long_since >= BURST_S
 
-    def exceeds(self, sequences: int) -> bool:
-        """Return whether this number of further sequences would exceed the limit of a growing queue."""
-        exceeds = self.active + sequences > self._most_active
-        return exceeds and self.waiting > self.short_len and self.growing
+    @property
+    def full(self) -> bool:
+        """Whether a further request would exceed the limit of a growing queue."""
+        most = self._most_requests + max(SPARE, int(SPARE_SHARE * self._most_requests))
+        return self.requests >= most and self.waiting > self.short_len and self.growing
 
     def enter(self, sequences: int) -> None:
-        """Count new sequences, which wait."""
+        """Count a new request, whose sequences wait."""
+        self.requests += 1
         self.waiting += sequences
         self.active += sequences
         self._arrived += sequences
@@ -84,7 +94,8 @@ class QueueGrowth:
         self._observe()
 
     def end(self, sequences: int, waiting: int) -> None:
-        """Record that sequences have ended. `waiting` of them never left the queue."""
+        """Record that the sequences of a request have ended. `waiting` of them never left the queue."""
+        self.requests -= 1
         self.waiting -= waiting
         self.active -= sequences
         self._ended += sequences - waiting
@@ -97,8 +108,8 @@ class QueueGrowth:
         if self.waiting > self.short_len:
             self._short_since = None
             if self._long_since is None:
-                self._long_since, self._arrived, self._ended, self._most_active = now, 0, 0, self.active
+                self._long_since, self._arrived, self._ended, self._most_requests = now, 0, 0, self.requests
             elif not self.growing:
-                self._most_active = max(self._most_active, self.active)
+                self._most_requests = max(self._most_requests, self.requests)
         elif self._long_since is not None and self._short_since is None:
             self._short_since = now

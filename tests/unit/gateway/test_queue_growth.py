@@ -113,6 +113,33 @@ def test_clients_that_wait_for_their_answers_are_never_refused(clients: int) -> 
     assert len(targets.waits) >= 600
 
 
+def test_neither_several_answers_nor_cancelled_requests_lead_to_refusals() -> None:
+    """Clients ask for up to four answers, and send the next request before a cancelled one has ended."""
+    clock, choose = [0.0], random.Random(2)
+    admission = Admission(512, 10**6, lambda: clock[0], max_wait_s=None, slots=lambda: SLOTS)
+
+    def send() -> Slot:
+        slot = admission.admit(answers := choose.randint(1, 4))
+        slot.add_prompts([10] * answers)
+        return slot
+
+    slots = [send() for _ in range(60)]
+    for step in range(2000):
+        clock[0] += 0.1
+        for slot in slots[: SLOTS // 2]:
+            slot.started(0)
+        cancelled = step % 3 == 0
+        if cancelled:
+            slots += [send(), send()]
+            slots.pop(0).__exit__(None, None, None)
+            slots.pop(0).__exit__(None, None, None)
+        else:
+            slots.pop(0).__exit__(None, None, None)
+            slots.append(send())
+    assert admission.waiting > 100, "the queue was long"
+    _close(slots)
+
+
 def test_few_requests_are_refused_below_the_capacity() -> None:
     targets = Targets()
     targets.offer(targets.poisson(0.8, 2000))
@@ -120,7 +147,7 @@ def test_few_requests_are_refused_below_the_capacity() -> None:
 
 
 def _growing(admission: Admission, clock: list[float], model: str | None = None, key: str = "") -> list[Slot]:
-    """Return 16 running and 16 waiting sequences of a queue that keeps growing."""
+    """Return 16 running and 26 waiting sequences of a queue that keeps growing, and is full."""
     slots = [admission.admit(1, key, model=model) for _ in range(40)]
     for slot in slots:
         slot.add_prompts([1])
@@ -129,7 +156,7 @@ def _growing(admission: Admission, clock: list[float], model: str | None = None,
     for slot in slots[:8]:
         slot.__exit__(None, None, None)
     clock[0] += BURST_S
-    for _ in range(8):
+    for _ in range(10):
         slots.append(admission.admit(1, key, model=model))
         slots[-1].add_prompts([1])
     return slots[8:]
@@ -144,7 +171,7 @@ def test_only_the_model_with_the_growing_queue_refuses() -> None:
     clock = [0.0]
     admission = Admission(512, 10**6, lambda: clock[0], max_wait_s=None)
     slots = _growing(admission, clock)
-    with pytest.raises(OverloadedError, match="24 sequences are waiting") as caught:
+    with pytest.raises(OverloadedError, match="26 sequences are waiting") as caught:
         admission.admit(1)
     assert caught.value.retry_after_s is not None
     slots.append(admission.admit(1, model="other"))
@@ -160,7 +187,7 @@ def test_a_key_with_few_requests_is_admitted_while_another_floods() -> None:
         admission.admit(1, "flood")
     slots += [admission.admit(1, "light") for _ in range(12)]
     with pytest.raises(OverloadedError):
-        slots += [admission.admit(1, "light") for _ in range(13)]
+        slots += [admission.admit(1, "light") for _ in range(15)]
     _close(slots)
 
 
