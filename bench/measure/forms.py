@@ -5,7 +5,7 @@ without. Both answers end where the model ends them. Only tokens within the answ
 an answer does not count, because the prefill chooses it.
 
 For the answers with a schema, the result also tells in which part of the answer the rounds ended. A round
-ends at the first token that no drafted or forced node predicted.
+ends at the first token that neither the draft nor the schema has predicted.
 """
 
 from __future__ import annotations

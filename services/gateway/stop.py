@@ -30,7 +30,7 @@ class StopMatcher:
         self._include_match = include_match
 
     def scan(self, buffer: str) -> Scan:
-        """Return the number of final characters in `buffer`, and the stop string that ends the text, or None.
+        """Return how many characters of `buffer` may be released, and the stop string that was found, if any.
 
         `buffer` contains all text that has not been released yet. The match that starts first wins. If
         several matches start at the same character, the shortest match wins, because it was complete first.

@@ -129,7 +129,7 @@ class Child:
             self._signal(signal.SIGCONT)
 
     def kill_hung(self, starts: int, reason: str) -> None:
-        """Kill run number `starts` of the process, which hangs. It is then restarted as after a crash."""
+        """Kill the process, which hangs, if `starts` is still the number of its starts. It then restarts."""
         with self._lock:
             process_id = self.process_id
             if self._stopping.is_set() or self.starts != starts or process_id is None:

@@ -40,7 +40,8 @@ class Recordings:
         rounds: Records verify passes.
         drafts: The draft source, which lists the recordings of its drafting.
         drafting: True if requests may draft.
-        refresh: Adopts a changed draft. The graphs capture the features that this draft needs.
+        refresh: Adopts a changed draft before a recording, because graphs store only the features that
+            the draft needs.
     """
 
     def __init__(
