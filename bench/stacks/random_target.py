@@ -6,7 +6,6 @@ the package `transformers`.
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING
 
 import torch
@@ -45,12 +44,11 @@ def _generic(
     shape: NamedShape, config: GenericConfig, device: torch.device, dtype: torch.dtype
 ) -> GenericDecoder:
     # Import these modules only here, because they import `transformers`, which no other shape needs.
-    find_class = importlib.import_module("outrider.shared.nn.generic.config").find_class
-    paged = importlib.import_module("outrider.shared.nn.generic.attention").PAGED
-    decoder_class: type[GenericDecoder] = importlib.import_module(
-        "outrider.shared.nn.generic.model"
-    ).GenericDecoder
+    from outrider.shared.nn.generic.attention import PAGED
+    from outrider.shared.nn.generic.config import find_class
+    from outrider.shared.nn.generic.model import GenericDecoder
+
     model_class, settings = find_class(ConfigReader(shape.target, f"--shape {shape.name}"))
     with torch.device(device), torch.inference_mode(False):
-        model = model_class._from_config(settings, dtype=dtype, attn_implementation=paged)
-    return decoder_class(config, model.eval().requires_grad_(False), f"random {config.fingerprint}")
+        model = model_class._from_config(settings, dtype=dtype, attn_implementation=PAGED)
+    return GenericDecoder(config, model.eval().requires_grad_(False), f"random {config.fingerprint}")

@@ -12,6 +12,7 @@ from outrider.kernels.ahead import CompileWork, compile_ahead, rehearsing
 from outrider.services.draft.engine import DraftEngine
 from outrider.services.draft.sessions.session import Ask, PeerId
 from outrider.shared.base.errors import CheckpointError
+from outrider.shared.engine.buckets import power_of_2, powers_of_2
 from outrider.shared.nn.fused.products import HasProducts
 from outrider.shared.nn.fused.trial import DRAFT_BUDGET_S, try_products
 from outrider.shared.obs.logging import get_logger
@@ -132,7 +133,7 @@ def compiled_batches(engine: DraftEngine) -> tuple[int, ...]:
         most = min(most, MOST_UNRECORDED)
     else:
         most = min(most, rounds.graphs.max_bs, pages.total * rounds.memory.pool.page_size // MOST_TOKENS)
-    return tuple(1 << power for power in range((max(1, most) - 1).bit_length() + 1))
+    return powers_of_2(power_of_2(most))
 
 
 def usual_shapes(engine: DraftEngine) -> tuple[DraftShape, ...]:

@@ -17,7 +17,6 @@ from outrider.services.gateway.options.table import READ_OPTIONS
 from outrider.services.gateway.options.values import OptionValues
 from outrider.services.gateway.prompt_lengths import check_prompt_length
 from outrider.services.gateway.request import (
-    MASK_64,
     GenerationRequest,
     RequestedSpeculation,
     StopRules,
@@ -36,7 +35,7 @@ from outrider.services.gateway.served_target import ServedTarget, unknown_model
 from outrider.services.gateway.settings import GatewaySettings
 from outrider.shared.base.constraint import Constraint
 from outrider.shared.base.errors import InvalidRequestError
-from outrider.shared.base.generation import SamplingParams
+from outrider.shared.base.generation import MAX_SEED, SamplingParams
 from outrider.shared.base.logit_rules import LogitRules
 
 MAX_STOP_TOKEN_IDS = 256
@@ -275,7 +274,7 @@ class RequestBuilder:
             rules = parameters.rules.build(self._encode, info.vocab_size)
         # 2. Settle what all sequences of the request share.
         mode = parameters.speculation.mode or self._settings.speculation_mode
-        seed = secrets.randbits(DRAWN_SEED_BITS) if parameters.seed is None else parameters.seed & MASK_64
+        seed = secrets.randbits(DRAWN_SEED_BITS) if parameters.seed is None else parameters.seed & MAX_SEED
         request_id = uuid.uuid4().hex
         # 3. Build `n` sequences for each prompt.
         requests: list[GenerationRequest] = []

@@ -28,7 +28,6 @@ FINISH_NAMES = {
     FinishReason.CANCELLED: "abort",
 }
 """Names of finish reasons in REST replies and metrics. OpenAI defines all of them except `abort`."""
-MASK_64 = (1 << 64) - 1
 
 
 @dataclass(frozen=True, slots=True)

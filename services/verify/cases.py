@@ -8,12 +8,11 @@ from dataclasses import dataclass, replace
 from outrider.services.target.grammar.matcher import Grammar
 from outrider.services.target.request import EngineRequest, SpeculationLimits, SpeculationParams
 from outrider.shared.base.constraint import Constraint, ConstraintKind
-from outrider.shared.base.generation import SamplingParams, SpeculationMode
+from outrider.shared.base.generation import MAX_SEED, SamplingParams, SpeculationMode
 from outrider.shared.base.logit_rules import NO_LOGPROBS, LogitRules, LogprobParams
 from outrider.shared.base.token_states import NO_STATES, StateParams
 from outrider.shared.spec.tree import DraftShape
 
-LARGEST_SEED = (1 << 64) - 1
 STOP_OPTION = "stop_token_ids"
 TEXT_STOP_OPTION = "stop"
 _SCHEMA = (
@@ -64,7 +63,7 @@ OPTIONS: Mapping[str, CaseOptions] = {
     "top_p": CaseOptions(SamplingParams(top_p=0.9, seed=5)),
     "min_p": CaseOptions(SamplingParams(min_p=0.05, seed=6)),
     "all filters": CaseOptions(SamplingParams(temperature=0.8, top_k=40, top_p=0.95, min_p=0.02, seed=7)),
-    "seed": CaseOptions(SamplingParams(seed=LARGEST_SEED)),
+    "seed": CaseOptions(SamplingParams(seed=MAX_SEED)),
     "penalties": CaseOptions(SamplingParams(0.7, seed=8, rules=LogitRules(0.5, 0.5, 1.2))),
     "logit_bias": CaseOptions(SamplingParams(seed=9, rules=LogitRules(logit_bias=((1, 2.0), (2, -3.0))))),
     "min_tokens": CaseOptions(replace(GREEDY, rules=LogitRules(min_tokens=6)), ignore_eos=False),

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-MASK_64 = (1 << 64) - 1
+from outrider.shared.base.generation import MAX_SEED
 
 
 def signed_seed(seed: int) -> int:
     """Return the int64 that has the same bits as the lowest 64 bits of `seed`."""
-    seed &= MASK_64
+    seed &= MAX_SEED
     return seed - (1 << 64) if seed >= 1 << 63 else seed

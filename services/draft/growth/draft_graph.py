@@ -33,6 +33,7 @@ from outrider.shared.attn.base import AttentionBackend
 from outrider.shared.engine.buckets import power_of_2
 from outrider.shared.engine.graphs import GraphCache
 from outrider.shared.kv.pool import KVPool
+from outrider.shared.spec.seeds import signed_seed
 from outrider.shared.spec.tree import DraftBatch, DraftShape, mask_words
 
 MAX_BS = 64
@@ -188,7 +189,7 @@ class DraftGraph:
         places, seeds, committed_lens, given, nodes, choices, temperature, tokens = np.split(packed, bounds)
         fresh = [row * rows + i for row, count in enumerate(counts) for i in range(count)]
         places.view(np.int64)[: len(fresh)] = fresh
-        seeds.view(np.uint64)[: len(sessions)] = [session.seed & 0xFFFFFFFFFFFFFFFF for session in sessions]
+        seeds.view(np.int64)[: len(sessions)] = [signed_seed(session.seed) for session in sessions]
         committed_lens[: len(sessions)] = [session.committed_len for session in sessions]
         given[: len(sessions)] = counts
         nodes[: len(sessions)] = max_nodes

@@ -7,7 +7,6 @@ entries of the next round.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from enum import Enum
@@ -17,6 +16,7 @@ import torch
 
 from outrider.kernels.packed_round import Entries, PackedTrees
 from outrider.services.target.scheduling.sequence import Sequence
+from outrider.shared.engine.buckets import bucket, power_of_2
 from outrider.shared.spec.tree import DraftShape, mask_words
 
 
@@ -109,9 +109,9 @@ class RowBuckets:
 
     def size_for(self, rows: int) -> int:
         """Return the smallest bucket for this number of rows."""
-        index = bisect_left(self.sizes, rows)
-        assert index < len(self.sizes), "the planner keeps rounds within the largest bucket"
-        return self.sizes[index]
+        size = bucket(self.sizes, rows)
+        assert size is not None, "the planner keeps rounds within the largest bucket"
+        return size
 
 
 WIDTHS = (1, 8, 64)
@@ -122,7 +122,7 @@ The class of a wider entry is the next power of 2."""
 
 def width_class(rows: int) -> int:
     """Return the class of a round whose widest entry has this number of rows."""
-    return next((width for width in WIDTHS if rows <= width), 1 << (rows - 1).bit_length())
+    return next((width for width in WIDTHS if rows <= width), power_of_2(rows))
 
 
 class PackedBatch:
