@@ -134,7 +134,7 @@ def test_auto_reports_the_error_of_llguidance_if_neither_library_enforces_the_co
     vocabulary: Vocabulary,
 ) -> None:
     asked = Constraint(KINDS.JSON_SCHEMA, '{"type": "array", "uniqueItems": true}')
-    with pytest.raises(InvalidRequestError, match="Unimplemented keys"):
+    with pytest.raises(InvalidRequestError, match="not supported: 'uniqueItems'"):
         compile_grammar(asked, vocabulary, GrammarBackend.AUTO)
 
 
