@@ -254,7 +254,7 @@ def _forward(sizes: KernelSizes, options: KernelOptions) -> Iterator[KernelCase]
 
 
 def _propose(sizes: KernelSizes, options: KernelOptions) -> Iterator[KernelCase]:
-    """Yield rounds of drafting as the engine enqueues them: extend by the last token, then grow the tree."""
+    """Yield drafting passes as the engine enqueues them: extend by the last token, then grow the tree."""
     decoder = random_decoder(options.shape.model_config(), options.device, options.dtype)
     chain, bush = (
         DraftShape(sizes.steps, 1, sizes.steps + 1),

@@ -1,4 +1,4 @@
-"""round_plan: computes tokens, positions, slots and lengths of a drafting round's rows on the device."""
+"""round_plan: computes tokens, positions, slots and lengths of a drafting pass's rows on the device."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def round_plan(
     lead: int,
     behind: int = 0,
 ) -> RowPlan:
-    """Lay out the rows of a drafting round, given the results of the last round (see `RowPlan`).
+    """Lay out the rows of a drafting pass, given the results of the last round (see `RowPlan`).
 
     The host provides no values that change between rounds, so one CUDA graph serves all lengths.
 

@@ -1,4 +1,4 @@
-"""Layout of a drafting round's rows: which rows extend a sequence, and which belong to tree levels."""
+"""Layout of a drafting pass's rows: which rows extend a sequence, and which belong to tree levels."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import torch
 
 
 class RowPlan(NamedTuple):
-    """Layout of the rows of a drafting round in the draft's KV cache.
+    """Layout of the rows of a drafting pass in the draft's KV cache.
 
-    The *stable* rows of a sequence are the draft's cached rows of committed tokens. A round adds R rows
+    The *stable* rows of a sequence are the draft's cached rows of committed tokens. A pass adds R rows
     behind them, and then ``depth - 1`` tree levels of `topk` rows each.
 
     The last round committed c tokens, which have no stable rows yet. Their rows are the *fresh* rows, the

@@ -10,7 +10,7 @@ PREFILL_TOKENS = 1
 
 
 @dataclass(slots=True)
-class ReceivedRounds:
+class ReceivedTrace:
     """Counts the pieces of one streamed answer.
 
     Attributes:

@@ -15,7 +15,7 @@ from typing import Any
 
 import httpx
 
-from outrider.services.clients.received import ReceivedRounds
+from outrider.services.clients.received import ReceivedTrace
 from outrider.shared.base.errors import ErrorCode, OutriderError, UnavailableError
 
 DEFAULT_URL = "http://127.0.0.1:8000"
@@ -209,7 +209,7 @@ class RestClient:
     ) -> Generator[tuple[str, dict[str, Any] | None], None, None]:
         body = {"model": self.model, "stream": True, "stream_options": {"include_usage": True}, **body}
         started = time.perf_counter()
-        received = ReceivedRounds()
+        received = ReceivedTrace()
         try:
             with self._http.stream("POST", path, json=body) as response:
                 if response.status_code != httpx.codes.OK:

@@ -101,8 +101,8 @@ def build_engine(
         rewind=info.rewind,
         usual_shape=settings.usual_shape(),
     )
-    if strategy.rounds is not None:
-        strategy.rounds.graphs.limit(disabled=settings.disable_cuda_graph, max_bs=settings.cuda_graph_max_bs)
+    if strategy.growth is not None:
+        strategy.growth.graphs.limit(disabled=settings.disable_cuda_graph, max_bs=settings.cuda_graph_max_bs)
     metrics = DraftMetrics()
     engine = DraftEngine(strategy, limits, metrics)
     metrics.watch(lambda: len(engine.sessions), lambda: strategy.pages().free, lambda: strategy.pages().held)

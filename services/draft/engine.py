@@ -100,7 +100,7 @@ class DraftEngine:
         self.spans = SessionSpans()
         self.sessions = SessionTable(limits, strategy.release, strategy.begin)
         self._clock = clock
-        self._slot_rounds = None if strategy.rounds is None else SlotGroups(strategy.rounds.memory, clock)
+        self._slot_groups = None if strategy.growth is None else SlotGroups(strategy.growth.memory, clock)
 
     def open(self, peer: PeerId, opening: SequenceOpen) -> MessageResult:
         """Start following a sequence of the target, or restart it at a higher epoch.
@@ -222,8 +222,8 @@ class DraftEngine:
 
     def _in_one_go(self, group: Sequence[Session]) -> bool:
         """True if one launch extends these sessions by their last rows and grows their trees."""
-        rounds = self.strategy.rounds
-        if rounds is None or rounds.host is None:
+        growth = self.strategy.growth
+        if growth is None or growth.host is None:
             return False
         return all(
             session.ask is not None and session.ask.shape.drafts and session.extendable_rows > 0
@@ -259,9 +259,9 @@ class DraftEngine:
             for session in group
             if session.ask is not None
         )
-        rounds = self.strategy.rounds
+        growth = self.strategy.growth
         trees = (
-            rounds.host.draft(group) if in_one_go and rounds and rounds.host else self.strategy.propose(group)
+            growth.host.draft(group) if in_one_go and growth and growth.host else self.strategy.propose(group)
         )
         for session in group:
             session.ask = None
@@ -281,8 +281,8 @@ class DraftEngine:
 
     def lacking(self, peer: PeerId, session_id: int) -> range | None:
         """Return the positions of the feature rows that a session needs; see `DeviceDrafter.lacking`."""
-        session, rounds = self.sessions.get(peer, session_id), self._slot_rounds
-        return None if session is None or rounds is None else rounds.lacking(session)
+        session, groups = self.sessions.get(peer, session_id), self._slot_groups
+        return None if session is None or groups is None else groups.lacking(session)
 
     def catch_up(self, peer: PeerId, session_ids: Sequence[int]) -> None:
         """Extend sessions by all rows received so far. Sessions without memory are skipped."""
@@ -300,21 +300,21 @@ class DraftEngine:
         columns: int,
     ) -> SessionGroup:
         """Prepare sessions for one round on the device; see `DeviceDrafter.seat`."""
-        rounds = self._slot_rounds
-        assert rounds is not None, "the strategy cannot draft on the device"
+        groups = self._slot_groups
+        assert groups is not None, "the strategy cannot draft on the device"
         sessions = [self.sessions.get(peer, session_id) for session_id in session_ids]
         for session in sessions:
             # A session may have no lease yet. After a prompt of one token, for example, all of its rows are
             # in its slot.
             if session is not None and session.lease is None:
                 self.strategy.reserve(session)
-        return rounds.seat(sessions, committed_upper, shape, batch_size, columns)
+        return groups.seat(sessions, committed_upper, shape, batch_size, columns)
 
     def committed(self, peer: PeerId, session_id: int, tokens: Sequence[int], *, drafted: bool) -> None:
         """Receive the tokens of a pass on the device; see `DeviceDrafter.committed`."""
-        session, rounds = self.sessions.get(peer, session_id), self._slot_rounds
-        if session is not None and rounds is not None:
-            rounds.committed(session, tokens, drafted=drafted)
+        session, groups = self.sessions.get(peer, session_id), self._slot_groups
+        if session is not None and groups is not None:
+            groups.committed(session, tokens, drafted=drafted)
 
     def _warm(self) -> tuple[Refusal, ...]:
         kept, refusals = self._reserve(self.sessions.extendable())

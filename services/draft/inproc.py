@@ -94,7 +94,7 @@ class InprocDrafter(Drafter, DeviceDrafter):
     @property
     def on_device(self) -> DeviceDrafter | None:
         """Return this drafter if its strategy drafts on the device."""
-        return None if self._engine.strategy.rounds is None else self
+        return None if self._engine.strategy.growth is None else self
 
     def route(self) -> DraftRoute:
         return DraftRoute("inproc")

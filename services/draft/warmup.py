@@ -89,26 +89,26 @@ def warm_up(
 
 def _keep_graphs(engine: DraftEngine, work: CompileWork) -> None:
     """Run a piece of work. The CUDA graphs that it records are permanent."""
-    rounds = engine.strategy.rounds
-    with rounds.graphs.cache.keeping() if rounds is not None else nullcontext():
+    growth = engine.strategy.growth
+    with growth.graphs.cache.keeping() if growth is not None else nullcontext():
         work()
 
 
 def _first_works(engine: DraftEngine, device: torch.device) -> Iterator[CompileWork]:
     for temperature in (1.0, 0.0) if device.type == "cuda" else (1.0,):
         yield partial(_follow, engine, 1, temperature)
-    rounds = engine.strategy.rounds
-    if rounds is not None and rounds.extension is not None:
-        yield rounds.extension.record
+    growth = engine.strategy.growth
+    if growth is not None and growth.extension is not None:
+        yield growth.extension.record
 
 
 def _further_works(engine: DraftEngine, device: torch.device, record: bool) -> Iterator[CompileWork]:
     batches = compiled_batches(engine) if device.type == "cuda" else (1,)
-    rounds = engine.strategy.rounds
-    if record and rounds is not None and rounds.host is not None:
+    growth = engine.strategy.growth
+    if record and growth is not None and growth.host is not None:
         for sessions in batches:
             for shape in usual_shapes(engine):
-                yield partial(rounds.host.record, sessions, shape)
+                yield partial(growth.host.record, sessions, shape)
     for sessions in batches[1:]:
         for temperature in (1.0, 0.0):
             yield partial(_follow, engine, min(sessions, engine.sessions.limits.max_sessions), temperature)
@@ -116,7 +116,7 @@ def _further_works(engine: DraftEngine, device: torch.device, record: bool) -> I
         # Sessions that have not drafted for a while process many tokens at once, often several together.
         for sessions in batches[:CATCH_UP_BATCHES]:
             yield partial(_follow, engine, sessions, 0.0, LONG_PROMPT_LEN)
-        if rounds is not None:  # n-grams find no match in a short text
+        if growth is not None:  # n-grams find no match in a short text
             yield partial(_follow, engine, 1, 0.0, SHORT_PROMPT_LEN)
 
 
@@ -127,12 +127,12 @@ def compiled_batches(engine: DraftEngine) -> tuple[int, ...]:
     separate kernels for a size of 1, for multiples of 16, and for each padded size. The warm-up compiles them
     all, because a compilation takes longer than a target waits for a tree.
     """
-    pages, rounds = engine.strategy.pages(), engine.strategy.rounds
+    pages, growth = engine.strategy.pages(), engine.strategy.growth
     most = engine.sessions.limits.max_sessions
-    if rounds is None:
+    if growth is None:
         most = min(most, MOST_UNRECORDED)
     else:
-        most = min(most, rounds.graphs.max_bs, pages.total * rounds.memory.pool.page_size // MOST_TOKENS)
+        most = min(most, growth.graphs.max_bs, pages.total * growth.memory.pool.page_size // MOST_TOKENS)
     return powers_of_2(power_of_2(most))
 
 

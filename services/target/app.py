@@ -393,8 +393,8 @@ def _make_drafter(settings: TargetSettings, decoder: Decoder) -> Drafter:
         return NoDrafter(decoder.device)
     tokenizer = tokenizer_fingerprint(settings.model)
     identity = TargetIdentity.of(decoder, tokenizer, settings.speculative_algorithm)
-    rounds = settings.keeps_draft_rounds(decoder.device)
+    on_device = settings.keeps_draft_rounds(decoder.device)
     deadline_s = settings.draft_fault_deadline_s
     return RemoteDrafter(
-        address, identity, decoder.weight, decoder.device, fault_deadline_s=deadline_s, rounds=rounds
+        address, identity, decoder.weight, decoder.device, fault_deadline_s=deadline_s, on_device=on_device
     )

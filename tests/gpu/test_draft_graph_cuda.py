@@ -66,11 +66,11 @@ def make_rig(request: pytest.FixtureRequest, folders: dict[str, Path]) -> Callab
         sizes = {"device": "cuda", "dtype": "float32", "kv_tokens": 4096, "page_size": 4}
         settings = DraftSettings.load({**names, "speculative_algorithm": algorithm, **sizes})
         engine = build_engine(settings, CUDA, torch.float32)
-        rounds, spec = engine.strategy.rounds, engine.strategy.feature_spec(None)
-        assert rounds is not None
-        assert rounds.host is not None
+        growth, spec = engine.strategy.growth, engine.strategy.feature_spec(None)
+        assert growth is not None
+        assert growth.host is not None
         if not in_one_go:
-            engine.strategy.rounds = DeviceGrowth(rounds.memory, None)
+            engine.strategy.growth = DeviceGrowth(growth.memory, None)
         vocab_size = engine.strategy.info.vocab_size
         return Rig(InprocDrafter(engine, spec, CUDA), spec.feature_size, CUDA, vocab_size, GraphCache(CUDA))
 
@@ -89,14 +89,14 @@ def test_rounds_that_the_host_starts_are_recorded_and_draft_the_same(
 ) -> None:
     monkeypatch.setattr(graphs, "RECORD_AFTER", 1)
     plain, rig = make_rig(False), make_rig(True)
-    rounds = rig.drafter._engine.strategy.rounds
-    assert rounds is not None
-    assert rounds.host is not None
+    growth = rig.drafter._engine.strategy.growth
+    assert growth is not None
+    assert growth.host is not None
     streams, twins = open_streams(plain, rig)
     source = random.Random(2)
     for shape in SHAPES * 3:
         host_round(plain, streams, rig, twins, shape, source)
-    assert len(rounds.host._graphs.keys) == len(SHAPES)
+    assert len(growth.host._graphs.keys) == len(SHAPES)
     for one in (plain, rig):
         one.drafter.shutdown()
 
@@ -108,8 +108,8 @@ def test_a_recorded_round_equals_an_eager_one(
 ) -> None:
     """One captured graph serves contexts and fresh rows of all lengths, with bitwise equal results."""
     strategy = make_rig(True).drafter._engine.strategy
-    assert strategy.rounds is not None
-    grower = strategy.rounds.memory.grower
+    assert strategy.growth is not None
+    grower = strategy.growth.memory.grower
     bs, size = 5, GrowthSize.of(5, shape)
     inputs = GrowthInputs(
         committed_lens=torch.ones(bs, dtype=torch.int32, device=CUDA),

@@ -52,7 +52,7 @@ _kind, payload = frames.receive(120.0)
 offer = draft_pb2.MailboxOffer.FromString(payload)
 answer, mapped = acknowledge(offer, frames.take_files(3), device)
 frames.send(FrameKind.MAILBOX, answer.SerializeToString())
-mailbox = mapped.rounds
+mailbox = mapped.blobs
 state = torch.zeros(65536, dtype=torch.uint8, device=device)
 trees = torch.zeros(8192, dtype=torch.uint8, device=device)
 expected = torch.zeros(1, dtype=torch.int32, device=device)
@@ -115,7 +115,7 @@ def draft(request: pytest.FixtureRequest) -> Iterator[Draft]:
         there.close()
         frames = FrameSocket(here)
         try:
-            offered = offers(device, rounds=True)[0]()
+            offered = offers(device, blobs=True)[0]()
             frames.send(FrameKind.MAILBOX, offered.offer.SerializeToString(), offered.files)
             offered.sent()
             received = frames.receive(TIMEOUT_S)
@@ -123,9 +123,9 @@ def draft(request: pytest.FixtureRequest) -> Iterator[Draft]:
             answer = draft_pb2.MailboxAck.FromString(received[1])
             assert answer.accepted, answer.reason
             assert answer.rounds
-            assert offered.rounds is not None
-            yield Draft(process, frames, offered.rounds, device)
-            offered.rounds.close()
+            assert offered.blobs is not None
+            yield Draft(process, frames, offered.blobs, device)
+            offered.blobs.close()
             torch.cuda.synchronize(device)
         finally:
             frames.close()

@@ -31,5 +31,5 @@ def test_groups_that_change_every_round(tmp_path: Path, graphs: bool) -> None:
         "disable_cuda_graph": not graphs,
     }
     engine = build_engine(DraftSettings.load(values), CUDA, torch.float32)
-    rounds = check_many_rounds(engine, CUDA, 60)
-    assert bool(rounds.graphs.keys) == graphs, "sizes that recur must be recorded"
+    peer_slots = check_many_rounds(engine, CUDA, 60)
+    assert bool(peer_slots.graphs.keys) == graphs, "sizes that recur must be recorded"

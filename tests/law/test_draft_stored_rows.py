@@ -70,7 +70,7 @@ def behind(pair: Pair, folder: Path, scheme: str = "unix:") -> Iterator[tuple[Re
         decoder.weight,
         DEVICE,
         fault_deadline_s=PATIENT_S,
-        rounds=True,
+        on_device=True,
     )
     pause = threading.Event()
     try:

@@ -74,7 +74,7 @@ def follow(draft: DraftProcess, decoder: Decoder, fault_s: float = FAULT_S) -> R
         decoder.weight,
         DEVICE,
         fault_deadline_s=fault_s,
-        rounds=True,
+        on_device=True,
     )
     deadline, pause = time.monotonic() + 120.0, threading.Event()
     while drafter.state() is not DrafterState.ON:

@@ -47,7 +47,7 @@ def drafter(
     process = DraftProcess(tmp_path, str(request.param), *folders)
     identity = TargetIdentity.of(decoder)
     made = RemoteDrafter(
-        process.address, identity, decoder.weight, DEVICE, fault_deadline_s=PATIENT_S, rounds=True
+        process.address, identity, decoder.weight, DEVICE, fault_deadline_s=PATIENT_S, on_device=True
     )
     due, pause = time.monotonic() + 120, threading.Event()
     while made.state() is not DrafterState.ON:

@@ -49,8 +49,8 @@ class Watched:
         self.loop = harness.engine._loop
         self.rounds: list[Round] = []
         self.in_flight: list[int] = []
-        self._launch = self.loop._rounds.launch
-        self.patch = mock.patch.object(self.loop._rounds, "launch", self._noted)
+        self._launch = self.loop._step_runner.launch
+        self.patch = mock.patch.object(self.loop._step_runner, "launch", self._noted)
 
     def ahead(self) -> int:
         return sum(isinstance(one, Round) for one in self.loop._in_flight)

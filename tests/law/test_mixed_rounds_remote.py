@@ -95,7 +95,7 @@ def follow(draft: DraftProcess, decoder: Decoder, fault_s: float) -> RemoteDraft
         decoder.weight,
         DEVICE,
         fault_deadline_s=fault_s,
-        rounds=True,
+        on_device=True,
     )
     deadline, pause = time.monotonic() + 120, threading.Event()
     while made.state() is not DrafterState.ON or not made.slots._accepted:

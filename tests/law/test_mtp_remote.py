@@ -54,7 +54,7 @@ def drafter(draft: DraftProcess, decoder: Decoder) -> Iterator[RemoteDrafter]:
         decoder.weight,
         DEVICE,
         fault_deadline_s=PATIENT_S,
-        rounds=True,
+        on_device=True,
     )
     deadline, pause = time.monotonic() + 120, threading.Event()
     while made.state() is not DrafterState.ON:

@@ -37,12 +37,12 @@ class Draft:
         self.model = model
         self.engine = build_engine(settings, DEVICE, torch.float32)
         self.in_one_go = in_one_go
-        rounds = self.engine.strategy.rounds
-        assert rounds is not None
+        growth = self.engine.strategy.growth
+        assert growth is not None
         host = DraftGraph(
-            rounds.memory, rounds.graphs.cache, self.engine.strategy.info.feature_size, torch.float32
+            growth.memory, growth.graphs.cache, self.engine.strategy.info.feature_size, torch.float32
         )
-        self.engine.strategy.rounds = replace(rounds, host=host if in_one_go else None)
+        self.engine.strategy.growth = replace(growth, host=host if in_one_go else None)
         self._lens: dict[int, int] = {}
 
     def open(self, session_id: int, tokens: list[int], epoch: int = 1) -> int:

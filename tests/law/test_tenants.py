@@ -40,7 +40,7 @@ def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
     return load_toy(make_toy_target(tmp_path_factory.mktemp("target"), vocab_size=VOCAB, seed=3))
 
 
-def host_rounds(decoder: Decoder, answers: list[list[int]], **limits: int) -> Harness:
+def host_drafts(decoder: Decoder, answers: list[list[int]], **limits: int) -> Harness:
     return make_harness(decoder, FakeDrafter(oracle_plan(answers, VOCAB, 0.7)), **limits)
 
 
@@ -55,7 +55,7 @@ def send_as(harness: Harness, tenant: str) -> None:
     harness.engine.submit = lambda request, sink: submit(replace(request, tenant=tenant), sink)  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize("make", [host_rounds, rounds_ahead])
+@pytest.mark.parametrize("make", [host_drafts, rounds_ahead])
 @pytest.mark.parametrize(("tenant", "priority"), [("", 5), ("late", 0)])
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "sampled"])
 def test_late_requests_take_slots_without_changing_a_token(

@@ -31,9 +31,9 @@ class IpcTarget:
     """A target's carrier, controlled step by step."""
 
     def __init__(
-        self, service: DraftService, target_id: str = "t1", *, rounds: bool = False, **hello: object
+        self, service: DraftService, target_id: str = "t1", *, on_device: bool = False, **hello: object
     ) -> None:
-        self.carrier = IpcCarrier(address(service), torch.device("cpu"), rounds=rounds)
+        self.carrier = IpcCarrier(address(service), torch.device("cpu"), on_device=on_device)
         self.pongs: list[int] = []
         values = {"vocab_size": VOCAB, "hidden_size": HIDDEN, "num_layers": LAYERS, "target_fingerprint": "f"}
         self.hello = draft_pb2.Hello(target_id=target_id, **(values | hello))  # type: ignore[arg-type]

@@ -103,7 +103,7 @@ def test_the_trees_equal_those_over_grpc(service: DraftService) -> None:
 
 
 def test_a_session_may_join_a_slot_when_the_rows_of_its_prompt_are_there(service: DraftService) -> None:
-    target = IpcTarget(service, rounds=True).start()
+    target = IpcTarget(service, on_device=True).start()
     assert target.open_slots().accepted
     target.open(7)
     assert target.carrier.receive(0.2) is None, "the draft lacks rows"
@@ -121,7 +121,7 @@ def test_a_session_may_join_a_slot_when_the_rows_of_its_prompt_are_there(service
 def test_slots_that_the_draft_cannot_serve_are_refused(
     service: DraftService, sizes: dict[str, int], reason: str
 ) -> None:
-    target = IpcTarget(service, rounds=True).start()
+    target = IpcTarget(service, on_device=True).start()
     opened = target.open_slots(**sizes)
     assert (opened.accepted, opened.reason) == (False, reason)
     target.open(7)
@@ -194,14 +194,14 @@ def test_a_draft_that_hangs_up_before_the_mailbox_offer_leaks_no_descriptors(
     def descriptors() -> int:
         return len(os.listdir("/proc/self/fd"))
 
-    target = IpcTarget(service, rounds=True)
+    target = IpcTarget(service, on_device=True)
     target.carrier.hello(target.hello)
     target.carrier._session.close()
     before = descriptors()
     for _ in range(5):
         with pytest.raises(ConnectionLost):
             target.carrier.open_bulk(target.hello.target_id, FEATURES)
-        assert target.carrier.rounds is None
+        assert target.carrier.exchange is None
     gc.collect()  # frees mappings, which own descriptors
     assert descriptors() <= before
     target.leave()
@@ -226,7 +226,7 @@ def test_targets_that_come_and_go_leak_nothing(service: DraftService) -> None:
     """Must not depend on the garbage collector, which may not run for a long time."""
 
     def visit() -> None:
-        target = IpcTarget(service, rounds=True).start()
+        target = IpcTarget(service, on_device=True).start()
         assert target.open_slots().accepted
         target.open(7)
         target.feed(7, len(PROMPT) - 1)

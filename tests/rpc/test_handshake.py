@@ -116,7 +116,7 @@ def service(
 
 @pytest.fixture
 def carrier(service: DraftService) -> Iterator[Carrier]:
-    carrier = carrier_of(service.address, CPU, rounds=True)()
+    carrier = carrier_of(service.address, CPU, on_device=True)()
     yield carrier
     carrier.close()
     carrier.release()
@@ -177,7 +177,7 @@ def test_rounds_are_offered_only_to_peers_with_slots(carrier: Carrier, offered: 
     ack = carrier.hello(hello_of(offered))
     common = agree(VersionOffer.of(hello_of(offered)), VersionOffer.of(ack))
     carrier.open_bulk("t1", common.features)
-    assert (carrier.rounds is not None) == (common.version == 3)
+    assert (carrier.exchange is not None) == (common.version == 3)
 
 
 def test_a_target_of_version_2_is_told_that_its_rounds_run_through_the_host(carrier: Carrier) -> None:

@@ -328,7 +328,7 @@ def test_device_memory_is_refused_by_a_draft_on_the_cpu() -> None:
 
 
 def test_an_interrupted_handshake_leaks_no_descriptor() -> None:
-    carrier = IpcCarrier(IpcAddress("/nobody"), CPU, rounds=True)
+    carrier = IpcCarrier(IpcAddress("/nobody"), CPU, on_device=True)
     try:
         kept = []
         for _ in range(3):
@@ -337,7 +337,7 @@ def test_an_interrupted_handshake_leaks_no_descriptor() -> None:
             theirs.close()
             carrier._session = FrameSocket(mine)
             with pytest.raises(EndOfStream):
-                carrier._agree(rounds=True)
+                carrier._agree(on_device=True)
             carrier._session.close()
             kept.append(len(os.listdir("/proc/self/fd")))
         assert kept[0] == kept[1] == kept[2]

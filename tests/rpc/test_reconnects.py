@@ -120,7 +120,7 @@ def test_drafts_that_come_and_go_leak_nothing(
     address = f"ipc://{tmp_path}/draft.sock"
     identity = TargetIdentity.of(decoder)
     drafter = RemoteDrafter(
-        address, identity, decoder.weight, torch.device("cpu"), fault_deadline_s=TIMEOUT_S, rounds=True
+        address, identity, decoder.weight, torch.device("cpu"), fault_deadline_s=TIMEOUT_S, on_device=True
     )
 
     def live(*, used: bool) -> None:
@@ -162,7 +162,7 @@ def test_over_grpc_neither_side_keeps_rounds_of_ended_connections(
     address = f"unix:{tmp_path}/draft.sock"
     draft = Life(address, folders)
     drafter = RemoteDrafter(
-        address, TargetIdentity.of(decoder), decoder.weight, torch.device("cpu"), rounds=True
+        address, TargetIdentity.of(decoder), decoder.weight, torch.device("cpu"), on_device=True
     )
     try:
         for _ in range(5):

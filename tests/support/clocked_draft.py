@@ -52,7 +52,7 @@ class Quiet:
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
         self.ended = threading.Event()
-        self.carrier = SimpleNamespace(rows_follow_open=True, rounds=None)
+        self.carrier = SimpleNamespace(rows_follow_open=True, exchange=None)
         self.hello = draft_pb2.HelloAck(max_steps=8, max_topk=8, max_nodes=64)
         self.spec = None
         self.last_sign_s = 0.0

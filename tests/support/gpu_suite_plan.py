@@ -14,7 +14,7 @@ MOST_WORKERS = 14
 ROUNDS_ELSEWHERE = "law/test_equality_rounds_remote.py"
 FIRST_LAWS = tuple(f"law/test_{name}.py" for name in (
     "heads_trained", "equality_draft", "drafter_mtp", "equality_device_pair", "drafter_standalone",
-    "equality_device_loop", "heads_tree", "heads_remote", "drafter_ngram", "noise_position", "philox",
+    "equality_decode_loop", "heads_tree", "heads_remote", "drafter_ngram", "noise_position", "philox",
 ))  # fmt: skip
 """About two fifths of the laws by run time. The laws that train a model are at the front."""
 OTHER_LAWS = tuple(f"law/test_{name}.py" for name in (

@@ -68,7 +68,7 @@ class LoopWorld:
                 self.shapes.get(one.session_id, NO_DRAFT) for one in decodes
             ]
         )
-        rounds: Any = SimpleNamespace(
+        step_runner: Any = SimpleNamespace(
             table=self.table,
             begin=lambda: None,
             launch=self._launch,
@@ -76,7 +76,7 @@ class LoopWorld:
             read=self._read,
         )
         self.loop = DecodeLoop(
-            rounds, prefill, planner, neighbours, neighbours, neighbours, neighbours, metrics, lookahead
+            step_runner, prefill, planner, neighbours, neighbours, neighbours, neighbours, metrics, lookahead
         )
 
     def sequence(self, session_id: int, **options: Any) -> EngineSequence:

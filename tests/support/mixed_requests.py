@@ -218,7 +218,7 @@ class Service:
         engine, handles = self.harness.engine, dict[int, int]()
         loop, controller = engine._loop, engine.controller
         committer = mock.patch.object(loop._prefill, "_committer", _Counting(loop._committer, self.prefilled))
-        launch = mock.patch.object(loop._rounds, "launch", self._checked(loop._rounds.launch))
+        launch = mock.patch.object(loop._step_runner, "launch", self._checked(loop._step_runner.launch))
         budget = mock.patch.object(engine._budget, "tokens", return_value=self.machine.prefill_budget)
         choice = mock.patch.object(controller, "choose", self._choose)
         share = mock.patch.object(engine._planner._share, "choose", self._share)
@@ -305,7 +305,7 @@ class Service:
         def checked(entries: Sequence[Entry], draft: Callable[[], None] | None) -> Round:
             assert entries
             assert sum(isinstance(one, Round) for one in loop._in_flight) <= self.plan.lookahead
-            assert sum(entry.rows for entry in entries) <= loop._rounds.max_rows
+            assert sum(entry.rows for entry in entries) <= loop._step_runner.max_rows
             slots = [entry.sequence.slot for entry in entries]
             assert len(set(slots)) == len(slots)
             assert all(0 <= slot < self.machine.max_running for slot in slots)

@@ -125,7 +125,7 @@ class Bench:
         self.source = ResidentSource(
             self.drafter,
             self.rig.runner,
-            self.rig.rounds,
+            self.rig.step_runner,
             planner,
         )
         for sequence in self.rig.sequences:
@@ -150,8 +150,8 @@ class Bench:
         """Run a round as the decode loop does."""
         prepared = self.prepare(*shapes)
         for entry in prepared.entries:
-            self.rig.rounds.table.hold(entry.sequence)
-        outcomes = self.rig.read(self.rig.rounds.launch(prepared.entries, prepared.enqueue))
+            self.rig.step_runner.table.hold(entry.sequence)
+        outcomes = self.rig.read(self.rig.step_runner.launch(prepared.entries, prepared.enqueue))
         for entry in prepared.entries:
             entry.sequence.fresh_columns = entry.columns
         return outcomes

@@ -53,7 +53,7 @@ class SlotRig:
             self.runner.set_feature_spec(
                 FeatureSpec(aux_layer_ids=(1, 3), feature_size=size, fingerprint="raw")
             )
-        self.rounds = StepRunner(
+        self.step_runner = StepRunner(
             self.runner,
             slots=3,
             columns=TREE.depth + 1,
@@ -74,9 +74,9 @@ class SlotRig:
         for sequence in self.sequences:
             if self.runner.captures:
                 sequence.feature_len = sequence.cached_len
-            self.rounds.table.hold(sequence)
+            self.step_runner.table.hold(sequence)
         with torch.inference_mode():
-            self.rounds.table.seat(self.sequences, chosen.on_device)
+            self.step_runner.table.seat(self.sequences, chosen.on_device)
         for sequence, token in zip(self.sequences, chosen.wait(), strict=True):
             sequence.tokens.append(token)
 
@@ -87,12 +87,12 @@ class SlotRig:
         wanted = shapes or [NO_DRAFT] * len(sequences)
         entries = [Entry(one, one.residence, shape) for one, shape in zip(sequences, wanted, strict=True)]
         for sequence in sequences:
-            self.rounds.table.hold(sequence)
-        return self.rounds.launch(entries, draft)
+            self.step_runner.table.hold(sequence)
+        return self.step_runner.launch(entries, draft)
 
     def read(self, launched: Round) -> list[Outcome | None]:
         """Read a round and append its tokens to the sequences."""
-        outcomes = self.rounds.read(launched).outcomes
+        outcomes = self.step_runner.read(launched).outcomes
         for entry, outcome in zip(launched.entries, outcomes, strict=True):
             if outcome is not None:
                 entry.sequence.tokens.extend(outcome.emitted)
@@ -100,7 +100,7 @@ class SlotRig:
 
     def drafting(self, index: int, nodes: list[tuple[int, int]]) -> Callable[[], None]:
         """Return a function that packs one tree for an entry."""
-        batch = self.rounds.batch
+        batch = self.step_runner.batch
         trees = trees_to_batch([(self.sequences[index].tokens[-1], nodes)])
         logprobs = torch.tensor([[0.0] + [-0.5 * node for node in range(1, len(nodes) + 1)]])
 

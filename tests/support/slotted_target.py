@@ -43,11 +43,11 @@ class Target:
     def __init__(
         self,
         engine: DraftEngine,
-        rounds: PeerSlots,
+        peer_slots: PeerSlots,
         number: int = 1,
         device: torch.device | str = "cpu",
     ) -> None:
-        self.engine, self.rounds = engine, rounds
+        self.engine, self.peer_slots = engine, peer_slots
         self.device = device
         self.replies: list[Reply] = []
         self.peer = Peer(PeerId(number), f"t{number}", self)
@@ -90,7 +90,7 @@ class Target:
     # ---- the messages
 
     def open_slots(self, slots: int = 4) -> str:
-        return self.rounds.open(
+        return self.peer_slots.open(
             self.peer,
             draft_pb2.SlotsOpen(slots=slots, feature_size=HIDDEN, feature_dtype=wire_dtype(torch.float32)),
         )
@@ -100,7 +100,7 @@ class Target:
         fence = self.fence(session_id, epoch=epoch)
         self.engine.open(self.peer.id, SequenceOpen(fence, PROMPT, seed=session_id, temperature=0.0))
         self.engine.add_features(self.peer.id, session_id, epoch, 0, features(0, rows).to(self.device))
-        self.rounds.report_ready(self.peer, session_id)
+        self.peer_slots.report_ready(self.peer, session_id)
         session = self.engine.sessions.get(self.peer.id, session_id)
         assert session is not None
         return session
@@ -162,7 +162,7 @@ class Target:
                 state.committed_lens[row], state.counts[row] = len(tokens), count
                 state.tokens[row, :count] = torch.tensor(tokens[-count:])
                 state.features[row, :count] = features(len(tokens) - 1 - count, len(tokens) - 1)
-        return self.rounds.run(self.peer, message, self)  # type: ignore[arg-type]
+        return self.peer_slots.run(self.peer, message, self)  # type: ignore[arg-type]
 
     def trees(self, shapes: Sequence[DraftShape], batch: int = 2) -> list[list[Tree]]:
         """Return the trees of the last round, by group and row."""
@@ -185,7 +185,7 @@ def host_tree(engine: DraftEngine, tokens: Sequence[int], shape: DraftShape) -> 
     peer = PeerId(99)
     fence = Fence(1, 1, len(tokens), extend_prefix_hash(FNV_OFFSET, tokens))
     engine.open(peer, SequenceOpen(fence, tokens, seed=7, temperature=0.0))
-    device = engine.strategy.rounds.memory.pool.device if engine.strategy.rounds else "cpu"
+    device = engine.strategy.growth.memory.pool.device if engine.strategy.growth else "cpu"
     engine.add_features(peer, 1, 1, 0, features(0, len(tokens) - 1).to(device))
     engine.commit(peer, Commit(fence, len(tokens), (), None), Ask(1, shape, asked_s=0.0))
     (proposal,) = engine.step().proposals
@@ -200,8 +200,8 @@ def check_many_rounds(engine: DraftEngine, device: torch.device, count: int) -> 
 
     In each round, two sessions swap shapes, or share a group, in either order.
     """
-    rounds = PeerSlots(engine, device)
-    target = Target(engine, rounds, device=device)
+    peer_slots = PeerSlots(engine, device)
+    target = Target(engine, peer_slots, device=device)
     assert target.open_slots() == ""
     for session_id in (7, 8):
         target.follow(session_id)
@@ -232,4 +232,4 @@ def check_many_rounds(engine: DraftEngine, device: torch.device, count: int) -> 
             counts[session_id] = len(chosen)
     assert not any(isinstance(reply, NeedResync) for reply in target.replies)
     engine.sessions.check()
-    return rounds
+    return peer_slots

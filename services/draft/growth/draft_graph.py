@@ -1,10 +1,10 @@
-"""Runs a whole drafting round in one CUDA graph launch, for rounds that the draft's host starts.
+"""Runs a whole drafting pass in one CUDA graph launch, for rounds that the draft's host starts.
 
-Such a round serves remote targets, which send their requests in frames. The round first extends the sessions:
+Such a round serves remote targets, which send their requests in frames. The pass first extends the sessions:
 it computes the draft's K/V for their new tokens. It then grows their trees.
 
-On a GPU, launching the roughly one hundred kernels of a round takes longer than running them. Rounds of a
-recurring size are therefore recorded as CUDA graphs. The first few rounds of each size run eagerly, with the
+On a GPU, launching the roughly one hundred kernels of a pass takes longer than running them. Passes of a
+recurring size are therefore recorded as CUDA graphs. The first few passes of each size run eagerly, with the
 same code. `DraftGraphs` limits the batch sizes for which the draft records graphs.
 """
 
@@ -273,7 +273,7 @@ class DeviceGrowth:
         pool: KVPool,
         feature_size: int,
     ) -> DeviceGrowth:
-        """Create the rounds for a model.
+        """Create these parts for a model.
 
         On a CPU, `host` and `extension` are None. A model with several stages has no `extension`.
         """

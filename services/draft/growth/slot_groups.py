@@ -1,6 +1,6 @@
-"""Runs drafting rounds whose input tokens and features are on the device and reach the host one round late.
+"""Runs drafting passes whose input tokens and features are on the device and reach the host one round late.
 
-The input of a round is the tokens and features of the previous round. A target in the same process keeps them
+The input of a pass is the tokens and features of the previous round. A target in the same process keeps them
 in its slots. A target in another process sends them as a round state. In both cases, the draft's host
 receives the tokens and features one round later. The fields of a `Session` therefore describe an older state
 than the device has:

@@ -45,7 +45,7 @@ from outrider.shared.spec.tree import DraftBatch, DraftShape, mask_words
 
 @dataclass(frozen=True, slots=True)
 class GrowthSize:
-    """The sizes of one drafting round, fixed by the host.
+    """The sizes of one drafting pass, fixed by the host.
 
     Rounds with equal sizes and equal tensor addresses share one CUDA graph.
 
@@ -79,7 +79,7 @@ def scratch_rows(depth: int, topk: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class GrowthInputs:
-    """Inputs of one drafting round, on the device.
+    """Inputs of one drafting pass, on the device.
 
     Attributes:
         committed_lens: ``[bs] int32``, number of committed tokens, including the root.
@@ -108,7 +108,7 @@ class GrowthInputs:
 
 @dataclass(frozen=True, slots=True)
 class GrownTrees:
-    """Outputs of one drafting round, on the device.
+    """Outputs of one drafting pass, on the device.
 
     Attributes:
         trees: The trees, ``[bs, nodes]``. The tree of an idle sequence has one node.

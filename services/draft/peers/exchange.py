@@ -52,7 +52,7 @@ class Exchange(Protocol):
         """Send the trees of a round, ``blob [n] uint8``, in stream order."""
         ...
 
-    def skip(self, rounds: int, number: int) -> None:
+    def skip(self, series: int, number: int) -> None:
         """Report, in stream order, that a round returns no trees."""
         ...
 

@@ -16,7 +16,7 @@ from outrider.shared.spec.tree import DraftShape
 
 
 class GroupDraft:
-    """One group's part of a drafting round. The trees of all sessions in the group have the same shape.
+    """One group's part of a drafting pass. The trees of all sessions in the group have the same shape.
 
     Args:
         group: The sessions, with reserved KV pages.

@@ -76,7 +76,7 @@ class PeerSlots:
     def __init__(
         self, engine: DraftEngine, device: torch.device, now: Callable[[], float] = time.monotonic
     ) -> None:
-        self.graphs = engine.strategy.rounds.graphs.cache if engine.strategy.rounds else GraphCache(device)
+        self.graphs = engine.strategy.growth.graphs.cache if engine.strategy.growth else GraphCache(device)
         self._engine = engine
         self._device = device
         self._now = now
@@ -94,15 +94,15 @@ class PeerSlots:
 
     def open(self, peer: Peer, message: draft_pb2.SlotsOpen) -> str:
         """Open a target's slots. Return an empty string, or the reason why rounds run through the host."""
-        rounds = self._engine.strategy.rounds
-        if rounds is None:
+        growth = self._engine.strategy.growth
+        if growth is None:
             return "no_rounds"
-        size, dtype = self._engine.strategy.info.feature_size, rounds.memory.pool.dtype
+        size, dtype = self._engine.strategy.info.feature_size, growth.memory.pool.dtype
         if message.feature_size != size or (size and message.feature_dtype != wire_dtype(dtype)):
             return "features"
         if not 1 <= message.slots <= MAX_SLOTS:
             return "slots"
-        self._slots[peer] = SlotSeats(message.slots, SlotGroups(rounds.memory, self._now), self._followed)
+        self._slots[peer] = SlotSeats(message.slots, SlotGroups(growth.memory, self._now), self._followed)
         for session in self._engine.sessions:
             if session.peer == peer.id:
                 self.report_ready(peer, session.session_id)
@@ -120,13 +120,13 @@ class PeerSlots:
     @torch.inference_mode()
     def record(self, message: draft_pb2.RoundsEnter) -> None:
         """Record groups of a size in advance, unless they cannot run here or other rounds are running."""
-        rounds = self._engine.strategy.rounds
+        growth = self._engine.strategy.growth
         shape = DraftShape(message.shape.depth, message.shape.topk, message.shape.max_nodes)
-        if rounds is None or self._holder is not None or self._engine.strategy.missing():
+        if growth is None or self._holder is not None or self._engine.strategy.missing():
             return
-        if self._fits(message.batch, message.columns, shape) and message.batch <= rounds.graphs.max_bs:
-            group = SlotGroups(rounds.memory, self._now).seat((), (), shape, message.batch, message.columns)
-            buffers = self._buffers_for(message.batch, message.columns, shape, rounds)
+        if self._fits(message.batch, message.columns, shape) and message.batch <= growth.graphs.max_bs:
+            group = SlotGroups(growth.memory, self._now).seat((), (), shape, message.batch, message.columns)
+            buffers = self._buffers_for(message.batch, message.columns, shape, growth)
             GroupDraft(group, buffers, shape, ()).record(self.graphs)
 
     @torch.inference_mode()
@@ -141,8 +141,8 @@ class PeerSlots:
     def run(self, peer: Peer, message: draft_pb2.RoundsNext, exchange: Exchange) -> str:
         """Enqueue or prepare the next round. Return an empty string, or the reason why it cannot run."""
         self._engine.touch(peer.id)
-        seats, rounds = self._slots.get(peer), self._engine.strategy.rounds
-        if seats is None or rounds is None:
+        seats, growth = self._slots.get(peer), self._engine.strategy.growth
+        if seats is None or growth is None:
             return "closed"
         if any(session.peer != peer.id for session in self._engine.sessions):
             return self._refuse(peer, message, "busy")
@@ -159,7 +159,7 @@ class PeerSlots:
         # 2. Prepare the groups.
         if not self._fits_together(message, seats, exchange):
             return self._refuse(peer, message, "size")
-        prepared = self._prepare(peer, seats, message, rounds)
+        prepared = self._prepare(peer, seats, message, growth)
         self._prepared = peer, prepared
         self._holder = peer
         # 3. Enqueue the round now if the device may wait for the state.
@@ -220,9 +220,9 @@ class PeerSlots:
             seats.join(join.slot, session)
 
     def _prepare(
-        self, peer: Peer, seats: SlotSeats, message: draft_pb2.RoundsNext, rounds: DeviceGrowth
+        self, peer: Peer, seats: SlotSeats, message: draft_pb2.RoundsNext, growth: DeviceGrowth
     ) -> _Prepared:
-        slots = SlotGroups(rounds.memory, self._now)
+        slots = SlotGroups(growth.memory, self._now)
         groups: list[GroupDraft] = []
         ran: dict[int, Session] = {}
         places: Counter[int] = Counter()
@@ -248,11 +248,11 @@ class PeerSlots:
                 for slot, session in zip(group.slots, sessions, strict=True)
                 if session is not None
             }
-            buffers = self._buffers_for(group.batch, group.columns, shape, rounds)
+            buffers = self._buffers_for(group.batch, group.columns, shape, growth)
             made = GroupDraft(seated, buffers, shape, sessions)
             if (
                 buffers.kept
-                and group.batch <= rounds.graphs.max_bs
+                and group.batch <= growth.graphs.max_bs
                 and self.graphs.due(made.key, counted_as=made.key)
             ):
                 made.record(self.graphs)
@@ -292,8 +292,8 @@ class PeerSlots:
 
     def _fits_together(self, message: draft_pb2.RoundsNext, seats: SlotSeats, exchange: Exchange) -> bool:
         """True if the groups of a round can run here."""
-        rounds = self._engine.strategy.rounds
-        if rounds is None or not 1 <= len(message.groups) <= MAX_GROUPS:
+        growth = self._engine.strategy.growth
+        if growth is None or not 1 <= len(message.groups) <= MAX_GROUPS:
             return False
         slots = [slot for group in message.groups for slot in group.slots]
         if len(slots) != len(set(slots)) or any(slot >= seats.num_slots for slot in slots):
@@ -304,7 +304,7 @@ class PeerSlots:
             if not self._fits(group.batch, group.columns, _shape_of(group)):
                 return False
         sizes = [GroupSize(group.batch, group.columns, group.shape.max_nodes) for group in message.groups]
-        states = state_starts(sizes, self._engine.strategy.info.feature_size, rounds.memory.pool.dtype)
+        states = state_starts(sizes, self._engine.strategy.info.feature_size, growth.memory.pool.dtype)
         trees = trees_starts(sizes)
         if states[-1] > MAX_STATE_BYTES or trees[-1] > MAX_TREES_BYTES:
             return False
@@ -320,12 +320,12 @@ class PeerSlots:
             and shape.bounded().columns <= columns <= MAX_COLUMNS
         )
 
-    def _buffers_for(self, batch: int, columns: int, shape: DraftShape, rounds: DeviceGrowth) -> GroupBuffers:
+    def _buffers_for(self, batch: int, columns: int, shape: DraftShape, growth: DeviceGrowth) -> GroupBuffers:
         key = (batch, columns, shape)
         if key in self._buffers:
             return self._buffers[key]
         size = GroupSize(batch, columns, shape.max_nodes)
-        width, dtype = self._engine.strategy.info.feature_size, rounds.memory.pool.dtype
+        width, dtype = self._engine.strategy.info.feature_size, growth.memory.pool.dtype
         kept = len(self._buffers) < MAX_SIZES
         made = GroupBuffers.make(size, width, dtype, self._device, kept=kept)
         if kept:

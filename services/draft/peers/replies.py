@@ -56,7 +56,7 @@ class Pong:
 class EntryReply:
     """The reply to RoundsEnter, which only targets of version 2 send. Their rounds run through the host."""
 
-    rounds: int
+    series: int
     reason: str
 
 
@@ -79,7 +79,7 @@ class SlotReady:
 class ExchangeEnded:
     """Asks the target to leave its rounds on the device."""
 
-    rounds: int
+    series: int
     reason: str
 
 
@@ -87,7 +87,7 @@ class ExchangeEnded:
 class TreesReply:
     """The trees of a round that ran on the device, as a blob. The blob is empty if the round has no trees."""
 
-    rounds: int
+    series: int
     number: int
     trees: bytes
     envelope: Envelope | None = field(default=None, compare=False)

@@ -21,7 +21,7 @@ class SlotSeats:
 
     Args:
         num_slots: Number of slots.
-        rounds: Receives the tokens that the target's passes chose.
+        groups: Receives the tokens that the target's passes chose.
         follows: Function that returns True if the draft still follows the given session.
 
     Attributes:
@@ -29,11 +29,11 @@ class SlotSeats:
         ended: True if the current series has ended. Its further rounds are refused.
     """
 
-    def __init__(self, num_slots: int, rounds: SlotGroups, follows: Callable[[Session], bool]) -> None:
+    def __init__(self, num_slots: int, groups: SlotGroups, follows: Callable[[Session], bool]) -> None:
         self.num_slots = num_slots
         self.series = 0
         self.ended = True
-        self._rounds = rounds
+        self._groups = groups
         self._follows = follows
         self._seats: dict[int, Session] = {}
         # Maps the number of each recent round to the sessions that drafted in it, by slot.
@@ -98,7 +98,7 @@ class SlotSeats:
                 lost.append(session)
                 del self._seats[tokens.slot]
                 continue
-            self._rounds.committed(session, list(tokens.token_ids), drafted=drafted)
+            self._groups.committed(session, list(tokens.token_ids), drafted=drafted)
         return lost
 
     def _release(self, session: Session) -> None:

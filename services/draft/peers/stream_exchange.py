@@ -36,7 +36,7 @@ log = get_logger("outrider.draft")
 class _Waiting:
     """A round that is enqueued, with the size of its trees and the layout of a compact state."""
 
-    rounds: int
+    series: int
     number: int
     num_bytes: int
     envelopes: BlobEnvelopes
@@ -126,7 +126,7 @@ class StreamExchange(Exchange):
         waiting, relay = self._waiting, self._relay
         if waiting is None or relay is None:
             return False
-        if (waiting.rounds, waiting.number) != (message.rounds, message.number):
+        if (waiting.series, waiting.number) != (message.rounds, message.number):
             self._release()
             return False
         self._put(relay, message.number, message.state, waiting.layout)
@@ -188,9 +188,9 @@ class StreamExchange(Exchange):
         self._staging.settle(blob)
         self._peer.send(TreesReply(message.rounds, message.number, trees.numpy().tobytes()))
 
-    def skip(self, rounds: int, number: int) -> None:
+    def skip(self, series: int, number: int) -> None:
         self._release()
-        self._peer.send(TreesReply(rounds, number, b""))
+        self._peer.send(TreesReply(series, number, b""))
 
     def mend(self) -> bool:
         return self._relay is None or (self._relay.mend() and not self._relay.broken)
@@ -216,7 +216,7 @@ class StreamExchange(Exchange):
     def _answer(self, relay: StreamRelay, waiting: _Waiting) -> None:
         """Wait for the trees of an enqueued round, and send them."""
         trees = relay.settle(waiting.number, waiting.num_bytes).tobytes()
-        self._peer.send(TreesReply(waiting.rounds, waiting.number, trees, waiting.envelopes.trees))
+        self._peer.send(TreesReply(waiting.series, waiting.number, trees, waiting.envelopes.trees))
 
     def _answer_owed(self, relay: StreamRelay) -> None:
         """Send the trees of a round whose state was announced, unless they were already sent.

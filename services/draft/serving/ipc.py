@@ -162,10 +162,10 @@ class IpcServer:
                     )
                 self._protocol.take(peer, draft_pb2.SessionRequest.FromString(payload), INLINE)
         finally:
-            if mapped.rounds is not None:
+            if mapped.blobs is not None:
                 # Close the stream on this thread, because the engine thread may be waiting for a CUDA stream
                 # that waits for this target.
-                mapped.rounds.close()
+                mapped.blobs.close()
             self._protocol.loop.submit(session.end)
 
     def _left(self, target_id: str, session: IpcSession) -> None:
@@ -218,7 +218,7 @@ class IpcSession(Source, Outlet):
     def begin(self, peer: Peer, mapped: Mapped) -> None:
         """Start reading the stream. Called on the engine thread."""
         self._begun = peer, mapped
-        self._exchange = None if mapped.rounds is None else MailboxExchange(mapped.rounds)
+        self._exchange = None if mapped.blobs is None else MailboxExchange(mapped.blobs)
         if self._ended:
             self._let_go()
         else:
@@ -271,8 +271,8 @@ class IpcSession(Source, Outlet):
             # alive.
             (peer, mapped), self._begun, self._exchange = self._begun, None, None
             self._protocol.leave(peer)
-            if mapped.rounds is not None:
-                mapped.rounds.close()
+            if mapped.blobs is not None:
+                mapped.blobs.close()
             mapped.session.close()
             mapped.bulk.close()
 
@@ -298,7 +298,7 @@ class MailboxExchange(Exchange):
     def send_trees(self, message: draft_pb2.RoundsNext, blob: torch.Tensor) -> None:
         self._mailbox.send(message.number, blob)
 
-    def skip(self, rounds: int, number: int) -> None:
+    def skip(self, series: int, number: int) -> None:
         self._mailbox.skip(number)
 
     def state_coming(self) -> None:

@@ -198,7 +198,7 @@ def reply_to(reply: Reply) -> draft_pb2.SessionReply:
             return draft_pb2.SessionReply(pong=draft_pb2.Pong(nonce=reply.nonce, load=reply.load))
         case EntryReply():
             entered = draft_pb2.RoundsEntered(
-                rounds=reply.rounds, accepted=not reply.reason, reason=reply.reason
+                rounds=reply.series, accepted=not reply.reason, reason=reply.reason
             )
             return draft_pb2.SessionReply(rounds_entered=entered)
         case SlotsOpened():
@@ -209,11 +209,11 @@ def reply_to(reply: Reply) -> draft_pb2.SessionReply:
             return draft_pb2.SessionReply(slot_ready=ready)
         case ExchangeEnded():
             return draft_pb2.SessionReply(
-                rounds_ended=draft_pb2.RoundsEnded(rounds=reply.rounds, reason=reply.reason)
+                rounds_ended=draft_pb2.RoundsEnded(rounds=reply.series, reason=reply.reason)
             )
         case TreesReply():
             return draft_pb2.SessionReply(
-                round_trees=draft_pb2.RoundTrees(rounds=reply.rounds, number=reply.number, trees=reply.trees)
+                round_trees=draft_pb2.RoundTrees(rounds=reply.series, number=reply.number, trees=reply.trees)
             )
         case StateTaken():
             return draft_pb2.SessionReply(round_taken=draft_pb2.RoundTaken())

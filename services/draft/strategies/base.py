@@ -72,12 +72,12 @@ class DraftStrategy(Protocol):
 
     Attributes:
         info: Description of the strategy.
-        rounds: The strategy's work that runs in a single launch, for example in a CUDA graph. None if the
+        growth: The strategy's work that runs in a single launch, for example in a CUDA graph. None if the
             strategy has no such work.
     """
 
     info: StrategyInfo
-    rounds: DeviceGrowth | None
+    growth: DeviceGrowth | None
 
     def feature_spec(self, target: TargetInfo | None) -> FeatureSpec:
         """Return the hidden states of the target that the strategy reads as features.

@@ -55,9 +55,9 @@ class PagedStrategy(DraftStrategy, ABC):
         attention: AttentionBackend,
     ) -> None:
         self.info = info
-        rounds = DeviceGrowth.make(model, attention, pool, info.feature_size)
-        self.rounds: DeviceGrowth | None = rounds
-        self._grower = rounds.memory.grower
+        growth = DeviceGrowth.make(model, attention, pool, info.feature_size)
+        self.growth: DeviceGrowth | None = growth
+        self._grower = growth.memory.grower
         self._pool = pool
         self._stored = StoredRows(pool, info.rewind)
         self._attention = attention
@@ -138,7 +138,7 @@ class PagedStrategy(DraftStrategy, ABC):
 
     def _extended(self, chunks: Sequence[RowChunk]) -> bool:
         """If the recorded graph fits these chunks, extend by replaying it. Return True if the graph ran."""
-        extension = self.rounds.extension if self.rounds is not None else None
+        extension = self.growth.extension if self.growth is not None else None
         if extension is None or not extension.takes(chunks):
             return False
         extension.run(chunks[0])

@@ -72,8 +72,7 @@ class RemoteDrafter(Drafter):
             weights.
         device: The target's device.
         fault_deadline_s: Seconds after which an outstanding answer makes the draft faulty.
-        rounds: True to keep round states and trees on the devices, if the transport supports this. False to
-            pass them through the host.
+        on_device: Whether round states and trees may stay on the devices, or must pass through the host.
     """
 
     def __init__(
@@ -84,13 +83,14 @@ class RemoteDrafter(Drafter):
         device: torch.device,
         *,
         fault_deadline_s: float = 2.0,
-        rounds: bool = False,
+        on_device: bool = False,
     ) -> None:
         self._identity = identity
         self._transport = "grpc" if IpcAddress.parse(address, "draft") is None else "ipc"
-        self._patience = AnswerDeadlines(fault_deadline_s)
+        self._deadlines = AnswerDeadlines(fault_deadline_s)
         self._breaker = Breaker(fault_deadline_s)
-        self._link = DraftLink(address, identity, weight, self._breaker, carrier_of(address, device, rounds))
+        carriers = carrier_of(address, device, on_device)
+        self._link = DraftLink(address, identity, weight, self._breaker, carriers)
         self._connection: Connection | None = None
         self._hello = draft_pb2.HelloAck()
         self._spec: FeatureSpec | None = None
@@ -100,7 +100,7 @@ class RemoteDrafter(Drafter):
             identity.vocab_size,
             identity.feature_dtype,
             self._sessions,
-            self._patience,
+            self._deadlines,
             self._breaker,
             self._take_reply,
             self._late_round,
@@ -109,7 +109,7 @@ class RemoteDrafter(Drafter):
         self._draft_ms = 0.0
         self._bad_trees = 0
         self._answers = AnswerWait(
-            self._patience, self._breaker, lambda: self._connection, self._take_reply, self._fault
+            self._deadlines, self._breaker, lambda: self._connection, self._take_reply, self._fault
         )
         self._link.start()
 
@@ -212,7 +212,7 @@ class RemoteDrafter(Drafter):
             asked += 1
             now = time.monotonic()
             if not session.warm:
-                self._patience.asked(now)
+                self._deadlines.asked(now)
             row_deadline_us = NO_DEADLINE_US if row.must_wait else deadline_us
             frame.commits.append(session.take_request(row, row_deadline_us, features, now))
 
@@ -286,7 +286,7 @@ class RemoteDrafter(Drafter):
     def _fault(self, waited_s: float = 0.0) -> None:
         """Stop requests to a faulty draft for a while. Reconnect after several faults in a row."""
         self._breaker.trip(time.monotonic(), waited_s)
-        self._patience.owed_s = None
+        self._deadlines.owed_s = None
         if self._breaker.faults % FAULTS_TO_RECONNECT == 0 and self._connection is not None:
             _log.warning("%d faults of the draft in a row; reconnecting", self._breaker.faults)
             self._connection.close()
@@ -309,7 +309,7 @@ class RemoteDrafter(Drafter):
             self._handle(connection, reply)
 
     def _handle(self, connection: Connection, reply: draft_pb2.SessionReply) -> None:
-        self._patience.heard(time.monotonic())
+        self._deadlines.heard(time.monotonic())
         try:
             self._reply(reply)
         except ProtocolError as error:
@@ -324,7 +324,7 @@ class RemoteDrafter(Drafter):
             self._hello = connection.hello
             self._spec = connection.spec
             self._bad_trees = 0
-            self._patience.owed_s = None
+            self._deadlines.owed_s = None
         for session in self._sessions.values():
             session.lose("draft_down" if connection is None else "resync")
         if connection is None:
@@ -364,7 +364,7 @@ class RemoteDrafter(Drafter):
         session = self._sessions.get(tree.fence.session_id)
         if session is None or not session.live or session.fence.epoch != tree.fence.epoch:
             return
-        self._patience.answered(session, time.monotonic())
+        self._deadlines.answered(session, time.monotonic())
         try:
             if session.take_tree(tree, self._identity.vocab_size):
                 self._bad_trees = 0

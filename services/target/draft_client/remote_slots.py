@@ -330,7 +330,7 @@ class RemoteSlots(ExchangedSlots):
 
     @property
     def _channel(self) -> Exchange | None:
-        return None if self._connection is None else self._connection.carrier.rounds
+        return None if self._connection is None else self._connection.carrier.exchange
 
     def _seat_of(self, session_id: int) -> _Seat | None:
         """Return the session's seat. Return None if the session was lost or reopened since it joined."""

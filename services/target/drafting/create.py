@@ -22,7 +22,7 @@ def make_draft_source(
     scheduler: Scheduler,
     controller: SpeculationController,
     runner: ModelRunner,
-    rounds: StepRunner,
+    step_runner: StepRunner,
     *,
     on_device: bool,
 ) -> DraftSource:
@@ -35,14 +35,14 @@ def make_draft_source(
         scheduler: Lists the sequences that decode.
         controller: Limits the wait for trees.
         runner: The target's model and KV pool.
-        rounds: Owns the slots and the packed trees.
+        step_runner: Owns the slots and the packed trees.
         on_device: False to request all trees through the host.
     """
     drafting, slots = (drafter.on_device, drafter.slots) if on_device else (None, None)
     if drafting is not None:
         sessions.sends_stored = False
-        return ResidentSource(drafting, runner, rounds, planner)
-    host = HostSource(drafter, sessions, planner, scheduler, controller, rounds)
+        return ResidentSource(drafting, runner, step_runner, planner)
+    host = HostSource(drafter, sessions, planner, scheduler, controller, step_runner)
     if slots is None:
         return host
-    return ExchangeSource(slots, host, rounds, runner.pool, controller, planner)
+    return ExchangeSource(slots, host, step_runner, runner.pool, controller, planner)

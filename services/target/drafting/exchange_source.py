@@ -56,7 +56,7 @@ class ExchangeSource(DraftSource):
     Args:
         slots: The slots of the drafter.
         host: Drafts the rounds that cannot be exchanged.
-        rounds: Owns the target's slots and the packed trees.
+        step_runner: Owns the target's slots and the packed trees.
         pool: The target's KV pool.
         controller: Limits the wait for trees.
         planner: Counts the sequences that want to draft but cannot.
@@ -66,18 +66,18 @@ class ExchangeSource(DraftSource):
         self,
         slots: ExchangedSlots,
         host: HostSource,
-        rounds: StepRunner,
+        step_runner: StepRunner,
         pool: KVPool,
         controller: SpeculationController,
         planner: DraftPlanner,
     ) -> None:
         self._slots = slots
         self._host = host
-        self._rounds = rounds
+        self._step_runner = step_runner
         self._pool = pool
         self._controller = controller
         self._planner = planner
-        self._batch_sizes = batch_buckets(rounds.table.slots)
+        self._batch_sizes = batch_buckets(step_runner.table.slots)
         # Whether the next round is exchanged, as decided by `waits_for_host`.
         self._exchanges = False
         # Sessions that drafted in the last enqueued pass. The drafter has all their rows of earlier passes.
@@ -243,15 +243,15 @@ class ExchangeSource(DraftSource):
     @torch.inference_mode()
     def _draft(self, started: TreeExchange, groups: Seq[ShapeGroup], entries: Seq[Entry]) -> None:
         """Enqueue the exchange of a round, and pack the trees."""
-        tried = (*((group.shape, group.size) for group in groups), self._rounds.size_of(entries))
-        ahead = tried in self._tried and self._rounds.replays(entries)
+        tried = (*((group.shape, group.size) for group in groups), self._step_runner.size_of(entries))
+        ahead = tried in self._tried and self._step_runner.replays(entries)
         places = {entry.sequence.session_id: index for index, entry in enumerate(entries)}
         members = [self._members(group, places, started.refused) for group in groups]
         for state, held in zip(started.states, members, strict=True):
-            gather_rows(self._rounds, held, state.rows)
+            gather_rows(self._step_runner, held, state.rows)
         started.exchange(self._wait_limit_s(len(entries)), ahead)
         for index, held in enumerate(members):
-            pack_drafts(self._rounds, started.trees(index), held)
+            pack_drafts(self._step_runner, started.trees(index), held)
         self._tried.add(tried)
 
     def _members(

@@ -88,7 +88,7 @@ class HostSource(DraftSource):
         planner: Chooses the tree shapes of the next round, so that the round can be announced early.
         scheduler: Lists the sequences that decode next.
         controller: Limits the wait for trees, and records how long the drafter takes.
-        rounds: Owns the slots and the packed trees.
+        step_runner: Owns the slots and the packed trees.
     """
 
     def __init__(
@@ -98,14 +98,14 @@ class HostSource(DraftSource):
         planner: DraftPlanner,
         scheduler: Scheduler,
         controller: SpeculationController,
-        rounds: StepRunner,
+        step_runner: StepRunner,
     ) -> None:
         self._drafter = drafter
         self._sessions = sessions
         self._planner = planner
         self._scheduler = scheduler
         self._controller = controller
-        self._rounds = rounds
+        self._step_runner = step_runner
         self._round = 0
         self._announced: _Proposal | None = None
         # Shapes that were already chosen for the next round, by session.
@@ -310,11 +310,11 @@ class HostSource(DraftSource):
             self._controller.costs.observe_answer(taken * (1.0 if answered else 2.0))
 
     def _pack(self, drafts: DraftBatch, members: list[int]) -> None:
-        device = self._rounds.batch.nodes.device
+        device = self._step_runner.batch.nodes.device
         tokens, parents, depths, num_nodes, ancestors = (
             part.to(device, non_blocking=True)
             for part in (drafts.tokens, drafts.parents, drafts.depths, drafts.num_nodes, drafts.ancestors)
         )
         logprobs = None if drafts.logprobs is None else drafts.logprobs.to(device, non_blocking=True)
         moved = DraftBatch(tokens, parents, depths, num_nodes, ancestors, logprobs)
-        pack_drafts(self._rounds, moved, upload(members, torch.int32, device))
+        pack_drafts(self._step_runner, moved, upload(members, torch.int32, device))

@@ -57,7 +57,7 @@ class ResidentSource(DraftSource):
     Args:
         drafter: Drafts in stream order.
         runner: The target's model and KV pool.
-        rounds: Owns the slots and the packed trees.
+        step_runner: Owns the slots and the packed trees.
         planner: Counts the sequences that cannot draft in a round, and predicts which sequences will draft.
     """
 
@@ -65,14 +65,14 @@ class ResidentSource(DraftSource):
         self,
         drafter: DeviceDrafter,
         runner: ModelRunner,
-        rounds: StepRunner,
+        step_runner: StepRunner,
         planner: DraftPlanner,
     ) -> None:
         self._drafter = drafter
         self._runner = runner
-        self._rounds = rounds
+        self._step_runner = step_runner
         self._planner = planner
-        self._batch_sizes = batch_buckets(rounds.table.slots)
+        self._batch_sizes = batch_buckets(step_runner.table.slots)
         self._groups: dict[tuple[int, int], _Group] = {}
         # Sessions that drafted in the last enqueued pass. Their K/V contains all rows of earlier passes.
         self._continuous: set[int] = set()
@@ -127,7 +127,7 @@ class ResidentSource(DraftSource):
             for launch in launches:
                 launch()
 
-        return PreparedDrafts(placed, draft, catches_up=most_rows > self._rounds.table.columns)
+        return PreparedDrafts(placed, draft, catches_up=most_rows > self._step_runner.table.columns)
 
     def prefilled(self, chunk: PrefillChunk) -> None:
         """Feed the drafter a prompt chunk, if the sequence will probably draft in its first round."""
@@ -220,7 +220,7 @@ class ResidentSource(DraftSource):
         held = [-1 if row in refused else index for row, index in enumerate(members)]
         places = upload(held + [-1] * (size - len(held)), torch.int32, self._runner.device)
         key, graphs = _key(size, columns, seats.shape, seated), self._runner.graphs
-        recorded = len(members) <= self._rounds.recorded_entries
+        recorded = len(members) <= self._step_runner.recorded_entries
 
         def launch() -> None:
             if recorded and graphs.due(key) and not graphs.holds(key):
@@ -239,8 +239,8 @@ class ResidentSource(DraftSource):
 
     def _run(self, group: _Group, seated: SeatedGroup) -> None:
         """Run the part of a draft that can be recorded. All tensors of this part keep their addresses."""
-        gather_rows(self._rounds, group.members, group.rows)
-        pack_drafts(self._rounds, seated.draft(group.rows), group.members)
+        gather_rows(self._step_runner, group.members, group.rows)
+        pack_drafts(self._step_runner, seated.draft(group.rows), group.members)
 
     def _drop(self, placed: list[Entry], index: int, reason: str) -> None:
         """Let a row verify its root alone in this round."""

@@ -64,27 +64,27 @@ def shape_groups(drafting: Seq[Entry], batch_sizes: Seq[int]) -> list[ShapeGroup
     return groups
 
 
-def gather_rows(rounds: StepRunner, members: torch.Tensor, rows: GroupRows) -> None:
+def gather_rows(step_runner: StepRunner, members: torch.Tensor, rows: GroupRows) -> None:
     """Enqueue the copy of a group's state from the slots to the rows of the group's tensors.
 
     Args:
-        rounds: Owns the slots.
+        step_runner: Owns the slots.
         members: ``[G] int32``, the index of the entry of each row. Idle rows have -1.
         rows: Receives the state.
     """
-    table, batch = rounds.table, rounds.batch
+    table, batch = step_runner.table, step_runner.batch
     gather_group(table.state, table.features, table.sampling, members, batch.entries(batch.rows), rows)
 
 
-def pack_drafts(rounds: StepRunner, drafts: DraftBatch, members: torch.Tensor) -> None:
+def pack_drafts(step_runner: StepRunner, drafts: DraftBatch, members: torch.Tensor) -> None:
     """Enqueue the copy of a group's trees to the packed rows of their entries.
 
     Args:
-        rounds: Owns the packed trees.
+        step_runner: Owns the packed trees.
         drafts: Trees on the target's device, ``[G, N]``: G rows with N nodes each.
         members: ``[G] int32``, the index of the entry of each row. Idle rows have -1.
     """
-    batch = rounds.batch
+    batch = step_runner.batch
     pack_trees(
         drafts.tokens,
         drafts.parents,

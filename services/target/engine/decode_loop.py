@@ -53,7 +53,7 @@ class DecodeLoop:
     """Launches and finishes the rounds and prompt chunks of one engine. Engine thread only.
 
     Args:
-        rounds: Enqueues and reads rounds.
+        step_runner: Enqueues and reads rounds.
         prefill: Enqueues prompt chunks and finishes them.
         planner: Chooses the tree shape of each sequence.
         drafts: Supplies the draft trees.
@@ -69,7 +69,7 @@ class DecodeLoop:
 
     def __init__(
         self,
-        rounds: StepRunner,
+        step_runner: StepRunner,
         prefill: Prefill,
         planner: DraftPlanner,
         drafts: DraftSource,
@@ -79,7 +79,7 @@ class DecodeLoop:
         metrics: TargetMetrics,
         lookahead: int,
     ) -> None:
-        self._rounds = rounds
+        self._step_runner = step_runner
         self._prefill = prefill
         self._planner = planner
         self._drafts = drafts
@@ -122,14 +122,14 @@ class DecodeLoop:
 
     def _launch_round(self, entries: Seq[Entry]) -> None:
         """Draft and enqueue a round. Entries that await their trees are left out."""
-        self._rounds.begin()
+        self._step_runner.begin()
         prepared = self._drafts.prepare(entries)
         if not prepared.entries:
             return
         for entry in prepared.entries:
-            self._rounds.table.hold(entry.sequence)
+            self._step_runner.table.hold(entry.sequence)
         try:
-            started = self._rounds.launch(prepared.entries, prepared.enqueue)
+            started = self._step_runner.launch(prepared.entries, prepared.enqueue)
             self._in_flight.append(started)
             if prepared.catches_up:
                 self._catching_up.add(started.number)
@@ -173,7 +173,7 @@ class DecodeLoop:
     def _complete(self) -> None:
         """Complete a pending round once the host has read all earlier passes."""
         if self._in_flight and isinstance(self._in_flight[0], PendingVerify):
-            self._in_flight[0] = self._rounds.complete(self._in_flight[0])
+            self._in_flight[0] = self._step_runner.complete(self._in_flight[0])
 
     def _joining(self, launched: PrefillPass) -> list[Sequence]:
         """Return the sequences with a complete prompt that can take part in a round immediately."""
@@ -189,7 +189,7 @@ class DecodeLoop:
         if not decodes:
             return []
         shapes = self._planner.shapes(decodes, self._drafts.path, self._drafts.planned(decodes))
-        columns = self._rounds.table.columns
+        columns = self._step_runner.table.columns
         return [
             Entry(sequence, sequence.residence, shape, sequence.epoch, columns)
             for sequence, shape in zip(decodes, shapes, strict=True)
@@ -200,7 +200,7 @@ class DecodeLoop:
             self._prefill.finish(launched, self._read_at)
             self._complete()
         else:
-            self._finish_round(self._rounds.read(launched))
+            self._finish_round(self._step_runner.read(launched))
         self._read_at = time.monotonic()
 
     def _finish_round(self, finished: StepOutput) -> None:

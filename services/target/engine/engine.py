@@ -103,8 +103,10 @@ class TargetEngine(Steppable):
         self._expiry = Expiry()
         plan = plan or LoopPlan()
         self._budget = PrefillBudget(plan.prefill_budget_s)
-        self._rounds = plan.make_rounds(runner, scheduler.limits.max_running, limits.max_model_len)
-        self._planner = DraftPlanner(self._sessions, self.controller, self.metrics, self._rounds.max_rows)
+        self._step_runner = plan.make_step_runner(runner, scheduler.limits.max_running, limits.max_model_len)
+        self._planner = DraftPlanner(
+            self._sessions, self.controller, self.metrics, self._step_runner.max_rows
+        )
         self._source = make_draft_source(
             drafter,
             self._sessions,
@@ -112,13 +114,13 @@ class TargetEngine(Steppable):
             scheduler,
             self.controller,
             runner,
-            self._rounds,
+            self._step_runner,
             on_device=plan.drafts_on_device,
         )
         self._output.before_end = self._source.ended
         self._loop = self._make_loop(plan)
         self.recordings = Recordings(
-            runner, self._rounds, self._source, drafting=self._drafts, refresh=self._refresh
+            runner, self._step_runner, self._source, drafting=self._drafts, refresh=self._refresh
         )
 
     # ---- any thread
@@ -305,7 +307,7 @@ class TargetEngine(Steppable):
         if self._sessions.identity:
             self.controller.adopt(self._sessions.identity)
         if changed:
-            self._rounds.resize_features()
+            self._step_runner.resize_features()
             for sequence in self._scheduler:
                 self._source.ended(sequence)
         return changed
@@ -330,9 +332,9 @@ class TargetEngine(Steppable):
 
     def _make_loop(self, plan: LoopPlan) -> DecodeLoop:
         committer = Committer(self._output, self._poisoned, self._forget)
-        self._prefill = Prefill(self._runner, self._rounds.table, self._source, committer, self._budget)
+        self._prefill = Prefill(self._runner, self._step_runner.table, self._source, committer, self._budget)
         return DecodeLoop(
-            self._rounds,
+            self._step_runner,
             self._prefill,
             self._planner,
             self._source,

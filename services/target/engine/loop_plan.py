@@ -34,7 +34,7 @@ class LoopPlan:
     prefill_budget_s: float = 0.02
     recorded_entries: int | None = None
 
-    def make_rounds(self, runner: ModelRunner, slots: int, max_model_len: int) -> StepRunner:
+    def make_step_runner(self, runner: ModelRunner, slots: int, max_model_len: int) -> StepRunner:
         """Make the object that enqueues and reads an engine's rounds (`StepRunner`).
 
         Args:

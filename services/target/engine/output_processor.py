@@ -34,12 +34,12 @@ class OutputProcessor:
     def __init__(
         self,
         scheduler: Scheduler,
-        follower: DraftSessions,
+        draft_sessions: DraftSessions,
         metrics: TargetMetrics,
         controller: SpeculationController,
     ) -> None:
         self._scheduler = scheduler
-        self._follower = follower
+        self._draft_sessions = draft_sessions
         self._metrics = metrics
         self._controller = controller
         self._events: dict[int, tuple[EventSink, list[Event]]] = {}
@@ -148,7 +148,7 @@ class OutputProcessor:
 
     def _end(self, sequence: Sequence, now: float) -> None:
         self.before_end(sequence)
-        self._follower.unfollow(sequence)
+        self._draft_sessions.unfollow(sequence)
         self._scheduler.release(sequence, now)
         self.totals.merge(sequence.stats)
 

@@ -37,7 +37,7 @@ class Recordings:
 
     Args:
         runner: Records passes over prompts.
-        rounds: Records verify passes.
+        step_runner: Records verify passes.
         drafts: The draft source, which lists the recordings of its drafting.
         drafting: True if requests may draft.
         refresh: Adopts a changed draft before a recording, because graphs store only the features that
@@ -47,14 +47,14 @@ class Recordings:
     def __init__(
         self,
         runner: ModelRunner,
-        rounds: StepRunner,
+        step_runner: StepRunner,
         drafts: DraftSource,
         *,
         drafting: bool,
         refresh: Callable[[], object],
     ) -> None:
         self._runner = runner
-        self._rounds = rounds
+        self._step_runner = step_runner
         self._drafts = drafts
         self._drafting = drafting
         self._refresh = refresh
@@ -71,7 +71,7 @@ class Recordings:
         self._refresh()
         wanted = [(size, shape) for size, shape in batches if self._drafting or not shape.drafts]
         return list(
-            round_recordings(self._rounds, self._drafts, wanted, modes, captures=self._runner.captures)
+            round_recordings(self._step_runner, self._drafts, wanted, modes, captures=self._runner.captures)
         )
 
     def mixed(self) -> list[Recording]:
@@ -79,14 +79,14 @@ class Recordings:
         self._refresh()
         if not self._drafting:
             return []
-        return list(mixed_recordings(self._rounds, captures=self._runner.captures))
+        return list(mixed_recordings(self._step_runner, captures=self._runner.captures))
 
     def masked(self) -> list[Recording]:
         """List the graphs of rounds in which outputs have forms. Several ranks do not record such rounds."""
         if self._runner.graphs.observed:
             return []
         captures = self._runner.captures
-        return list(masked_recordings(self._rounds, captures=captures, drafting=self._drafting))
+        return list(masked_recordings(self._step_runner, captures=captures, drafting=self._drafting))
 
     def prompt(self, size: int) -> Recording:
         """Return the recording of the pass over prompt chunks of up to `size` tokens."""
@@ -103,7 +103,7 @@ class Recordings:
 
 
 def round_recordings(
-    rounds: StepRunner,
+    step_runner: StepRunner,
     drafts: DraftSource,
     batches: Seq[tuple[int, DraftShape]],
     modes: Seq[SamplingMode] = USUAL_MODES,
@@ -113,7 +113,7 @@ def round_recordings(
     """Yield the recordings of CUDA graphs for rounds in which all sequences have the same tree shape.
 
     Args:
-        rounds: Records verify passes.
+        step_runner: Records verify passes.
         drafts: The draft source, which lists the recordings of its drafting.
         batches: Pairs of a batch size and a tree shape, in the order in which to record them.
         modes: Sampling modes.
@@ -126,49 +126,51 @@ def round_recordings(
         if record is not None:
             yield f"drafts of {batch_size} sequences, {shape.max_nodes} nodes", record
         nodes = bounded.max_nodes if shape.drafts else 1
-        if batch_size * nodes > rounds.max_rows:
+        if batch_size * nodes > step_runner.max_rows:
             continue
-        rows = rounds.buckets.size_for(batch_size * nodes)
+        rows = step_runner.buckets.size_for(batch_size * nodes)
         for capture in (True, False) if captures and not shape.drafts else (captures,):
             for mode in modes:
                 size = PassSize(rows, width_class(nodes), mode, capture)
                 if size not in seen:
                     seen.add(size)
-                    yield _recording(rounds, size)
+                    yield _recording(step_runner, size)
 
 
-def mixed_recordings(rounds: StepRunner, *, captures: bool) -> Iterator[Recording]:
+def mixed_recordings(step_runner: StepRunner, *, captures: bool) -> Iterator[Recording]:
     """Yield the recordings of CUDA graphs for rounds with trees, in all sampling modes except `FULL`.
 
     Larger rounds come first, so that the graphs of smaller rounds can reuse the memory of larger graphs.
 
     Args:
-        rounds: Records verify passes.
+        step_runner: Records verify passes.
         captures: True if feature rows are stored for a drafter.
     """
-    most = min(MOST_MIXED_ROWS, rounds.max_rows)
-    for rows in reversed(rounds.buckets.sizes):
+    most = min(MOST_MIXED_ROWS, step_runner.max_rows)
+    for rows in reversed(step_runner.buckets.sizes):
         if 1 < rows <= most and (rows <= DENSE_ROWS or rows in WIDE_ROWS):
             for mode in (SamplingMode.FILTERED, *USUAL_MODES):
                 for width in WIDTHS[1:]:
-                    yield _recording(rounds, PassSize(rows, width, mode, captures))
+                    yield _recording(step_runner, PassSize(rows, width, mode, captures))
 
 
-def masked_recordings(rounds: StepRunner, *, captures: bool, drafting: bool) -> Iterator[Recording]:
+def masked_recordings(step_runner: StepRunner, *, captures: bool, drafting: bool) -> Iterator[Recording]:
     """Yield the recordings of CUDA graphs for rounds with constrained outputs, the largest round first.
 
     Args:
-        rounds: Records verify passes.
+        step_runner: Records verify passes.
         captures: True if feature rows are stored for a drafter.
         drafting: True if requests may draft.
     """
-    most = min(MOST_MASKED_ROWS, rounds.max_rows)
-    for rows in reversed(rounds.buckets.sizes):
+    most = min(MOST_MASKED_ROWS, step_runner.max_rows)
+    for rows in reversed(step_runner.buckets.sizes):
         if rows <= most and (rows <= DENSE_ROWS or rows in WIDE_ROWS):
             for width in WIDTHS if drafting and rows > 1 else WIDTHS[:1]:
                 for capture in (True, False) if captures and width == 1 else (captures,):
-                    yield _recording(rounds, PassSize(rows, width, SamplingMode.FULL, capture, masked=True))
+                    yield _recording(
+                        step_runner, PassSize(rows, width, SamplingMode.FULL, capture, masked=True)
+                    )
 
 
-def _recording(rounds: StepRunner, size: PassSize) -> Recording:
-    return f"rounds of {size.rows} rows", lambda: rounds.capture(size)
+def _recording(step_runner: StepRunner, size: PassSize) -> Recording:
+    return f"rounds of {size.rows} rows", lambda: step_runner.capture(size)

@@ -50,7 +50,7 @@ log = get_logger("outrider.rpc.ipc")
 class Offered:
     """An offer of mailboxes to the peer, with the writing side of these mailboxes.
 
-    Send `files` with the offer, then call `sent`. Use the mailbox `rounds` only if the peer's reply accepts
+    Send `files` with the offer, then call `sent`. Use the mailbox `blobs` only if the peer's reply accepts
     this mailbox. A mailbox is freed when it is no longer referenced.
     """
 
@@ -58,7 +58,7 @@ class Offered:
     files: Sequence[int]
     session: TensorWriter
     bulk: SlotTensorWriter
-    rounds: BlobMailbox | None = None
+    blobs: BlobMailbox | None = None
 
     def sent(self) -> None:
         """Close the descriptors after they were sent to the peer."""
@@ -72,25 +72,25 @@ class Mapped:
 
     session: TensorReader
     bulk: TensorReader
-    rounds: BlobMailbox | None = None
+    blobs: BlobMailbox | None = None
 
 
-def offers(device: torch.device, *, rounds: bool = False) -> Sequence[Callable[[], Offered]]:
+def offers(device: torch.device, *, blobs: bool = False) -> Sequence[Callable[[], Offered]]:
     """Return functions that each make one offer of mailboxes to the peer. The best offer comes first.
 
     Args:
         device: The device of the tensors to send.
-        rounds: True to offer a mailbox for the states and trees of rounds too.
+        blobs: True to offer a mailbox for the states and trees of rounds too.
 
     Returns:
         Functions that make an offer or raise `CudaError`.
     """
     if device.type == "cpu":
-        return [functools.partial(_offer, _shared, BULK_LAYOUT, _rounds_on_host if rounds else None)]
+        return [functools.partial(_offer, _shared, BULK_LAYOUT, _blobs_on_host if blobs else None)]
     on_gpu = functools.partial(_on_gpu, device=device)
-    rounds_on_gpu = functools.partial(_rounds_on_gpu, device=device) if rounds else None
+    blobs_on_gpu = functools.partial(_blobs_on_gpu, device=device) if blobs else None
     return [
-        functools.partial(_offer, on_gpu, BULK_LAYOUT_ON_GPU, rounds_on_gpu),
+        functools.partial(_offer, on_gpu, BULK_LAYOUT_ON_GPU, blobs_on_gpu),
         functools.partial(_offer, _shared, BULK_LAYOUT, None),
     ]
 
@@ -99,13 +99,13 @@ Made = tuple[draft_pb2.Mailbox, int, SlotTensorWriter]
 """The description, the file descriptor and the writer of a mailbox."""
 
 
-MadeRounds = tuple[draft_pb2.RoundsMailbox, int, BlobMailbox]
+MadeBlobs = tuple[draft_pb2.RoundsMailbox, int, BlobMailbox]
 
 
 def _offer(
     make: Callable[[tuple[int, int], contextlib.ExitStack], Made],
     bulk_layout: tuple[int, int],
-    make_rounds: Callable[[contextlib.ExitStack], MadeRounds] | None,
+    make_blobs: Callable[[contextlib.ExitStack], MadeBlobs] | None,
 ) -> Offered:
     with contextlib.ExitStack() as made:
         (session, first, writer), (bulk, second, bulk_writer) = (
@@ -115,10 +115,10 @@ def _offer(
         offer = draft_pb2.MailboxOffer(session=session, bulk=bulk)
         files: list[int] = [first, second]
         mailbox: BlobMailbox | None = None
-        if make_rounds is not None:
+        if make_blobs is not None:
             try:
-                rounds, third, mailbox = make_rounds(made)
-                offer.rounds.CopyFrom(rounds)
+                blobs, third, mailbox = make_blobs(made)
+                offer.rounds.CopyFrom(blobs)
                 files.append(third)
             except CudaError as error:
                 log.warning("rounds go through the host", reason=error.message)
@@ -126,7 +126,7 @@ def _offer(
     return Offered(offer, files, writer, bulk_writer, mailbox)
 
 
-def _rounds_on_host(made: contextlib.ExitStack) -> MadeRounds:
+def _blobs_on_host(made: contextlib.ExitStack) -> MadeBlobs:
     layout = BlobLayout()
     memory, file = SharedMemory.create(layout.memory)
     made.callback(os.close, file)
@@ -134,7 +134,7 @@ def _rounds_on_host(made: contextlib.ExitStack) -> MadeRounds:
     return box, file, HostMailbox(layout, memory, Side.TARGET)
 
 
-def _rounds_on_gpu(made: contextlib.ExitStack, device: torch.device) -> MadeRounds:
+def _blobs_on_gpu(made: contextlib.ExitStack, device: torch.device) -> MadeBlobs:
     layout = BlobLayout(inside=False)
     memory, file = SharedMemory.create(layout.memory)
     made.callback(os.close, file)
@@ -178,9 +178,9 @@ def accept(offer: draft_pb2.MailboxOffer, files: Sequence[int], device: torch.de
         with contextlib.ExitStack() as mapped:
             session = _reader(offer.session, files[0], device, mapped, wait=False)
             bulk = _reader(offer.bulk, files[1], device, mapped, wait=True)
-            rounds = _rounds(offer.rounds, files[2], device) if offer.HasField("rounds") else None
+            blobs = _blobs(offer.rounds, files[2], device) if offer.HasField("rounds") else None
             mapped.pop_all()
-    return Mapped(session, bulk, rounds)
+    return Mapped(session, bulk, blobs)
 
 
 def _reader(
@@ -201,7 +201,7 @@ def _reader(
     return reader
 
 
-def _rounds(box: draft_pb2.RoundsMailbox, file: int, device: torch.device) -> BlobMailbox | None:
+def _blobs(box: draft_pb2.RoundsMailbox, file: int, device: torch.device) -> BlobMailbox | None:
     """Map a mailbox for rounds. Return None if this is impossible; rounds then go through the host."""
     layout = BlobLayout(box.state_bytes, box.trees_bytes, inside=not box.cuda_handle).check()
     memory = SharedMemory.attach(layout.memory, file)
@@ -230,4 +230,4 @@ def acknowledge(
         mapped = accept(offer, files, device)
     except CudaError as error:
         return draft_pb2.MailboxAck(reason=error.message), None
-    return draft_pb2.MailboxAck(accepted=True, rounds=mapped.rounds is not None), mapped
+    return draft_pb2.MailboxAck(accepted=True, rounds=mapped.blobs is not None), mapped

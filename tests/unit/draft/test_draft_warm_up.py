@@ -84,17 +84,17 @@ def test_a_draft_of_its_own_tries_tiles_for_a_short_time(
 
 def test_all_rounds_of_a_draft_share_one_cache_that_can_be_turned_off(pair: tuple[Path, Path]) -> None:
     engine = engine_of(pair)
-    rounds = engine.strategy.rounds
-    assert rounds is not None
-    assert PeerSlots(engine, CPU).graphs is rounds.graphs.cache
+    growth = engine.strategy.growth
+    assert growth is not None
+    assert PeerSlots(engine, CPU).graphs is growth.graphs.cache
     for disabled in (False, True):
         graphs = DraftGraphs(CPU)
         graphs.cache.enabled = True  # as on a GPU
         graphs.limit(disabled=disabled, max_bs=8)
         assert (graphs.cache.enabled, graphs.max_bs) == (not disabled, 8)
-    rounds = engine_of(pair, disable_cuda_graph=True, cuda_graph_max_bs=8).strategy.rounds
-    assert rounds is not None
-    assert rounds.graphs.max_bs == 8
+    growth = engine_of(pair, disable_cuda_graph=True, cuda_graph_max_bs=8).strategy.growth
+    assert growth is not None
+    assert growth.graphs.max_bs == 8
 
 
 def test_larger_batches_than_are_recorded_run_without(
@@ -102,10 +102,10 @@ def test_larger_batches_than_are_recorded_run_without(
 ) -> None:
     monkeypatch.setattr(recording, "RECORD_AFTER", 0)
     engine = engine_of(pair)
-    rounds = engine.strategy.rounds
-    assert rounds is not None
+    growth = engine.strategy.growth
+    assert growth is not None
     graphs = PlayedGraphs()
-    host = DraftGraph(rounds.memory, graphs, engine.strategy.info.feature_size, torch.float32, lambda: 4)
+    host = DraftGraph(growth.memory, graphs, engine.strategy.info.feature_size, torch.float32, lambda: 4)
     for bs in (2, 4, 8):
         host.record(bs, DraftShape(2, 2, 4))
     assert [key[0].bs for key in graphs.captured] == [2, 4]  # type: ignore[index]
@@ -114,11 +114,11 @@ def test_larger_batches_than_are_recorded_run_without(
 def test_warm_up_records_the_planned_rounds_and_no_others(pair: tuple[Path, Path]) -> None:
     for record in (False, True):
         engine = engine_of(pair)
-        rounds = engine.strategy.rounds
-        assert rounds is not None
+        growth = engine.strategy.growth
+        assert growth is not None
         graphs = PlayedGraphs()
-        host = DraftGraph(rounds.memory, graphs, engine.strategy.info.feature_size, torch.float32)
-        engine.strategy.rounds = replace(rounds, host=host)
+        host = DraftGraph(growth.memory, graphs, engine.strategy.info.feature_size, torch.float32)
+        engine.strategy.growth = replace(growth, host=host)
         further = warmup.warm_up(engine, CPU, record=record)
         assert not graphs.captured, "a restarted draft must serve soon"
         for work in further:

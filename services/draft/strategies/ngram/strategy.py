@@ -58,7 +58,7 @@ class NgramStrategy(DraftStrategy):
     def __init__(
         self, options: NgramOptions, vocab_size: int | None, corpus: Corpus | None, device: torch.device
     ) -> None:
-        self.rounds: DeviceGrowth | None = None
+        self.growth: DeviceGrowth | None = None
         self._options = options
         self._corpus = corpus
         self._device = device

@@ -36,13 +36,14 @@ class Carrier(Protocol):
             only.
         rows_follow_open: True if the feature rows of `send_rows` cannot overtake earlier messages. They can
             then be sent before OpenAck has arrived.
-        rounds: Carries the states and trees of rounds on the device. None if all rounds run through the host.
+        exchange: Carries the states and trees of rounds on the device. None if all rounds run through the
+            host.
     """
 
     ended: threading.Event
     tensors: TensorWriter
     rows_follow_open: bool
-    rounds: Exchange | None
+    exchange: Exchange | None
 
     def hello(self, hello: draft_pb2.Hello) -> draft_pb2.HelloAck:
         """Connect to the draft service and perform the handshake.

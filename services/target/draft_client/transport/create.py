@@ -12,21 +12,21 @@ from outrider.services.target.draft_client.transport.ipc_carrier import IpcCarri
 from outrider.shared.rpc.address import IpcAddress
 
 
-def carrier_of(address: str, device: torch.device, rounds: bool = False) -> Callable[[], Carrier]:
+def carrier_of(address: str, device: torch.device, on_device: bool = False) -> Callable[[], Carrier]:
     """Return a function that makes the transport (`Carrier`) of each new connection to a draft service.
 
     Args:
         address: The draft service's address.
         device: The target's device.
-        rounds: True to offer rounds whose states and trees stay on the devices.
+        on_device: True to offer rounds whose states and trees stay on the devices.
     """
     ipc = IpcAddress.parse(address, "draft")
 
     def make() -> Carrier:
         return (
-            GrpcCarrier(address, rounds=rounds, device=device)
+            GrpcCarrier(address, on_device=on_device, device=device)
             if ipc is None
-            else IpcCarrier(ipc, device, rounds=rounds)
+            else IpcCarrier(ipc, device, on_device=on_device)
         )
 
     return make

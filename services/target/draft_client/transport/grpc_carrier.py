@@ -106,16 +106,16 @@ class GrpcCarrier(Carrier):
 
     Args:
         address: The draft service's address.
-        rounds: True to offer rounds whose states and trees stay on the devices.
+        on_device: True to offer rounds whose states and trees stay on the devices.
         device: The target's device.
     """
 
     rows_follow_open = False
 
-    def __init__(self, address: str, *, rounds: bool = False, device: torch.device = CPU) -> None:
+    def __init__(self, address: str, *, on_device: bool = False, device: torch.device = CPU) -> None:
         self.ended = threading.Event()
         self.tensors: TensorWriter = InlineTensors()
-        self.rounds: Exchange | None = None
+        self.exchange: Exchange | None = None
         self._channel, self._bulk_channel = open_channel(address), open_channel(address)
         self._weights = WeightCalls(self._channel)
         self._inbox: queue.SimpleQueue[draft_pb2.SessionReply | None] = queue.SimpleQueue()
@@ -125,7 +125,7 @@ class GrpcCarrier(Carrier):
         self._stream: ClientStream | None = None
         self._bulk: ClientStream | None = None
         self._stream_exchange: StreamExchange | None = None
-        self._offers_rounds = rounds
+        self._on_device = on_device
         self._device = device
         self._on_pong: Callable[[draft_pb2.Pong], None] = _unheard
         # Released once for each chunk that is sent on the bulk stream.
@@ -163,7 +163,7 @@ class GrpcCarrier(Carrier):
             ClientStream(self._bulk_channel, BULK_METHOD, PollWindow(enabled=self._poll_window.enabled))
         )
         self._bulk_reader.start()
-        if self._offers_rounds and Feature.SLOTTED_ROUNDS in features:
+        if self._on_device and Feature.SLOTTED_ROUNDS in features:
             self._stream_exchange = StreamExchange(
                 self._stream,
                 self._poll_window,
@@ -171,7 +171,7 @@ class GrpcCarrier(Carrier):
                 StreamRelay.try_make(Side.TARGET, self._device),
                 compact=Feature.COMPACT_STATES in features,
             )
-            self.rounds = self._stream_exchange
+            self.exchange = self._stream_exchange
 
     def follow(self, on_pong: Callable[[draft_pb2.Pong], None]) -> None:
         assert self._stream is not None, "hello() comes first"
@@ -226,8 +226,8 @@ class GrpcCarrier(Carrier):
 
     def close(self) -> None:
         self.ended.set()
-        if self.rounds is not None:
-            self.rounds.close()
+        if self.exchange is not None:
+            self.exchange.close()
         self._inbox.put(None)  # wake a thread that waits in `receive`
         self._owed.release()
         with self._lock:

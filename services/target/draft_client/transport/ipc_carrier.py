@@ -55,16 +55,16 @@ class IpcCarrier(Carrier):
     Args:
         address: The draft service's address.
         device: Device of the target's feature rows.
-        rounds: True to offer rounds whose states and trees stay on the devices.
+        on_device: True to offer rounds whose states and trees stay on the devices.
     """
 
     rows_follow_open = True
 
-    def __init__(self, address: IpcAddress, device: torch.device, *, rounds: bool = False) -> None:
+    def __init__(self, address: IpcAddress, device: torch.device, *, on_device: bool = False) -> None:
         self.ended = threading.Event()
         self.tensors: TensorWriter = InlineTensors()
-        self.rounds: Exchange | None = None
-        self._offers_rounds = rounds
+        self.exchange: Exchange | None = None
+        self._on_device = on_device
         self._address = address
         self._device = device
         self._channel = open_channel(address.grpc)
@@ -93,7 +93,7 @@ class IpcCarrier(Carrier):
                 field="protocol_features",
             )
         with _lost():
-            offered = self._agree(self._offers_rounds and Feature.SLOTTED_ROUNDS in features)
+            offered = self._agree(self._on_device and Feature.SLOTTED_ROUNDS in features)
             self.tensors, self._rows = offered.session, RowsOutbox(offered.bulk, self.send)
             self._bulk = self._connect()
             hello = draft_pb2.BulkHello(target_id=target_id, connection=self._number)
@@ -146,8 +146,8 @@ class IpcCarrier(Carrier):
 
     def close(self) -> None:
         self.ended.set()
-        if self.rounds is not None:
-            self.rounds.close()
+        if self.exchange is not None:
+            self.exchange.close()
         with self._lock:
             sockets = list(self._sockets)
         for frames in sockets:
@@ -165,10 +165,10 @@ class IpcCarrier(Carrier):
             frames.close()
         return frames
 
-    def _agree(self, rounds: bool) -> Offered:
+    def _agree(self, on_device: bool) -> Offered:
         """Offer kinds of mailboxes, the preferred kind first, until the draft accepts one."""
         reason = ""
-        for offer in offers(self._device, rounds=rounds):
+        for offer in offers(self._device, blobs=on_device):
             try:
                 offered = offer()
             except CudaError as error:
@@ -182,8 +182,8 @@ class IpcCarrier(Carrier):
                 offered.sent()
             ack = draft_pb2.MailboxAck.FromString(_answer(self._session, FrameKind.MAILBOX))
             if ack.accepted:
-                if ack.rounds and offered.rounds is not None:
-                    self.rounds = MailboxExchange(offered.rounds, self.send)
+                if ack.rounds and offered.blobs is not None:
+                    self.exchange = MailboxExchange(offered.blobs, self.send)
                 return offered
             reason = ack.reason
             log.warning(

@@ -169,10 +169,10 @@ def test_rounds_that_the_host_starts_draft_the_same(make_rig: MakeRig) -> None:
     """Covers the GPU's path of one launch per round, with prompts of more rows than one round can add."""
     plain, rig = make_rig(), make_rig()
     strategy = rig.drafter._engine.strategy
-    assert strategy.rounds is not None
-    assert strategy.rounds.host is None
-    host = DraftGraph(strategy.rounds.memory, GraphCache(CPU), rig.feature_size, torch.float32)
-    strategy.rounds = DeviceGrowth(strategy.rounds.memory, host)
+    assert strategy.growth is not None
+    assert strategy.growth.host is None
+    host = DraftGraph(strategy.growth.memory, GraphCache(CPU), rig.feature_size, torch.float32)
+    strategy.growth = DeviceGrowth(strategy.growth.memory, host)
     streams, twins = open_streams(plain, rig)
     source = random.Random(2)
     recorded = [rig.drafter.seat((), (), SHAPES[0], bs, 6).key for bs in (1, 2, 4, 8)]
@@ -196,11 +196,11 @@ def test_prompts_are_taken_in_alike_by_what_was_recorded(make_rig: MakeRig) -> N
     plain, rig = make_rig(), make_rig()
     strategy = rig.drafter._engine.strategy
     assert isinstance(strategy, PagedStrategy)
-    assert strategy.rounds is not None
-    memory, graphs = strategy.rounds.memory, PlayedGraphs()
+    assert strategy.growth is not None
+    memory, graphs = strategy.growth.memory, PlayedGraphs()
     model, size = memory.grower._model, rig.feature_size
     extension = ExtendGraph(model, strategy._attention, memory.pool, size, torch.float32, graphs, (4, 16))
-    strategy.rounds = DeviceGrowth(memory, None, extension)
+    strategy.growth = DeviceGrowth(memory, None, extension)
     before = [plane.clone() for plane in memory.pool.planes()]
     extension.record()
     assert graphs.captured == [16, 4]

@@ -43,13 +43,13 @@ def engine(pair: tuple[Path, Path]) -> DraftEngine:
 
 
 @pytest.fixture
-def rounds(engine: DraftEngine) -> PeerSlots:
+def all_slots(engine: DraftEngine) -> PeerSlots:
     return PeerSlots(engine, CPU)
 
 
 @pytest.fixture
-def target(engine: DraftEngine, rounds: PeerSlots) -> Target:
-    made = Target(engine, rounds)
+def target(engine: DraftEngine, all_slots: PeerSlots) -> Target:
+    made = Target(engine, all_slots)
     assert made.open_slots() == ""
     return made
 
@@ -183,8 +183,8 @@ def test_rounds_of_impossible_sizes_are_refused(target: Target, changes: dict[st
         fields["committed_upper"] = [9, 9]
     message = draft_pb2.RoundsNext(rounds=1, number=2, groups=[draft_pb2.SlotGroup(**fields)])  # type: ignore[arg-type]
     message.joins.add(slot=0, session_id=7, epoch=1)
-    assert target.rounds.run(target.peer, message, target) == "size"  # type: ignore[arg-type]
-    assert target.rounds.peer is None
+    assert target.peer_slots.run(target.peer, message, target) == "size"  # type: ignore[arg-type]
+    assert target.peer_slots.peer is None
     assert not target.given
 
 
@@ -213,12 +213,12 @@ def test_another_target_ends_the_rounds_and_none_begin_while_it_has_sessions(
     target.follow(7)
     target.choose(7, 11)
     target.round(2, [(SHAPE, {0: (7, 1)})], joins={0: 7})
-    assert target.rounds.peer is target.peer
-    other = Target(engine, target.rounds, 2)
+    assert target.peer_slots.peer is target.peer
+    other = Target(engine, target.peer_slots, 2)
     assert other.open_slots() == ""
-    target.rounds.make_way(other.peer)
+    target.peer_slots.make_way(other.peer)
     assert target.replies[-1] == ExchangeEnded(1, "busy")
-    assert target.rounds.peer is None
+    assert target.peer_slots.peer is None
     other.follow(7)
     for one in (target, other):
         assert one.round(4, [(SHAPE, {0: (7, 1)})], series=3) == "busy"
@@ -230,8 +230,8 @@ def test_when_all_sessions_have_left_no_target_holds_the_device(engine: DraftEng
     session = target.follow(7)
     target.choose(7, 11)
     target.round(2, [(SHAPE, {0: (7, 1)})], joins={0: 7})
-    target.rounds.update(target.peer, draft_pb2.SlotsUpdate(rounds=1, told=[told(0, 0, 8, 11)], left=[0]))
-    assert target.rounds.peer is None
+    target.peer_slots.update(target.peer, draft_pb2.SlotsUpdate(rounds=1, told=[told(0, 0, 8, 11)], left=[0]))
+    assert target.peer_slots.peer is None
     assert not session.engaged
     assert session.tokens == [*PROMPT, 11]
 
@@ -246,7 +246,7 @@ def test_sizes_beyond_the_limit_run_in_memory_of_their_own(
     for number, shape in ((3, OTHER_SHAPE), (4, DraftShape(2, 2, 5)), (5, SHAPE)):
         assert target.round(number, [(shape, {0: (7, 1)})]) == ""
         assert target.trees([shape])[0][0] == host_tree(engine, target.tokens[7], shape)
-    assert len(target.rounds._buffers) == 1
+    assert len(target.peer_slots._buffers) == 1
 
 
 def test_rounds_whose_groups_change_every_time(engine: DraftEngine) -> None:

@@ -87,7 +87,7 @@ class Draft:
     def connect(self) -> Any:
         ended = threading.Event()
         return SimpleNamespace(
-            carrier=SimpleNamespace(rounds=self.channel),
+            carrier=SimpleNamespace(exchange=self.channel),
             send=self.sent.append,
             ended=ended,
             close=ended.set,

@@ -16,8 +16,8 @@ from outrider.shared.spec.tree import DraftShape
 
 def source(slots: Any) -> ExchangeSource:
     nothing: Any = None
-    rounds: Any = SimpleNamespace(table=SimpleNamespace(slots=8))
-    return ExchangeSource(slots, nothing, rounds, nothing, nothing, nothing)
+    step_runner: Any = SimpleNamespace(table=SimpleNamespace(slots=8))
+    return ExchangeSource(slots, nothing, step_runner, nothing, nothing, nothing)
 
 
 @pytest.mark.parametrize(("is_open", "path"), [(True, DraftPath.DEVICE), (False, DraftPath.HOST)])

@@ -193,14 +193,14 @@ def test_a_prompt_is_not_fed_if_its_sequence_will_hardly_draft(
 
 def test_a_long_catch_up_is_reported(decoder: Decoder, plain: list[list[int]]) -> None:
     bench = Bench(decoder, plain, features=True)
-    columns = bench.rig.rounds.table.columns
+    columns = bench.rig.step_runner.table.columns
     bench.sequences[0].feature_len = bench.sequences[0].cached_len
     bench.drafter.needed[0] = range(2)
     assert not bench.prepare(CHAIN, NO_DRAFT, NO_DRAFT).catches_up
     bench.source.ended(bench.sequences[0])
-    bench.source._rounds.table.columns = 1
+    bench.source._step_runner.table.columns = 1
     assert bench.prepare(CHAIN, NO_DRAFT, NO_DRAFT).catches_up
-    bench.source._rounds.table.columns = columns
+    bench.source._step_runner.table.columns = columns
 
 
 def test_tokens_of_rows_without_drafts_are_told_together(decoder: Decoder, plain: list[list[int]]) -> None:
@@ -252,12 +252,12 @@ def test_a_session_that_was_reopened_has_not_drafted_in_the_round_in_flight(
 def test_a_draft_is_recorded_with_idle_rows(decoder: Decoder, plain: list[list[int]]) -> None:
     graphs = BoundedGraphs(8)
     bench = Bench(decoder, plain, graphs)
-    before = bench.rig.rounds.table.state.tokens.clone()
+    before = bench.rig.step_runner.table.state.tokens.clone()
     bench.source.recording(2, CHAIN)()
     (seat,) = bench.drafter.seated
     assert (list(seat.sessions), seat.size, seat.columns) == ([], 2, 3)
     assert seat.counts == [[0, 0]]
-    assert torch.equal(bench.rig.rounds.table.state.tokens, before)
+    assert torch.equal(bench.rig.step_runner.table.state.tokens, before)
     assert graphs.keys == (GraphKey("draft", 2, width=3, shape=CHAIN, drafter="seats", draft_dependent=True),)
 
 

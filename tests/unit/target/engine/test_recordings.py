@@ -43,9 +43,9 @@ class Recorder:
         self, batches: list[tuple[int, DraftShape]], *, drafts: bool = False, captures: bool = False
     ) -> list[str]:
         """Record everything, and return the descriptions."""
-        rounds: Any = self
+        step_runner: Any = self
         source: Any = self if drafts else NOTHING
-        recordings = list(round_recordings(rounds, source, batches, captures=captures))
+        recordings = list(round_recordings(step_runner, source, batches, captures=captures))
         assert not self.made, "listing must record nothing"
         for _description, record in recordings:
             record()
@@ -97,19 +97,19 @@ def test_rounds_beyond_the_limit_of_packed_rows_are_left_out() -> None:
 
 
 def test_other_sampling_modes_can_be_listed_alone() -> None:
-    rounds: Any = Recorder()
+    step_runner: Any = Recorder()
     for _, record in round_recordings(
-        rounds, NOTHING, [(2, NO_DRAFT)], [SamplingMode.FILTERED], captures=False
+        step_runner, NOTHING, [(2, NO_DRAFT)], [SamplingMode.FILTERED], captures=False
     ):
         record()
-    assert rounds.made == [PassSize(2, 1, SamplingMode.FILTERED, False)]
+    assert step_runner.made == [PassSize(2, 1, SamplingMode.FILTERED, False)]
 
 
 def mixed(max_rows: int) -> list[PassSize]:
-    rounds: Any = Recorder(max_rows)
-    for _description, record in mixed_recordings(rounds, captures=True):
+    step_runner: Any = Recorder(max_rows)
+    for _description, record in mixed_recordings(step_runner, captures=True):
         record()
-    return rounds.made
+    return step_runner.made
 
 
 def test_mixed_rounds_are_recorded_in_every_mode_but_full_the_largest_first() -> None:
@@ -128,8 +128,8 @@ def test_mixed_rounds_keep_to_the_limit_of_packed_rows() -> None:
 
 def test_rounds_with_forms_are_recorded_in_every_width() -> None:
     recorder = Recorder(2048)
-    rounds: Any = recorder
-    for _description, record in masked_recordings(rounds, captures=True, drafting=True):
+    step_runner: Any = recorder
+    for _description, record in masked_recordings(step_runner, captures=True, drafting=True):
         record()
     made = recorder.made
     assert all(size.masked and size.mode is SamplingMode.FULL for size in made)
@@ -143,15 +143,15 @@ def test_rounds_with_forms_are_recorded_in_every_width() -> None:
     }
     assert {size.width for size in made if size.rows == 1} == {1}
     recorder.made.clear()
-    for _description, record in masked_recordings(rounds, captures=False, drafting=False):
+    for _description, record in masked_recordings(step_runner, captures=False, drafting=False):
         record()
     assert {(size.width, size.capture) for size in recorder.made} == {(1, False)}
 
 
 def test_rounds_with_forms_are_listed_unless_there_are_several_ranks() -> None:
-    rounds: Any = SimpleNamespace(buckets=RowBuckets.up_to(4), max_rows=4)
+    step_runner: Any = SimpleNamespace(buckets=RowBuckets.up_to(4), max_rows=4)
     runner: Any = SimpleNamespace(captures=False, graphs=SimpleNamespace(observed=False))
-    recordings = Recordings(runner, rounds, None, drafting=False, refresh=lambda: None)
+    recordings = Recordings(runner, step_runner, None, drafting=False, refresh=lambda: None)
     listed = [description for description, _record in recordings.masked()]
     assert listed == ["rounds of 4 rows", "rounds of 2 rows", "rounds of 1 rows"]
     runner.graphs.observed = True

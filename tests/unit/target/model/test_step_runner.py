@@ -132,7 +132,7 @@ def test_the_size_of_a_pass_depends_on_rows_widest_tree_mode_and_features(decode
     first, second, third = rig.sequences
 
     def size(*planned: tuple[Sequence, DraftShape]) -> PassSize:
-        return rig.rounds.size_of([Entry(one, one.residence, shape) for one, shape in planned])
+        return rig.step_runner.size_of([Entry(one, one.residence, shape) for one, shape in planned])
 
     assert size((first, NO_DRAFT)) == PassSize(1, 1, SamplingMode.GREEDY, True)
     assert size((first, NO_DRAFT), (second, NO_DRAFT), (third, NO_DRAFT)).rows == 4
@@ -140,7 +140,7 @@ def test_the_size_of_a_pass_depends_on_rows_widest_tree_mode_and_features(decode
     for sequence in rig.sequences:
         sequence.feature_len = 0
     assert not size((first, TREE)).capture
-    assert not SlotRig(decoder).rounds.size_of([Entry(first, 1, TREE)]).capture
+    assert not SlotRig(decoder).step_runner.size_of([Entry(first, 1, TREE)]).capture
 
 
 def test_features_of_accepted_tokens_are_stored_in_pool_and_slot(
@@ -154,7 +154,7 @@ def test_features_of_accepted_tokens_are_stored_in_pool_and_slot(
     start, stop = sequence.prompt_len, sequence.committed_len - 1
     assert stop - start == 3
     found = rig.runner.read_features(sequence, start, stop)
-    in_slot = rig.rounds.table.features[sequence.slot, :3].clone()
+    in_slot = rig.step_runner.table.features[sequence.slot, :3].clone()
     other = SlotRig(decoder, features=True)
     other.sequences = [
         seated_sequence(other.runner.pool, 9, 0, prompt=sequence.tokens[:-1], room=8),
@@ -166,7 +166,7 @@ def test_features_of_accepted_tokens_are_stored_in_pool_and_slot(
 
 
 def held(rig: SlotRig) -> list[torch.Tensor]:
-    state, table = rig.rounds.table.state, rig.rounds.table
+    state, table = rig.step_runner.table.state, rig.step_runner.table
     return [
         tensor.clone()
         for tensor in (
@@ -188,7 +188,7 @@ def test_a_recording_with_idle_rows_leaves_slots_and_pool_untouched(
     rig = SlotRig(decoder, BoundedGraphs(8), features=True)
     launched = rig.launch()
     before = held(rig)
-    rig.rounds.capture(PassSize(rows, width, SamplingMode.NOISE, capture))
+    rig.step_runner.capture(PassSize(rows, width, SamplingMode.NOISE, capture))
     for found, expected in zip(held(rig), before, strict=True):
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
     rig.read(launched)
@@ -216,8 +216,8 @@ def test_a_round_without_a_graph_is_padded_to_a_recorded_one(
     graphs = BoundedGraphs(8)
     rig = SlotRig(decoder, graphs)
     with graphs.keeping():
-        rig.rounds.capture(PassSize(8, 1, SamplingMode.GREEDY, False))
-        rig.rounds.capture(PassSize(24, 8, SamplingMode.GREEDY, False))
+        rig.step_runner.capture(PassSize(8, 1, SamplingMode.GREEDY, False))
+        rig.step_runner.capture(PassSize(24, 8, SamplingMode.GREEDY, False))
     first = rig.launch()
     assert not first.provisional
     rig.read(first)
@@ -248,9 +248,9 @@ def test_rounds_above_the_recorded_size_run_without_a_graph(decoder: Decoder, pl
 def test_a_slot_at_its_length_limit_is_idle_in_a_round_ahead(decoder: Decoder) -> None:
     rig = SlotRig(decoder)
     short = rig.sequences[1]
-    rig.rounds.table.hold(short)
-    rig.rounds.table.flush()
-    rig.rounds.table.state.limits[short.slot] = short.committed_len + 1
+    rig.step_runner.table.hold(short)
+    rig.step_runner.table.flush()
+    rig.step_runner.table.state.limits[short.slot] = short.committed_len + 1
     first, second = rig.launch(), rig.launch()
     outcome = rig.read(first)[1]
     assert outcome is not None
@@ -281,12 +281,12 @@ def test_sampled_rows_depend_on_their_own_parameters_only(decoder: Decoder) -> N
 def test_drafting_begins_before_the_drafts_are_prepared(decoder: Decoder) -> None:
     rig = SlotRig(decoder)
     entries = [Entry(one, one.residence, NO_DRAFT) for one in rig.sequences]
-    rig.rounds.begin()
-    begun = rig.rounds._begun
+    rig.step_runner.begin()
+    begun = rig.step_runner._begun
     for sequence in rig.sequences:
-        rig.rounds.table.hold(sequence)
-    drafted = rig.rounds.launch(entries, lambda: None)
+        rig.step_runner.table.hold(sequence)
+    drafted = rig.step_runner.launch(entries, lambda: None)
     assert drafted.marks.begun is begun
-    rig.rounds.begin()
-    plain = rig.rounds.launch(entries, None)
+    rig.step_runner.begin()
+    plain = rig.step_runner.launch(entries, None)
     assert plain.marks.begun is plain.marks.drafted, "a plain round begins with its verify pass"

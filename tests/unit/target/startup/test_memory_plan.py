@@ -193,12 +193,12 @@ def test_all_graphs_that_are_recorded_are_counted(requests: int, shape: dict[str
     assert plan.prefills == PREFILL_SIZES
     made: set[object] = set()
     rows = max(requests, min(plan.loop.max_packed_rows, requests * plan.loop.max_nodes))
-    rounds: Any = SimpleNamespace(buckets=RowBuckets.up_to(rows), max_rows=rows, capture=made.add)
+    step_runner: Any = SimpleNamespace(buckets=RowBuckets.up_to(rows), max_rows=rows, capture=made.add)
     runner: Any = SimpleNamespace(
         captures=True, capture_prefill=lambda *size: made.add(size), graphs=SimpleNamespace(observed=False)
     )
     drafts: Any = SimpleNamespace(recording=lambda *draft: lambda: made.add(draft))
-    recordings = Recordings(runner, rounds, drafts, drafting=True, refresh=lambda: None)
+    recordings = Recordings(runner, step_runner, drafts, drafting=True, refresh=lambda: None)
     listed = list_graphs(recordings, plan)
     for _, record in [*listed.first, *listed.further]:
         record()

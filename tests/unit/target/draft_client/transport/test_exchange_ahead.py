@@ -75,19 +75,19 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 def test_the_draft_is_told_shortly_before_the_state_and_the_gpu_called_back_in_the_middle_of_its_pass(
     target: Target, clock: Clock
 ) -> None:
-    rounds = TimedPasses(target, clock)
+    passes = TimedPasses(target, clock)
     for number in (1, 2):  # a pass's duration is known from the second round on
-        rounds.run(number)
-        assert rounds.soon_at is None
+        passes.run(number)
+        assert passes.soon_at is None
     for number in (3, 4, 5):
-        rounds.run(number)
+        passes.run(number)
         lead_s = stream_exchange.LEAD * stream_exchange.LEAST_TELLING_S
-        assert rounds.soon_at == pytest.approx(
-            rounds.enqueued_at + rounds.verify_s - lead_s, abs=2 * clock.STEP_S
+        assert passes.soon_at == pytest.approx(
+            passes.enqueued_at + passes.verify_s - lead_s, abs=2 * clock.STEP_S
         )
-        assert rounds.state_at == pytest.approx(rounds.enqueued_at + rounds.verify_s, abs=clock.STEP_S)
-        assert rounds.called_at == pytest.approx(
-            rounds.state_at + rounds.draft_s * stream_exchange.SHARE_OF_DRAFT, abs=2 * clock.STEP_S
+        assert passes.state_at == pytest.approx(passes.enqueued_at + passes.verify_s, abs=clock.STEP_S)
+        assert passes.called_at == pytest.approx(
+            passes.state_at + passes.draft_s * stream_exchange.SHARE_OF_DRAFT, abs=2 * clock.STEP_S
         )
     assert not target.channel.broken
 
@@ -100,54 +100,54 @@ def test_the_draft_is_told_shortly_before_the_state_and_the_gpu_called_back_in_t
 def test_the_draft_is_told_earlier_where_telling_takes_longer(
     target: Target, clock: Clock, tell_s: float, counts_s: float
 ) -> None:
-    rounds = TimedPasses(target, clock)
-    rounds.tell_s = tell_s
+    passes = TimedPasses(target, clock)
+    passes.tell_s = tell_s
     for number in range(1, 7):
-        rounds.run(number)
+        passes.run(number)
     lead_s = stream_exchange.LEAD * counts_s
-    assert rounds.soon_at == pytest.approx(
-        rounds.enqueued_at + rounds.verify_s - lead_s, abs=3 * clock.STEP_S
+    assert passes.soon_at == pytest.approx(
+        passes.enqueued_at + passes.verify_s - lead_s, abs=3 * clock.STEP_S
     )
-    assert rounds.state_at == pytest.approx(rounds.enqueued_at + rounds.verify_s, abs=3 * clock.STEP_S), (
+    assert passes.state_at == pytest.approx(passes.enqueued_at + passes.verify_s, abs=3 * clock.STEP_S), (
         "the notice must not delay the state"
     )
 
 
 def test_a_pass_that_is_over_sooner_is_announced_at_once(target: Target, clock: Clock) -> None:
-    rounds = TimedPasses(target, clock)
+    passes = TimedPasses(target, clock)
     for number in (1, 2):
-        rounds.run(number)
-    rounds.verify_s = 0.001
-    rounds.run(3)
+        passes.run(number)
+    passes.verify_s = 0.001
+    passes.run(3)
     assert (
-        rounds.soon_at == rounds.state_at == pytest.approx(rounds.enqueued_at + 0.001, abs=2 * clock.STEP_S)
+        passes.soon_at == passes.state_at == pytest.approx(passes.enqueued_at + 0.001, abs=2 * clock.STEP_S)
     )
 
 
 def test_the_gpu_is_called_back_within_the_limit_of_the_trees(target: Target, clock: Clock) -> None:
-    rounds = TimedPasses(target, clock)
-    rounds.draft_s = 0.008
-    rounds.run(1)
-    rounds.run(2, limit_s=0.001)
-    assert rounds.called_at == pytest.approx(rounds.state_at + 0.001, abs=2 * clock.STEP_S)
+    passes = TimedPasses(target, clock)
+    passes.draft_s = 0.008
+    passes.run(1)
+    passes.run(2, limit_s=0.001)
+    assert passes.called_at == pytest.approx(passes.state_at + 0.001, abs=2 * clock.STEP_S)
 
 
 def test_what_takes_too_long_is_not_lain_in_wait_for(target: Target, clock: Clock) -> None:
-    rounds = TimedPasses(target, clock)
-    rounds.verify_s = rounds.draft_s = 2 * stream_exchange.MOST_TAKEN_S
+    passes = TimedPasses(target, clock)
+    passes.verify_s = passes.draft_s = 2 * stream_exchange.MOST_TAKEN_S
     for number in (1, 2, 3):
-        rounds.run(number)
-        assert rounds.soon_at is None
-        assert rounds.called_at == rounds.state_at
+        passes.run(number)
+        assert passes.soon_at is None
+        assert passes.called_at == passes.state_at
 
 
 def test_where_waits_sleep_nobody_is_told(target: Target, clock: Clock) -> None:
-    rounds = TimedPasses(target, clock)
+    passes = TimedPasses(target, clock)
     target.poll_window.enabled = False
     for number in (1, 2, 3):
-        rounds.run(number)
-        assert rounds.soon_at is None
-        assert rounds.called_at is None
+        passes.run(number)
+        assert passes.soon_at is None
+        assert passes.called_at is None
 
 
 def test_that_the_state_came_is_passed_over(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
