@@ -268,8 +268,8 @@ class ExchangeSource(DraftSource):
         auto = [sequence for sequence in drafting if sequence.controller_state is not None]
         if len(auto) == len(drafting):
             return self._controller.wait_cap_s([bound_of(sequence) for sequence in auto], batch_size)
-        # The device cannot go on without the entries in mode `on`. If the round has other entries, limit the
-        # wait of those.
+        # The device cannot go on without the entries in mode `on`. If the round has other entries, limit how
+        # long these wait.
         return self._slots.others_s if batch_size > len(drafting) - len(auto) else None
 
 
