@@ -191,16 +191,16 @@ class TargetMetrics:
             self._count_drafts(step)
 
     def _count_drafts(self, step: ExecutedStep) -> None:
-        # Each counter takes a lock, so sum over the rows first.
-        drafted = [row for row in step.rows if row.num_nodes > 1]
+        # Each counter takes a lock, so sum over the entries first.
+        drafted = [entry for entry in step.entries if entry.num_nodes > 1]
         self._drafts.inc(len(drafted))
-        self._draft_tokens.inc(sum(row.num_nodes - 1 for row in drafted))
-        self._accepted.inc(sum(row.accepted for row in drafted))
+        self._draft_tokens.inc(sum(entry.num_nodes - 1 for entry in drafted))
+        self._accepted.inc(sum(entry.accepted for entry in drafted))
         # A form can force more levels than the shape has.
-        depths = [max(row.accepted, min(row.shape.depth, row.num_nodes - 1)) for row in drafted]
+        depths = [max(entry.accepted, min(entry.shape.depth, entry.num_nodes - 1)) for entry in drafted]
         for index in range(min(max(depths, default=0), MAX_DEPTHS)):
             self._drafted[index].inc(sum(depth > index for depth in depths))
-            count = sum(row.accepted > index for row in drafted)
+            count = sum(entry.accepted > index for entry in drafted)
             self._positions[index].inc(count)
             self._depths[index].inc(count)
 

@@ -184,7 +184,7 @@ def test_drafted_rounds_on_the_device_choose_the_same_tokens(
 
 @pytest.mark.parametrize(("dtype", "chunk"), [(torch.float32, 64), (torch.bfloat16, 2)])
 def test_a_mixed_round_changes_no_bit(target_dir: Path, dtype: torch.dtype, chunk: int) -> None:
-    """Chains, trees, plain rows and prompts in chunks are computed together, and join at different times.
+    """Chains, trees, plain entries and prompts in chunks are computed together, and join at different times.
 
     Every data type and every chunk size is used once.
     """

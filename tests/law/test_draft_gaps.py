@@ -19,7 +19,7 @@ from support.target_harness import Harness, assert_same_tokens, generate_plain, 
 from outrider.services.draft.inproc import HOST_PEER, InprocDrafter, drafter_beside
 from outrider.services.target.drafting.no_drafter import NoDrafter
 from outrider.services.target.engine.loop_plan import LoopPlan
-from outrider.services.target.policy.controller import RowBound
+from outrider.services.target.policy.controller import EntryBound
 from outrider.shared.base.generation import SamplingParams, SpeculationMode
 from outrider.shared.spec.tree import NO_DRAFT, DraftShape
 
@@ -83,22 +83,22 @@ def drafter(pair: Pair) -> Iterator[InprocDrafter]:
 
 
 class Gaps:
-    """Chooses for `auto` rows, at random, to draft or not, in phases of several rounds."""
+    """Chooses for `auto` entries, at random, to draft or not, in phases of several rounds."""
 
     def __init__(self, seed: int) -> None:
         self._rng = random.Random(seed)
         self._left: dict[int, int] = {}
         self._drafts: dict[int, bool] = {}
 
-    def choose(self, rows: Sequence[RowBound], *_: object) -> list[DraftShape]:
-        return [DraftShape(*SHAPE) if self._turn(id(row.state)) else NO_DRAFT for row in rows]
+    def choose(self, entries: Sequence[EntryBound], *_: object) -> list[DraftShape]:
+        return [DraftShape(*SHAPE) if self._turn(id(entry.state)) else NO_DRAFT for entry in entries]
 
-    def _turn(self, row: int) -> bool:
-        if not self._left.get(row):
-            self._left[row] = self._rng.randint(1, 4)
-            self._drafts[row] = not self._drafts.get(row, self._rng.random() < 0.5)
-        self._left[row] -= 1
-        return self._drafts[row]
+    def _turn(self, sequence: int) -> bool:
+        if not self._left.get(sequence):
+            self._left[sequence] = self._rng.randint(1, 4)
+            self._drafts[sequence] = not self._drafts.get(sequence, self._rng.random() < 0.5)
+        self._left[sequence] -= 1
+        return self._drafts[sequence]
 
 
 def check(

@@ -295,7 +295,7 @@ def test_a_row_that_the_drafter_has_no_room_for_verifies_its_root_alone(
 def test_a_sequence_that_is_not_a_number_fails_alone(
     decoder: Decoder, monkeypatch: pytest.MonkeyPatch, plan: LoopPlan, captures: bool
 ) -> None:
-    """One sequence fails in a round and one in its prefill, beside a tree, a chain and a plain row."""
+    """One sequence fails in a round and one in its prefill, beside a tree, a chain and a plain entry."""
     plain = generate_plain(decoder, NoDrafter(), PROMPT, 60)
     victim = [1, 2, 3, 4]
     doomed = generate_plain(decoder, NoDrafter(), victim, 60)

@@ -127,7 +127,7 @@ def test_a_prompt_is_in_the_drafts_cache_before_its_token_is_waited_for(
             harness.submit(prompt, 20, request_id=str(index), shape=(5, 4, 16))
         harness.run()
     left = 1 if plan is None else 0
-    assert list(behind.values()) == [left, left], "at most the row that needs the token waits for it"
+    assert list(behind.values()) == [left, left], "at most the entry that needs the token waits for it"
     for index, prompt in enumerate(prompts):
         assert_same_tokens(decoder, prompt, plain[index], harness.sink.tokens[str(index)])
         assert harness.sink.finished[str(index)].speculation.fallback_reason == ""

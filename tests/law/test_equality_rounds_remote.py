@@ -34,7 +34,7 @@ AHEAD = LoopPlan(lookahead=1, drafts_on_device=True)
 FAULT_S = 3.0 if ON_GPU else 1.0
 """Fault deadline of the draft. On a GPU it includes the time to compile a kernel for a new size."""
 PATIENT_S = 16.0
-"""Fault deadline where nothing is wrong. No row is then given up because the machine is busy."""
+"""Fault deadline where nothing is wrong. No sequence is then given up because the machine is busy."""
 PROMPT = [1, 2, 3, 4]
 BOUND_S = 20.0
 """Time limit of a run. A run delayed by more than a few fault deadlines is considered hung."""
@@ -233,14 +233,14 @@ def test_a_stopped_draft_holds_up_only_the_row_that_waits_for_it(
     decoder: Decoder, folders: tuple[Path, Path], tmp_path: Path, scheme: str, plan: LoopPlan | None
 ) -> None:
     draft = DraftProcess(tmp_path, scheme, *folders)
-    drafter = follow(draft, decoder, fault_s=1000.0)  # the row waits for at least two minutes
+    drafter = follow(draft, decoder, fault_s=1000.0)  # the sequence waits for at least two minutes
     try:
         plain = generate_plain(decoder, NoDrafter(), PROMPT, 300)
         harness = make_harness(decoder, drafter, plan=plan)
         # 1. Run alone, until the waits follow measured times.
         harness.submit(PROMPT, 100, request_id="first", shape=(2, 1, 3))
         harness.run()
-        # 2. Stop the draft while rows of both kinds decode.
+        # 2. Stop the draft while sequences of both kinds decode.
         harness.submit(PROMPT, 300, request_id="on", shape=(2, 1, 3))
         harness.submit(PROMPT, 300, request_id="off", mode=SpeculationMode.OFF)
         while len(harness.sink.tokens.get("on", [])) < 20:

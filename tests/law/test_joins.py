@@ -1,4 +1,4 @@
-"""Requests that join and leave while others decode: order of work, rows of the rounds, and output.
+"""Requests that join and leave while others decode: order of work, entries of the rounds, and output.
 
 Each answer must equal plain decoding, and no request may be lost.
 """
@@ -24,7 +24,7 @@ from outrider.services.target.engine.loop_plan import LoopPlan
 from outrider.services.target.model.model_runner import ChosenTokens
 from outrider.services.target.model.packed_batch import Entry
 from outrider.services.target.model.step_runner import Round
-from outrider.services.target.policy.controller import RowBound
+from outrider.services.target.policy.controller import EntryBound
 from outrider.services.target.policy.cost_model import DraftPath
 from outrider.services.target.scheduling.scheduler import PrefillChunk
 from outrider.shared.base.generation import SamplingParams, SpeculationMode
@@ -99,7 +99,7 @@ def test_without_a_draft_too(decoder: Decoder) -> None:
 
 @pytest.mark.parametrize("features", [False, True])
 @pytest.mark.parametrize("lookahead", [0, 1])
-def test_one_round_has_trees_chains_and_plain_rows_without_padding(
+def test_one_round_has_trees_chains_and_plain_entries_without_padding(
     decoder: Decoder, features: bool, lookahead: int
 ) -> None:
     crowd = Crowd(decoder, 7, seed=5, shortest=40)
@@ -132,7 +132,7 @@ def test_one_round_has_trees_chains_and_plain_rows_without_padding(
 
 
 @pytest.mark.parametrize("mode", [SpeculationMode.ON, SpeculationMode.OFF])
-def test_each_row_of_a_round_has_its_own_sampling(decoder: Decoder, mode: SpeculationMode) -> None:
+def test_each_entry_of_a_round_has_its_own_sampling(decoder: Decoder, mode: SpeculationMode) -> None:
     crowd = Crowd(decoder, 8, seed=6, shortest=30)
     crowd.prompts = [[3, 1, 4, 1, 5]] * 8
     crowd.samplings = [
@@ -159,16 +159,18 @@ def test_each_row_of_a_round_has_its_own_sampling(decoder: Decoder, mode: Specul
 
 
 @pytest.mark.parametrize("features", [False, True])
-def test_rows_in_mode_auto_may_draft_or_not_beside_all_others(decoder: Decoder, features: bool) -> None:
+def test_entries_in_mode_auto_may_draft_or_not_beside_all_others(decoder: Decoder, features: bool) -> None:
     crowd = Crowd(decoder, 6, seed=9, shortest=50)
     drafter = crowd.drafter(features)
     harness = make_harness(decoder, drafter, plan=AHEAD, max_running=8)
     shapes = [NO_DRAFT, DraftShape(5, 1, 6), DraftShape(2, 1, 3)]
     pairs = cycle(product(shapes, shapes))
 
-    def chosen(rows: Sequence[RowBound], others: Sequence[DraftShape], path: DraftPath) -> list[DraftShape]:
+    def chosen(
+        entries: Sequence[EntryBound], others: Sequence[DraftShape], path: DraftPath
+    ) -> list[DraftShape]:
         assert path is DraftPath.DEVICE
-        return list(next(pairs)[: len(rows)])
+        return list(next(pairs)[: len(entries)])
 
     modes = [SpeculationMode.AUTO, SpeculationMode.ON, SpeculationMode.OFF] * 2
     with (

@@ -175,7 +175,7 @@ def check_request(decoder: Decoder, service: Service, name: str, one: Asked, exp
     else:
         assert not rounds
     # 3. The statistics.
-    stats, report = service.rows[name].stats, finished.speculation
+    stats, report = service.sequences[name].stats, finished.speculation
     assert sum(stats.histogram) == stats.rounds == report.rounds
     assert stats.accepted_tokens == sum(k * count for k, count in enumerate(stats.histogram))
     by_rounds = finished.completion_tokens - service.prefilled[name] + stats.tokens_cut

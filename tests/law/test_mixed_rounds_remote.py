@@ -30,7 +30,7 @@ from outrider.services.target.draft_client.link import TargetIdentity
 from outrider.services.target.draft_client.remote_drafter import RemoteDrafter
 from outrider.services.target.drafting.no_drafter import NoDrafter
 from outrider.services.target.engine.loop_plan import LoopPlan
-from outrider.services.target.policy.controller import RowBound
+from outrider.services.target.policy.controller import EntryBound
 from outrider.services.target.policy.offered_shapes import cut
 from outrider.shared.base.generation import SamplingParams, SpeculationMode
 from outrider.shared.nn.decoder import Decoder
@@ -43,7 +43,7 @@ AT_ONCE = LoopPlan(lookahead=0, drafts_on_device=True, max_depth=5, max_nodes=16
 BOUND_S = 20.0
 """Time limit of a run with a fault. A run delayed by more than a few fault deadlines is considered hung."""
 PATIENT_S = 16.0
-"""Fault deadline of the draft. No row is then given up because the machine is busy."""
+"""Fault deadline of the draft. No sequence is then given up because the machine is busy."""
 ON, AUTO, OFF = SpeculationMode.ON, SpeculationMode.AUTO, SpeculationMode.OFF
 GREEDY = SamplingParams(temperature=0.0)
 REQUESTS: list[tuple[list[int], int, SamplingParams, SpeculationMode, tuple[int, int, int]]] = [
@@ -113,10 +113,10 @@ def drafter(draft: DraftProcess, decoder: Decoder) -> Iterator[RemoteDrafter]:
 
 
 class Choices:
-    """Chooses for `auto` rows, at random, a depth or not to draft, in phases of several rounds.
+    """Chooses for `auto` entries, at random, a depth or not to draft, in phases of several rounds.
 
     Attributes:
-        most: Largest number of shapes of the `auto` rows of a round.
+        most: Largest number of shapes of the `auto` entries of a round.
     """
 
     def __init__(self, seed: int) -> None:
@@ -125,18 +125,18 @@ class Choices:
         self._left: dict[int, int] = {}
         self._shapes: dict[int, DraftShape] = {}
 
-    def choose(self, rows: Sequence[RowBound], *_: object) -> list[DraftShape]:
-        shapes = [self._turn(id(row.state), row.bound) for row in rows]
+    def choose(self, entries: Sequence[EntryBound], *_: object) -> list[DraftShape]:
+        shapes = [self._turn(id(entry.state), entry.bound) for entry in entries]
         self.most = max(self.most, len(set(shapes) - {NO_DRAFT}))
         return shapes
 
-    def _turn(self, row: int, bound: DraftShape) -> DraftShape:
-        if not self._left.get(row):
-            self._left[row] = self._rng.randint(1, 4)
+    def _turn(self, sequence: int, bound: DraftShape) -> DraftShape:
+        if not self._left.get(sequence):
+            self._left[sequence] = self._rng.randint(1, 4)
             drafts = self._rng.random() < 0.7
-            self._shapes[row] = self._rng.choice(depths_of(bound)) if drafts else NO_DRAFT
-        self._left[row] -= 1
-        return self._shapes[row]
+            self._shapes[sequence] = self._rng.choice(depths_of(bound)) if drafts else NO_DRAFT
+        self._left[sequence] -= 1
+        return self._shapes[sequence]
 
 
 def depths_of(bound: DraftShape) -> list[DraftShape]:
@@ -247,11 +247,11 @@ def test_mixed_rounds_stay_on_the_device_and_have_the_right_trees(
     assert not proposed.call_count, "no round may go through the host"
     assert harness.engine._sessions.num_resyncs == 0, "no session may be opened again"
     assert max(watch.groups) >= 3, "rounds must have several shapes"
-    assert choices.most >= 2, "rows in mode `auto` must have different shapes"
+    assert choices.most >= 2, "entries in mode `auto` must have different shapes"
     reasons = {
         harness.sink.finished[str(index)].speculation.fallback_reason for index in range(len(REQUESTS))
     }
-    # Rows in mode `auto` decode plainly until the draft has their prompt.
+    # Sequences in mode `auto` decode plainly until the draft has their prompt.
     assert reasons <= {"", "user", "warming"}
     assert check(decoder, folders, kind[0], harness) > 20
 

@@ -25,7 +25,7 @@ torch.set_num_threads(1)
 PLANS = [None, LoopPlan(lookahead=1, drafts_on_device=True)]
 PROMPTS, LENGTHS = [[1, 2, 3, 4], [9, 8, 7], [5], [6, 1, 6, 1, 6]], [60, 12, 25, 43]
 PATIENT_S = 16.0
-"""Fault deadline of the draft. It is long, so that no row is given up because the machine is busy."""
+"""Fault deadline of the draft. It is long, so that no sequence is given up because the machine is busy."""
 
 
 @pytest.fixture(scope="module")

@@ -10,10 +10,10 @@ from itertools import pairwise
 
 from outrider.services.target.policy.acceptance import SamplingKind
 from outrider.services.target.policy.controller import (
-    ExecutedRow,
+    EntryBound,
+    ExecutedEntry,
     ExecutedStep,
-    RowBound,
-    RowState,
+    SequenceState,
     SpeculationController,
 )
 from outrider.services.target.policy.cost_model import DraftPath
@@ -55,7 +55,7 @@ class Machine:
         return drafting, self.verify_s(len(shapes), sum(shape.max_nodes for shape in shapes))
 
     def rate(self, shape: DraftShape, batch_size: int, law: Law) -> float:
-        """Return the expected tokens per second of a batch whose rows all have one shape."""
+        """Return the expected tokens per second of a batch whose entries all have one shape."""
         tokens, reach = 1.0, 1.0
         for depth in range(1, shape.depth + 1):
             reach *= law(depth)
@@ -71,7 +71,7 @@ class Machine:
 class Request:
     """A request that is being served."""
 
-    state: RowState
+    state: SequenceState
     law: Law
     prompt: int
     left: int
@@ -80,8 +80,8 @@ class Request:
     fed: int = 0
 
     @property
-    def bound(self) -> RowBound:
-        return RowBound(self.state, self.forms[0], self.left - 1, self.forms[1], self.prompt + self.emitted)
+    def bound(self) -> EntryBound:
+        return EntryBound(self.state, self.forms[0], self.left - 1, self.forms[1], self.prompt + self.emitted)
 
 
 @dataclass
@@ -95,9 +95,9 @@ class Server:
         new_tokens: Tokens of each request.
         laws: Acceptance of the requests, in turn.
         kinds: Kinds of sampling of the requests, in turn.
-        others: Shapes of further rows that always have these shapes, and never accept a draft.
+        others: Shapes of further entries that always have these shapes, and never accept a draft.
         seconds, tokens: Totals so far. Tokens of `others` do not count.
-        rounds: The shapes of the `auto` rows of each round.
+        rounds: The shapes of the `auto` entries of each round.
     """
 
     controller: SpeculationController
@@ -138,7 +138,7 @@ class Server:
         if self._unread:
             self.controller.observe(self._unread.popleft())
         drafting, verifying = self.machine.round_s([*shapes, *self.others])
-        executed = [ExecutedRow(None, shape.max_nodes, shape, 0) for shape in self.others]
+        executed = [ExecutedEntry(None, shape.max_nodes, shape, 0) for shape in self.others]
         caught_up = False
         for index, (request, shape) in enumerate(zip(self.live, shapes, strict=True)):
             if shape.drafts:
@@ -151,7 +151,7 @@ class Server:
             accepted = 0
             while accepted < shape.depth and self._rng.random() < request.law(accepted + 1):
                 accepted += 1
-            executed.append(ExecutedRow(request.state, shape.max_nodes, shape, accepted))
+            executed.append(ExecutedEntry(request.state, shape.max_nodes, shape, accepted))
             kept = min(accepted + 1, request.left)
             request.emitted += kept
             request.left -= kept
@@ -169,7 +169,7 @@ class Server:
         law = self.laws[self._started % len(self.laws)]
         kind = self.kinds[self._started % len(self.kinds)]
         self._started += 1
-        made = Request(self.controller.new_row(kind), law, self.prompt, tokens, self.forms)
+        made = Request(self.controller.new_state(kind), law, self.prompt, tokens, self.forms)
         if self.controller.would_draft(made.bound):
             made.state.drafted_len = made.fed = made.prompt
             self.seconds += CATCH_UP_S * made.prompt

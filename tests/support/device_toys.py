@@ -1,4 +1,4 @@
-"""A drafter for tests of the decode loop. It drafts on the device, and it knows the right answers."""
+"""A drafter for tests of the decode loop. It drafts on the device, and it is given the expected answers."""
 
 from __future__ import annotations
 

@@ -214,12 +214,12 @@ def watched_rounds() -> Iterator[Mixtures]:
 
 
 def is_auto(entry: Entry) -> bool:
-    """Return True for a row in mode `auto`."""
-    return entry.sequence.controller_row is not None
+    """Return True for an entry in mode `auto`."""
+    return entry.sequence.controller_state is not None
 
 
 def asked_shape(entry: Entry) -> DraftShape:
-    """Return the shape that the client of a row asked for; `NO_DRAFT` in mode `off`."""
+    """Return the shape that the client of an entry asked for; `NO_DRAFT` in mode `off`."""
     sequence = entry.sequence
     return sequence.request.speculation.shape.bounded() if sequence.wants_drafts else NO_DRAFT
 

@@ -23,11 +23,11 @@ from outrider.services.target.engine.inbox import Submit
 from outrider.services.target.engine.loop_plan import LoopPlan
 from outrider.services.target.model.packed_batch import Entry
 from outrider.services.target.model.step_runner import Round
-from outrider.services.target.policy.controller import RowBound
+from outrider.services.target.policy.controller import EntryBound
 from outrider.services.target.policy.cost_model import DraftPath, StepCosts
 from outrider.services.target.policy.offered_shapes import cut
 from outrider.services.target.scheduling.scheduler import PrefillChunk
-from outrider.services.target.scheduling.sequence import Sequence as Row
+from outrider.services.target.scheduling.sequence import Sequence as TargetSequence
 from outrider.shared.base.generation import RoundTrace, SamplingParams, SpeculationMode
 from outrider.shared.base.logit_rules import LogitRules, TokenLogprob
 from outrider.shared.nn.decoder import Decoder
@@ -69,7 +69,7 @@ SAMPLINGS = (
 BROKEN_CHANCE = 0.3
 """Probability that a drafter on the host answers with a random tree, or with no tree."""
 KEEPS_TREE_CHANCE = 0.8
-"""Probability that a row of a fixed shape drafts in a round whose fixed trees may be bounded."""
+"""Probability that an entry of a fixed shape drafts in a round whose fixed trees may be bounded."""
 
 
 @dataclass(frozen=True)
@@ -176,7 +176,7 @@ class Service:
     """An engine that serves requests in the test's thread.
 
     Attributes:
-        rows: The engine's sequences by request id.
+        sequences: The engine's sequences by request id.
         prefilled: Number of tokens that prefills have emitted, by request id.
         seen: What has happened, for tests that assert that they cover it.
     """
@@ -186,7 +186,7 @@ class Service:
     machine: Machine
     drafter: AnswerDrafter
     harness: Harness = field(init=False)
-    rows: dict[str, Row] = field(default_factory=dict)
+    sequences: dict[str, TargetSequence] = field(default_factory=dict)
     prefilled: Counter[str] = field(default_factory=Counter)
     seen: Counter[str] = field(default_factory=Counter)
 
@@ -293,7 +293,7 @@ class Service:
         )
         message = self.harness.engine._inbox[-1]
         assert isinstance(message, Submit)
-        self.rows[str(index)] = message.sequence
+        self.sequences[str(index)] = message.sequence
         return handle
 
     def _checked(
@@ -339,19 +339,21 @@ class Service:
         return noted
 
     def _choose(
-        self, rows: Sequence[RowBound], others: Sequence[DraftShape], path: DraftPath
+        self, entries: Sequence[EntryBound], others: Sequence[DraftShape], path: DraftPath
     ) -> list[DraftShape]:
         """Choose shapes at random in the controller's place."""
         chosen = []
-        for row in rows:
-            form = self._rng.choice(row.forms)
+        for entry in entries:
+            form = self._rng.choice(entry.forms)
             chosen.append(self._rng.choice([NO_DRAFT, form, cut(form, self._rng.randint(1, form.depth))]))
         return chosen
 
-    def _share(self, rows: list[int], base_s: float, round_s: Callable[[Sequence[int]], float]) -> set[int]:
-        """Choose at random which rows of fixed shapes draft, in the place of their measured bound."""
-        chosen = {row for row in rows if self._rng.random() < KEEPS_TREE_CHANCE}
-        self.seen["bounded trees"] += len(rows) - len(chosen)
+    def _share(
+        self, session_ids: list[int], base_s: float, round_s: Callable[[Sequence[int]], float]
+    ) -> set[int]:
+        """Choose at random which entries of fixed shapes draft, in the place of their measured bound."""
+        chosen = {session_id for session_id in session_ids if self._rng.random() < KEEPS_TREE_CHANCE}
+        self.seen["bounded trees"] += len(session_ids) - len(chosen)
         return chosen
 
     def _host_tree(self, tokens: list[int], row: ProposalRow) -> list[Node]:
@@ -376,12 +378,12 @@ class _Counting(Committer):
         self._inner = committer
         self._counts = counts
 
-    def accept(self, sequence: Row, emitted: Sequence[int]) -> Advance | None:
+    def accept(self, sequence: TargetSequence, emitted: Sequence[int]) -> Advance | None:
         return self._inner.accept(sequence, emitted)
 
     def emit(
         self,
-        sequence: Row,
+        sequence: TargetSequence,
         step: Advance,
         trace: RoundTrace | None = None,
         logprobs: Sequence[TokenLogprob] = (),

@@ -1,4 +1,4 @@
-"""Rows of the input of a request, of its name, of tools and reasoning, and of the way the prompt is made."""
+"""Rows of the option table for the model, the input, tools, reasoning and the building of the prompt."""
 
 from __future__ import annotations
 

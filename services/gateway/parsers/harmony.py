@@ -100,7 +100,7 @@ class HarmonyParser:
             self._kind = Reasoning if private else Text
 
     def _arguments(self, value: JsonValue, pieces: list[Piece]) -> bool:
-        """Read the JSON object of a call, in which no text is a marker. Return False to wait for text."""
+        """Read the JSON object of a call, in which no text is a marker. Return False if text is missing."""
         if not value.begun and (start := self._buffer.lstrip()):
             if not start.startswith("{"):
                 self._value = None

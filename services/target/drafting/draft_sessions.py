@@ -48,9 +48,9 @@ class DraftSessions:
     def refresh(self) -> bool:
         """Adopt the drafter's feature spec when it becomes known or changes.
 
-        The spec names the hidden states that the drafter needs. Running sequences that want drafts are
-        prefilled again, because their features were not captured under the new spec. Their tokens do not
-        change. From then on, these sequences get drafts.
+        The spec names the hidden states that the drafter needs. Running sequences whose requests
+        draft are prefilled again, because their features were not captured under the new spec. Their tokens
+        do not change. From then on, these sequences get drafts.
 
         Returns:
             True if the spec has changed.
@@ -122,7 +122,7 @@ class DraftSessions:
             return "misfit"
         state = self._drafter.state()
         if state is not DrafterState.ON and (
-            state is not DrafterState.LATE or sequence.controller_row is not None
+            state is not DrafterState.LATE or sequence.controller_state is not None
         ):
             return BACKING_OFF if self._drafter.backing_off else str(state.value)
         if not sequence.drafted or (self._wants_features and not sequence.has_features):

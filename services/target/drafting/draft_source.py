@@ -74,7 +74,7 @@ class DraftSource(Protocol):
         return None
 
     def planned(self, decodes: Seq[Sequence]) -> list[DraftShape | None]:
-        """Return for each row the shape that was already chosen for the next round, or None."""
+        """Return for each entry the shape that was already chosen for the next round, or None."""
         ...
 
     def waits_for_host(self, entries: Seq[Entry]) -> bool:

@@ -44,7 +44,7 @@ from outrider.shared.spec.resident import GroupSize
 from outrider.shared.spec.tree import NO_DRAFT, DraftShape
 
 TURN_S = 0.02
-"""Longest uninterrupted wait of the engine, in seconds, if all rows await the drafter.
+"""Longest uninterrupted wait of the engine, in seconds, if all entries await the drafter.
 
 After this wait, the engine checks for new requests and cancellations, and then waits again.
 """
@@ -218,9 +218,9 @@ class ExchangeSource(DraftSource):
         self._host.abandon()
 
     def _admit(self, entry: Entry, placed: dict[int, Entry]) -> None:
-        """Leave out a row that awaits the drafter. Let a row that cannot draft decode without drafts."""
+        """Leave out an entry that awaits the drafter. Remove the tree of an entry that cannot draft."""
         sequence = entry.sequence
-        must_wait = sequence.controller_row is None
+        must_wait = sequence.controller_state is None
         reason = self._slots.obstacle(sequence.session_id, entry.shape, must_wait=must_wait)
         if reason == AWAITED:
             del placed[sequence.session_id]
@@ -228,7 +228,7 @@ class ExchangeSource(DraftSource):
             self._drop(entry, placed, reason)
 
     def _drop(self, entry: Entry, placed: dict[int, Entry], reason: str) -> None:
-        """Let a row verify its root alone in this round."""
+        """Let an entry verify its root alone in this round."""
         placed[entry.sequence.session_id] = replace(entry, shape=NO_DRAFT)
         self._planner.fell_back(entry.sequence, reason)
 
@@ -263,13 +263,13 @@ class ExchangeSource(DraftSource):
         return upload(held + idle, torch.int32, self._pool.device)
 
     def _wait_limit_s(self, batch_size: int) -> float | None:
-        """Return the limit of the wait for trees, in seconds; None if only rows in mode `on` wait."""
+        """Return the limit of the wait for trees, in seconds; None if only entries in mode `on` wait."""
         drafting = self._awaiting
-        auto = [sequence for sequence in drafting if sequence.controller_row is not None]
+        auto = [sequence for sequence in drafting if sequence.controller_state is not None]
         if len(auto) == len(drafting):
             return self._controller.wait_cap_s([bound_of(sequence) for sequence in auto], batch_size)
-        # The device cannot go on without the rows in mode `on`. If the round has other rows, limit their
-        # wait.
+        # The device cannot go on without the entries in mode `on`. If the round has other entries, limit how
+        # long these wait.
         return self._slots.others_s if batch_size > len(drafting) - len(auto) else None
 
 

@@ -50,7 +50,7 @@ CATCH_UP_TOKENS = 128
 """Number of unsent tokens of a sequence after which even rounds without drafts send a commit to the
 drafter."""
 JOINED = "joined"
-"""Reason of a row that has no tree because it joined the round after the trees had been requested."""
+"""Reason of an entry that has no tree because it joined the round after the trees had been requested."""
 ANSWERED = ("", "empty_tree")
 """Fallback reasons of a drafter that has answered, but with a single-node tree."""
 
@@ -123,7 +123,7 @@ class HostSource(DraftSource):
 
     def planned(self, decodes: Seq[Sequence]) -> list[DraftShape | None]:
         planned, self._planned = self._planned, {}
-        # The announced request cannot be extended, so rows that join get drafts in the next round at the
+        # The announced request cannot be extended, so entries that join get drafts in the next round at the
         # earliest.
         if self._announced is None:
             return [planned.get(sequence.session_id) for sequence in decodes]
@@ -148,7 +148,7 @@ class HostSource(DraftSource):
             return PreparedDrafts(entries, None)
         if proposal is None:
             proposal = self._announce(wanting, len(entries))
-        # 2. Collect the trees. A row without a tree verifies its root alone, or is left out of the round.
+        # 2. Collect the trees. An entry without a tree verifies its root alone, or is left out of the round.
         started, rows = time.monotonic(), proposal.request.rows
         drafts = self._drafter.propose(proposal.request)
         num_nodes, depths = drafts.num_nodes.tolist(), drafts.depths.amax(dim=1).tolist()
@@ -253,12 +253,12 @@ class HostSource(DraftSource):
     def _announce(self, wanting: Seq[tuple[Sequence, DraftShape]], batch_size: int) -> _Proposal:
         """Send the tokens that the drafter lacks, then request trees."""
         self.commit([sequence for sequence, _ in wanting])
-        auto = [bound_of(one) for one, _ in wanting if one.controller_row is not None]
+        auto = [bound_of(one) for one, _ in wanting if one.controller_state is not None]
         request = ProposalRequest(
             round=self._round,
             rows=[
                 ProposalRow(
-                    sequence.fence(), sequence.tokens[-1], shape, must_wait=sequence.controller_row is None
+                    sequence.fence(), sequence.tokens[-1], shape, must_wait=sequence.controller_state is None
                 )
                 for sequence, shape in wanting
             ],
@@ -271,7 +271,7 @@ class HostSource(DraftSource):
 
     @property
     def awaits_trees(self) -> bool:
-        """True if the drafter is working on an announced round, or on trees of rows that were left out."""
+        """True if the drafter is working on an announced round, or on trees of omitted entries."""
         return self._announced is not None or bool(self._left_out)
 
     def lacks(self, sequence: Sequence, base_len: int) -> None:

@@ -1,4 +1,4 @@
-"""Chooses the tree shape of every row of a round, and counts the rows that wanted drafts but get none."""
+"""Chooses the tree shape of each entry of a round, and counts entries that fall back to plain decoding."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Sequence as Seq
 
 from outrider.services.target.drafting.draft_sessions import DraftSessions
 from outrider.services.target.metrics import TargetMetrics
-from outrider.services.target.policy.controller import RowBound, SpeculationController
+from outrider.services.target.policy.controller import EntryBound, SpeculationController
 from outrider.services.target.policy.cost_model import DraftPath
 from outrider.services.target.policy.fixed_share import FixedShare
 from outrider.services.target.scheduling.sequence import Sequence
 from outrider.shared.spec.tree import NO_DRAFT, DraftShape
 
 OVER_BUDGET = "budget"
-"""Fallback reason of a row whose tree does not fit into `max_packed_rows`, or would slow down other rows."""
+"""Fallback reason of an entry whose tree does not fit into `max_packed_rows`, or would delay the others."""
 
 
 class DraftPlanner:
@@ -69,12 +69,12 @@ class DraftPlanner:
             if not sequence.wants_drafts:
                 sequence.stats.reason = sequence.never_drafts
                 continue
-            sequence.stats.reason = "" if sequence.controller_row is None else verdict.reason.value
+            sequence.stats.reason = "" if sequence.controller_state is None else verdict.reason.value
             reason = self._sessions.obstacle(sequence)
             if reason:
                 self.fell_back(sequence, reason)
-                away += sequence.controller_row is not None
-            elif sequence.controller_row is not None:
+                away += sequence.controller_state is not None
+            elif sequence.controller_state is not None:
                 auto.append(index)
             else:
                 shapes[index] = sequence.request.speculation.shape.bounded()
@@ -82,8 +82,8 @@ class DraftPlanner:
         if auto:
             chosen_here = set(auto)
             others = [shape for index, shape in enumerate(shapes) if index not in chosen_here]
-            rows = [bound_of(decodes[index]) for index in auto]
-            chosen = self._controller.choose(rows, others, path)
+            entries = [bound_of(decodes[index]) for index in auto]
+            chosen = self._controller.choose(entries, others, path)
             for index, shape in zip(auto, chosen, strict=True):
                 shapes[index] = shape.bounded() if shape.drafts else NO_DRAFT
                 decodes[index].stats.reason = self._controller.verdict.reason.value
@@ -96,23 +96,23 @@ class DraftPlanner:
 
     def expects_drafts(self, sequence: Sequence) -> bool:
         """Return True if a sequence will probably draft in its first round."""
-        if sequence.controller_row is None:
+        if sequence.controller_state is None:
             return sequence.wants_drafts
         return self._controller.would_draft(bound_of(sequence))
 
     def fell_back(self, sequence: Sequence, reason: str) -> None:
-        """Count a round in which a row wanted drafts and gets none."""
+        """Count a round in which a sequence gets no drafts although its request drafts."""
         sequence.stats.fell_back(reason)
         self._metrics.fell_back(reason)
 
     def _bound_fixed(
         self, decodes: Seq[Sequence], shapes: list[DraftShape], auto: Seq[int], path: DraftPath
     ) -> None:
-        """Limit the time that trees of fixed shapes add to a round with other rows. See `FixedShare`.
+        """Limit the time that trees of fixed shapes add to a round with other entries. See `FixedShare`.
 
-        If all rows have fixed shapes, the rows with the smallest trees count as the other rows.
+        If all entries have fixed shapes, the entries with the smallest trees count as the other entries.
         """
-        # 1. Find the rows to limit.
+        # 1. Find the entries to limit.
         of_auto = set(auto)
         fixed = [index for index, shape in enumerate(shapes) if shape.drafts and index not in of_auto]
         if len(fixed) == len(shapes):
@@ -120,7 +120,7 @@ class DraftPlanner:
             fixed = [index for index in fixed if shapes[index].max_nodes > smallest]
         if not fixed:
             return
-        # 2. Choose the rows that keep their trees.
+        # 2. Choose the entries that keep their trees.
         places = {decodes[index].session_id: index for index in fixed}
         bounded = set(fixed)
         others = [shape for index, shape in enumerate(shapes) if index not in bounded]
@@ -144,13 +144,13 @@ class DraftPlanner:
     def _within_budget(
         self, decodes: Seq[Sequence], shapes: list[DraftShape], auto: Seq[int]
     ) -> list[DraftShape]:
-        """Shrink a round to `max_packed_rows`. Trees of rows in mode `auto` are dropped first."""
+        """Shrink a round to `max_packed_rows`. Trees of entries in mode `auto` are dropped first."""
         total = sum(shape.max_nodes for shape in shapes)
         if total <= self._max_rows:
             return shapes
         of_auto = set(auto)
         fixed = [index for index, shape in enumerate(shapes) if shape.drafts and index not in of_auto]
-        # The rows in mode `on` that keep their trees change from round to round, so that each row has its
+        # The sequences in mode `on` that keep their trees change from round to round, so that each has its
         # turn.
         self._turn += 1
         first = self._turn % max(1, len(fixed))
@@ -164,12 +164,12 @@ class DraftPlanner:
         return shapes
 
 
-def bound_of(sequence: Sequence) -> RowBound:
-    """Return the draft bounds of a row in mode `auto`."""
-    assert sequence.controller_row is not None
+def bound_of(sequence: Sequence) -> EntryBound:
+    """Return the draft bounds of an entry in mode `auto`."""
+    assert sequence.controller_state is not None
     bound, *chain = sequence.request.speculation.forms
-    return RowBound(
-        sequence.controller_row,
+    return EntryBound(
+        sequence.controller_state,
         bound,
         sequence.remaining - 1,
         chain[0] if chain else NO_DRAFT,

@@ -138,8 +138,8 @@ class ResidentSource(DraftSource):
             stop = min(chunk.stop, sequence.committed_len - 1)
             if self._supply(sequence, stop) is not None:
                 self._drafter.catch_up([sequence.session_id])
-                if sequence.controller_row is not None:
-                    sequence.controller_row.drafted_len = chunk.stop
+                if sequence.controller_state is not None:
+                    sequence.controller_state.drafted_len = chunk.stop
 
     def first_token(self, sequence: Sequence, token: int) -> None:
         self._keep(sequence.session_id, [token])
@@ -243,7 +243,7 @@ class ResidentSource(DraftSource):
         pack_drafts(self._step_runner, seated.draft(group.rows), group.members)
 
     def _drop(self, placed: list[Entry], index: int, reason: str) -> None:
-        """Let a row verify its root alone in this round."""
+        """Let an entry verify its root alone in this round."""
         placed[index] = replace(placed[index], shape=NO_DRAFT)
         self._planner.fell_back(placed[index].sequence, reason)
 

@@ -38,14 +38,14 @@ from outrider.services.target.model.packed_batch import Entry
 from outrider.services.target.model.rounds import PendingVerify, Round, StepOutput
 from outrider.services.target.model.step_runner import StepRunner
 from outrider.services.target.policy.acceptance import SamplingKind
-from outrider.services.target.policy.controller import ExecutedRow, ExecutedStep, SpeculationController
+from outrider.services.target.policy.controller import ExecutedEntry, ExecutedStep, SpeculationController
 from outrider.services.target.policy.cost_model import DraftPath
 from outrider.services.target.scheduling.scheduler import Scheduler, StepPlan
 from outrider.services.target.scheduling.sequence import Sequence
 from outrider.shared.base.generation import RoundTrace
 
 EMPTY_TREE, FORBIDDEN = "empty_tree", "forbidden"
-"""Reasons in the trace of a row whose tree has only its root: the draft proposed no token, or the form of
+"""Reasons in the trace of an entry whose tree has only its root: the draft proposed no token, or the form of
 the output forbids all drafted tokens."""
 
 
@@ -206,7 +206,7 @@ class DecodeLoop:
     def _finish_round(self, finished: StepOutput) -> None:
         # 1. Commit: advance each sequence and tell the drafter.
         steps: list[tuple[int, Outcome, Advance, int]] = []
-        executed: list[ExecutedRow] = []
+        executed: list[ExecutedEntry] = []
         entries = finished.round.entries
         reasons = self._reasons.pop(finished.round.number, {})
         for index, (entry, outcome) in enumerate(zip(entries, finished.outcomes, strict=True)):
@@ -257,13 +257,13 @@ class DecodeLoop:
     def _observe(
         self,
         finished: StepOutput,
-        executed: list[ExecutedRow],
+        executed: list[ExecutedEntry],
         wait: ProposalWait | None,
         caught_up: bool,
     ) -> None:
         provisional = finished.round.provisional
         if wait is None:
-            groups = Counter(row.shape for row in executed if row.shape.drafts)
+            groups = Counter(one.shape for one in executed if one.shape.drafts)
             draft_s = finished.draft_s if groups else 0.0
             step = ExecutedStep(
                 executed,
@@ -311,10 +311,10 @@ class DecodeLoop:
         )
 
 
-def _executed(entry: Entry, outcome: Outcome) -> ExecutedRow:
+def _executed(entry: Entry, outcome: Outcome) -> ExecutedEntry:
     sequence = entry.sequence
-    return ExecutedRow(
-        sequence.controller_row,
+    return ExecutedEntry(
+        sequence.controller_state,
         outcome.num_nodes,
         entry.shape,
         len(outcome.accepted),

@@ -379,7 +379,7 @@ class TargetEngine(Steppable):
             sequence.stats.fell_back(NO_DRAFT_REASON)
         if sequence.wants_drafts and sequence.request.speculation.mode is SpeculationMode.AUTO:
             kind = SamplingKind.of(sequence.request.sampling)
-            sequence.controller_row = self.controller.new_row(kind)
+            sequence.controller_state = self.controller.new_state(kind)
         self._expiry.due_at(sequence.request.deadline)
 
     def _poisoned(self, sequence: Sequence) -> None:

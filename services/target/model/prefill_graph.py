@@ -110,7 +110,7 @@ class PrefillGraph:
         Args:
             chunks: The prompt chunks of one pass. Each chunk belongs to a different sequence, which has a
                 slot.
-            captures: True to store the feature rows of sequences that want drafts.
+            captures: True to store the feature rows of sequences whose requests draft.
 
         Returns:
             ``[n, hidden_size]``, the last hidden states of the n chunks that complete their prompts, in

@@ -46,9 +46,9 @@ ACCEPTED_TO_KNOW = 3
 
 Older rounds count less. A few accepted tokens show that a drafter works, whereas a few rejected tokens do not
 show that it fails."""
-ROW_DECAY = 0.95
+SEQUENCE_DECAY = 0.95
 """Factor by which each new round of a request reduces the weight of the request's older rounds."""
-ROW_STRENGTH = 6.0
+SEQUENCE_STRENGTH = 6.0
 """Weight of the drafter's acceptance in the level of a request, as a number of draft tokens."""
 STEPS_PER_UNIT = 2
 """Number of levels per unit of log-odds."""
@@ -166,7 +166,7 @@ class DrafterAcceptance:
         Args:
             kind: Kind of sampling.
             chain: True for chains, False for trees.
-            level: Level of the request; see `RowAcceptance.level`.
+            level: Level of the request; see `SequenceAcceptance.level`.
         """
         found = self._expected.get((kind, chain, level))
         if found is not None:
@@ -179,7 +179,7 @@ class DrafterAcceptance:
         return tokens
 
 
-class RowAcceptance:
+class SequenceAcceptance:
     """The acceptance of one request's drafts, relative to all requests with the same kind of sampling."""
 
     __slots__ = ("_accepted", "_drafter", "_expected", "_trials", "kind")
@@ -199,9 +199,9 @@ class RowAcceptance:
         """Record a round in which `accepted` nodes of `offered_depth` levels were accepted."""
         trials = min(accepted + 1, offered_depth, MAX_DEPTH)
         rates = self._drafter.rates(self.kind, chain)
-        self._trials = self._trials * ROW_DECAY + trials
-        self._accepted = self._accepted * ROW_DECAY + min(accepted, trials)
-        self._expected = self._expected * ROW_DECAY + sum(rates[:trials])
+        self._trials = self._trials * SEQUENCE_DECAY + trials
+        self._accepted = self._accepted * SEQUENCE_DECAY + min(accepted, trials)
+        self._expected = self._expected * SEQUENCE_DECAY + sum(rates[:trials])
         self._drafter.observe(self.kind, chain, accepted, offered_depth)
 
     @property
@@ -214,7 +214,7 @@ class RowAcceptance:
         if not self._trials:
             return 0
         usual = self._expected / self._trials
-        own = (self._accepted + ROW_STRENGTH * usual) / (self._trials + ROW_STRENGTH)
+        own = (self._accepted + SEQUENCE_STRENGTH * usual) / (self._trials + SEQUENCE_STRENGTH)
         level = round(STEPS_PER_UNIT * (_log_odds(own) - _log_odds(usual)))
         return max(-MOST_LEVEL, min(MOST_LEVEL, level))
 

@@ -19,6 +19,12 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from outrider.services.target.policy.acceptance import DrafterAcceptance, SamplingKind
+from outrider.services.target.policy.controller_inputs import (
+    EntryBound,
+    ExecutedEntry,
+    ExecutedStep,
+    SequenceState,
+)
 from outrider.services.target.policy.cost_model import SHORTEST_S, DraftPath, StepCosts
 from outrider.services.target.policy.decision import Decision, assign_shapes
 from outrider.services.target.policy.expectations import Expectations, ExpectedTokens, expected_tokens
@@ -26,16 +32,15 @@ from outrider.services.target.policy.look_options import LookOptions
 from outrider.services.target.policy.looks import Look, Looks
 from outrider.services.target.policy.offered_shapes import cut
 from outrider.services.target.policy.partition import Others, Partition, Partitions
-from outrider.services.target.policy.row_state import ExecutedRow, ExecutedStep, RowBound, RowState
 from outrider.services.target.policy.verdict import AutoReason, AutoVerdict, DecisionLog
 from outrider.services.target.policy.wait_cap import wait_cap_s
 from outrider.shared.engine.buckets import power_of_2
 from outrider.shared.spec.tree import NO_DRAFT, DraftShape
 
-__all__ = ["ExecutedRow", "ExecutedStep", "RowBound", "RowState", "SpeculationController"]
+__all__ = ["EntryBound", "ExecutedEntry", "ExecutedStep", "SequenceState", "SpeculationController"]
 
 ROUNDS_PER_CHOICE = 8
-"""Number of rounds for which a decision is kept while rows draft."""
+"""Number of rounds for which a decision is kept while entries draft."""
 PLAIN_ROUNDS_PER_CHOICE = 4
 FIRST_PLAIN_ROUNDS = 2
 """Number of plain rounds to run at a new batch size. The second is planned before the first ends."""
@@ -98,75 +103,80 @@ class SpeculationController:
         self._log.forget()
         self._end_decision()
 
-    def new_row(self, kind: SamplingKind = SamplingKind.GREEDY) -> RowState:
+    def new_state(self, kind: SamplingKind = SamplingKind.GREEDY) -> SequenceState:
         """Return the state of a new request, with the drafter's acceptance for `kind` as its prior."""
-        return RowState(self._drafter, kind)
+        return SequenceState(self._drafter, kind)
 
     # ---- choose
 
     def choose(
-        self, rows: Sequence[RowBound], others: Sequence[DraftShape] = (), path: DraftPath = DraftPath.DEVICE
+        self,
+        entries: Sequence[EntryBound],
+        others: Sequence[DraftShape] = (),
+        path: DraftPath = DraftPath.DEVICE,
     ) -> list[DraftShape]:
         """Choose a tree shape for each `auto` request of a round, within the request's limits.
 
         Args:
-            rows: The `auto` requests of the round.
+            entries: The `auto` requests of the round.
             others: The shapes of the other requests of the round, including `NO_DRAFT`.
             path: Where the trees come from.
         """
-        if not rows:
+        if not entries:
             return []
-        decision, bucket = self._decision, power_of_2(len(rows) + len(others))
+        decision, bucket = self._decision, power_of_2(len(entries) + len(others))
         if (
             decision is None
             or decision.rounds_left <= 0
             or (decision.path, decision.bucket) != (path, bucket)
         ):
-            decision = self._decide(rows, Counter(others), path)
+            decision = self._decide(entries, Counter(others), path)
         decision.rounds_left -= 1
-        return [self._shape(row, decision) for row in rows]
+        return [self._shape(entry, decision) for entry in entries]
 
-    def would_draft(self, row: RowBound) -> bool:
+    def would_draft(self, entry: EntryBound) -> bool:
         """Return True if a request that joined now would draft in its first round."""
         decision = self._decision
-        if decision is None or row.useful_depth <= 0:
+        if decision is None or entry.useful_depth <= 0:
             return False
-        return decision.partition.shape_for(expected_tokens(row)).drafts
+        return decision.partition.shape_for(expected_tokens(entry)).drafts
 
-    def draft_away(self, rows: int, batch_size: int) -> None:
-        """Note that the draft cannot draft for any of the `auto` rows of a round."""
+    def draft_away(self, entries: int, batch_size: int) -> None:
+        """Note that the draft cannot draft for any of the `auto` entries of a round."""
         if self.verdict.reason is not AutoReason.DRAFT_AWAY:
-            self.verdict = AutoVerdict(AutoReason.DRAFT_AWAY, plain_rows=rows, batch_size=batch_size)
+            self.verdict = AutoVerdict(AutoReason.DRAFT_AWAY, plain_rows=entries, batch_size=batch_size)
             self._log.note(self.verdict)
 
-    def _shape(self, row: RowBound, decision: Decision) -> DraftShape:
-        state = row.state
-        if state.decision != decision.number:  # the row has joined since
+    def _shape(self, entry: EntryBound, decision: Decision) -> DraftShape:
+        state = entry.state
+        if state.decision != decision.number:  # the entry has joined since
             look = decision.look
-            state.shape = decision.partition.shape_for(expected_tokens(row))
+            state.shape = decision.partition.shape_for(expected_tokens(entry))
             if look is not None and not look.shape.drafts:
                 state.shape = NO_DRAFT
             state.decision = decision.number
         shape = state.shape
-        if not shape.drafts or row.useful_depth <= 0:
+        if not shape.drafts or entry.useful_depth <= 0:
             return NO_DRAFT
-        if decision.path is DraftPath.HOST and shape.depth > row.useful_depth:
-            shape = cut(shape, row.useful_depth)
-        state.drafted_len = row.committed_len
+        if decision.path is DraftPath.HOST and shape.depth > entry.useful_depth:
+            shape = cut(shape, entry.useful_depth)
+        state.drafted_len = entry.committed_len
         return shape
 
-    def _decide(self, rows: Sequence[RowBound], fixed: Mapping[DraftShape, int], path: DraftPath) -> Decision:
+    def _decide(
+        self, entries: Sequence[EntryBound], fixed: Mapping[DraftShape, int], path: DraftPath
+    ) -> Decision:
         # 1. Estimate.
         drafter = self._drafter
         drafter.refresh()
         self.costs.age()
-        for row in rows:
-            row.state.acceptance.follow(drafter)
-        expectations = Expectations(rows)
+        for entry in entries:
+            entry.state.acceptance.follow(drafter)
+        expectations = Expectations(entries)
         expected = expectations.tokens
         others = Others(fixed, sum(count * self._tokens_of(shape) for shape, count in fixed.items()))
-        all_plain = others.nodes == others.rows
-        batch_size = len(rows) + others.rows
+        all_plain = others.nodes == others.count
+        batch_size = len(entries) + others.count
         partitions = Partitions(expectations.classes(), others, self.costs, path)
         # 2. Choose the best partition, as far as enough is known.
         unmeasured = self.costs.plain(batch_size) is None
@@ -175,10 +185,10 @@ class SpeculationController:
         if not unmeasured and drafter.known:
             kept = self._decision.partition.shapes if self._decision is not None else ()
             best = partitions.best(kept, ADVANTAGE)
-        # 3. Assign the shapes, and let some rows look if that is affordable.
+        # 3. Assign the shapes, and let some entries look if that is affordable.
         self._count += 1
-        assign_shapes(rows, expected, best, self._count)
-        look = None if unmeasured else self._add_look(rows, expected, best, partitions, others)
+        assign_shapes(entries, expected, best, self._count)
+        look = None if unmeasured else self._add_look(entries, expected, best, partitions, others)
         left = ROUNDS_PER_CHOICE if best.shapes else PLAIN_ROUNDS_PER_CHOICE
         left = FIRST_PLAIN_ROUNDS if unmeasured else look.rounds if look is not None else left
         decision = Decision(self._count, best, look, path, power_of_2(batch_size), left)
@@ -190,11 +200,11 @@ class SpeculationController:
             reason = AutoReason.UNMEASURED
         else:
             reason = AutoReason.PAYS if best.shapes else AutoReason.DOES_NOT_PAY
-        shapes = Counter(row.state.shape for row in rows if row.state.shape.drafts)
+        shapes = Counter(entry.state.shape for entry in entries if entry.state.shape.drafts)
         self.verdict = AutoVerdict(
             reason,
             dict(shapes),
-            len(rows) - sum(shapes.values()),
+            len(entries) - sum(shapes.values()),
             batch_size,
             None if unmeasured or not drafter.known else best.rate / partitions.plain.rate,
             None if unmeasured else best.seconds,
@@ -203,7 +213,7 @@ class SpeculationController:
         return decision
 
     def _tokens_of(self, shape: DraftShape) -> float:
-        """Return the expected tokens of a row with a fixed shape, whose kind of sampling is not known."""
+        """Return the expected tokens of an entry with a fixed shape, whose kind of sampling is not known."""
         if not shape.drafts:
             return 1.0
         tokens = self._drafter.expected_tokens(SamplingKind.GREEDY, shape.topk == 1)
@@ -211,25 +221,25 @@ class SpeculationController:
 
     def _add_look(
         self,
-        rows: Sequence[RowBound],
+        entries: Sequence[EntryBound],
         expected: Sequence[ExpectedTokens],
         best: Partition,
         partitions: Partitions,
         others: Others,
     ) -> Look | None:
-        """If a look is affordable, change the shapes of some rows. Return the look."""
+        """If a look is affordable, change the shapes of some entries. Return the look."""
         if not self._looks.affordable:
             return None
         options = LookOptions(
-            rows, expected, best, partitions, others, self.costs, known=self._drafter.known
+            entries, expected, best, partitions, others, self.costs, known=self._drafter.known
         ).all()
         look = self._looks.next(options, self.costs.plain(partitions.batch_size) or 0.0)
         if look is None:
             return None
-        for index in options[look.shape].rows:
+        for index in options[look.shape].entries:
             if not look.shape.drafts or look.shape in expected[index]:
-                rows[index].state.shape = look.shape
-                rows[index].state.looks += look.shape.drafts
+                entries[index].state.shape = look.shape
+                entries[index].state.looks += look.shape.drafts
         return look
 
     # ---- learn
@@ -243,24 +253,24 @@ class SpeculationController:
             shape.
         """
         saved_s = 0.0 if step.provisional else self._learn_times(step)
-        for row in step.rows:
-            if row.num_nodes > 1 and row.shape.drafts:
-                chain, depth = row.shape.topk == 1, row.shape.depth
-                if row.state is None:
-                    self._drafter.observe(row.kind, chain, row.accepted, depth)
+        for entry in step.entries:
+            if entry.num_nodes > 1 and entry.shape.drafts:
+                chain, depth = entry.shape.topk == 1, entry.shape.depth
+                if entry.state is None:
+                    self._drafter.observe(entry.kind, chain, entry.accepted, depth)
                 else:
-                    row.state.acceptance.observe(chain, row.accepted, depth)
+                    entry.state.acceptance.observe(chain, entry.accepted, depth)
         return saved_s
 
     def _learn_times(self, step: ExecutedStep) -> float:
-        batch_size, costs = len(step.rows), self.costs
-        nodes = sum(row.num_nodes for row in step.rows)
+        batch_size, costs = len(step.entries), self.costs
+        nodes = sum(entry.num_nodes for entry in step.entries)
         drafts = bool(step.requested)
         costs.observe_verify(batch_size, nodes, step.verify_s)
         costs.observe_rest(batch_size, drafts, step.round_s - step.draft_s - step.verify_s)
         if not step.catches_up:
             costs.observe_drafts(step.requested, step.path, step.draft_s)
-        plain_s, tokens = costs.plain(batch_size), batch_size + sum(row.accepted for row in step.rows)
+        plain_s, tokens = costs.plain(batch_size), batch_size + sum(entry.accepted for entry in step.entries)
         # The duration without the prompts that ran between the rounds.
         seconds = max(SHORTEST_S, step.draft_s + step.verify_s + costs.rest(batch_size, drafts))
         if plain_s is None:
@@ -273,19 +283,19 @@ class SpeculationController:
             self._draft_rate = (
                 ratio if self._draft_rate is None else self._draft_rate + 0.1 * (ratio - self._draft_rate)
             )
-        fixed = any(row.state is None and row.shape.drafts for row in step.rows)
+        fixed = any(entry.state is None and entry.shape.drafts for entry in step.entries)
         return 0.0 if fixed else max(0.0, plainly_s - seconds)
 
     def _account(self, step: ExecutedStep, tokens: int, seconds: float, plain_s: float) -> None:
         """Charge a look for the time of its round, and end a decision whose round was surprisingly slow."""
-        if all(row.state is None for row in step.rows):
+        if all(entry.state is None for entry in step.entries):
             return
         self._looks.earn(seconds, plain_s)
         for decision in (self._decision, self._previous):
             if decision is not None and decision.looked(step):
                 self._charge(step, decision, tokens)
                 return
-        decision, bucket = self._decision, power_of_2(len(step.rows))
+        decision, bucket = self._decision, power_of_2(len(step.entries))
         if decision is None or decision.look is not None or decision.bucket != bucket:
             return
         if step.requested and not step.catches_up and seconds > SURPRISE * decision.partition.seconds:
@@ -299,8 +309,8 @@ class SpeculationController:
         """
         look = decision.look
         assert look is not None
-        nodes = sum(row.num_nodes for row in step.rows)
-        usual_s = self.costs.round(len(step.rows), nodes, step.requested, step.path)
+        nodes = sum(entry.num_nodes for entry in step.entries)
+        usual_s = self.costs.round(len(step.entries), nodes, step.requested, step.path)
         catch_up_s = 0.0
         if step.catches_up:
             catch_up_s = max(0.0, step.draft_s - self.costs.drafts(step.requested, step.path))
@@ -309,9 +319,9 @@ class SpeculationController:
         if look.is_brief and not self._looks.affordable:
             decision.rounds_left = 0
 
-    def wait_cap_s(self, rows: Sequence[RowBound], batch_size: int) -> float:
-        """Return the maximum time in seconds that a round waits for the proposals of its `auto` rows."""
-        return wait_cap_s(rows, batch_size, self.costs, known=self._drafter.known)
+    def wait_cap_s(self, entries: Sequence[EntryBound], batch_size: int) -> float:
+        """Return the maximum time in seconds that a round waits for the proposals of its `auto` entries."""
+        return wait_cap_s(entries, batch_size, self.costs, known=self._drafter.known)
 
     @property
     def speedup_estimate(self) -> float | None:

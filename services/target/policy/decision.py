@@ -1,15 +1,15 @@
-"""A decision of the controller: the shapes of the `auto` rows in the next rounds."""
+"""A decision of the controller: the shapes of the `auto` entries in the next rounds."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from outrider.services.target.policy.controller_inputs import EntryBound, ExecutedStep
 from outrider.services.target.policy.cost_model import DraftPath
 from outrider.services.target.policy.expectations import ExpectedTokens
 from outrider.services.target.policy.looks import Look
 from outrider.services.target.policy.partition import Partition
-from outrider.services.target.policy.row_state import ExecutedStep, RowBound
 from outrider.shared.spec.tree import NO_DRAFT
 
 
@@ -65,7 +65,7 @@ class Decision:
         if self.look is None:
             return False
         shape = self.look.shape
-        drafted = {row.shape for row in step.rows if row.state is not None and row.shape.drafts}
+        drafted = {entry.shape for entry in step.entries if entry.state is not None and entry.shape.drafts}
         if not shape.drafts:
             return not drafted
         return any(
@@ -74,23 +74,23 @@ class Decision:
 
 
 def assign_shapes(
-    rows: Sequence[RowBound], expected: Sequence[ExpectedTokens], partition: Partition, number: int
+    entries: Sequence[EntryBound], expected: Sequence[ExpectedTokens], partition: Partition, number: int
 ) -> None:
     """Assign a tree shape to each `auto` request of a round. The number of requests per shape is limited.
 
     Args:
-        rows: The `auto` requests of the round.
+        entries: The `auto` requests of the round.
         expected: The expected tokens of each request, by shape.
         partition: Determines the shapes, and the largest number of requests for each shape (`counts`).
         number: Number of the decision.
     """
     left = dict(partition.counts)
     gains = [partition.gain_for(tokens) for tokens in expected]
-    for index in sorted(range(len(rows)), key=lambda index: (-gains[index], rows[index].lag)):
+    for index in sorted(range(len(entries)), key=lambda index: (-gains[index], entries[index].lag)):
         shape = partition.shape_for(expected[index])
         if shape.drafts and not left.get(shape):
             shape = NO_DRAFT
         elif shape.drafts:
             left[shape] -= 1
-        rows[index].state.shape = shape
-        rows[index].state.decision = number
+        entries[index].state.shape = shape
+        entries[index].state.decision = number

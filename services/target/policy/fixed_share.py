@@ -23,39 +23,41 @@ ROUNDS_PER_TURN = 8
 
 
 class FixedShare:
-    """Chooses the rows of fixed shapes that draft in a round. Engine thread only."""
+    """Chooses the entries of fixed shapes that draft in a round. Engine thread only."""
 
     def __init__(self) -> None:
         self._credit_s = 0.0
         self._number = 0
         self._turns: dict[int, int] = {}
-        self._rows: list[int] = []
+        self._session_ids: list[int] = []
         self._chosen: list[int] = []
         self._left = 0
 
-    def choose(self, rows: list[int], base_s: float, round_s: Callable[[Seq[int]], float]) -> set[int]:
+    def choose(self, session_ids: list[int], base_s: float, round_s: Callable[[Seq[int]], float]) -> set[int]:
         """From the requests with a fixed tree shape, choose those that draft in this round.
 
         Args:
-            rows: Session ids of these requests.
+            session_ids: Session ids of these requests.
             base_s: Estimated seconds of the round without the trees of these requests.
             round_s: Function that returns the estimated seconds of the round if the given requests draft. The
                 estimate grows with the number of requests.
         """
         allowance_s = (ROUND_LIMIT - 1.0) * base_s
         self._credit_s = min(self._credit_s + allowance_s, allowance_s)
-        if self._left and rows == self._rows:
+        if self._left and session_ids == self._session_ids:
             self._left -= 1
         else:
-            self._take_turns(rows, lambda chosen: round_s(chosen) - base_s, allowance_s)
+            self._take_turns(session_ids, lambda chosen: round_s(chosen) - base_s, allowance_s)
         if self._chosen:
             self._credit_s -= max(0.0, round_s(self._chosen) - base_s)
         return set(self._chosen)
 
-    def _take_turns(self, rows: list[int], cost_s: Callable[[Seq[int]], float], allowance_s: float) -> None:
-        """Begin new turns with the rows whose last turn is longest ago."""
-        order = sorted(rows, key=lambda row: self._turns.get(row, 0))
-        # Find the largest number of rows for which the credit suffices, by bisection.
+    def _take_turns(
+        self, session_ids: list[int], cost_s: Callable[[Seq[int]], float], allowance_s: float
+    ) -> None:
+        """Begin new turns with the requests whose last turn is longest ago."""
+        order = sorted(session_ids, key=lambda session_id: self._turns.get(session_id, 0))
+        # Find the largest number of requests for which the credit suffices, by bisection.
         count, too_many = 0, len(order) + 1
         middle = len(order)
         while too_many - count > 1:
@@ -66,9 +68,10 @@ class FixedShare:
             middle = (count + too_many) // 2
         if not count and self._credit_s >= allowance_s:
             count = 1
-        self._rows, self._chosen = rows, order[:count]
+        self._session_ids, self._chosen = session_ids, order[:count]
         self._left = ROUNDS_PER_TURN - 1 if count else 0
         self._number += 1
         self._turns = {
-            row: self._number if place < count else self._turns.get(row, 0) for place, row in enumerate(order)
+            session_id: self._number if place < count else self._turns.get(session_id, 0)
+            for place, session_id in enumerate(order)
         }

@@ -1,4 +1,4 @@
-"""Lists the looks that a decision may include: their shapes, their rows and their estimated losses."""
+"""Lists the looks that a decision may include: their shapes, their entries and their estimated losses."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 
+from outrider.services.target.policy.controller_inputs import EntryBound
 from outrider.services.target.policy.cost_model import StepCosts
 from outrider.services.target.policy.expectations import ExpectedTokens
 from outrider.services.target.policy.looks import LookOption
 from outrider.services.target.policy.partition import Others, Partition, Partitions
-from outrider.services.target.policy.row_state import RowBound
 from outrider.shared.spec.tree import NO_DRAFT, DraftShape
 
-LOOK_ROWS = 4
-"""Number of rows that take part in a look."""
+LOOK_ENTRIES = 4
+"""Number of entries that take part in a look."""
 LOOKS_APART = 64
-"""A look prefers rows with few tokens that the drafter has not processed, and with few earlier looks. This
+"""A look prefers entries with few tokens that the drafter has not processed, and with few earlier looks. This
 many tokens weigh as much as one look."""
 
 
@@ -24,7 +24,7 @@ class LookOptions:
     """Computes the possible looks: rounds that measure tree shapes that the best partition does not use.
 
     Args:
-        rows: The `auto` requests, with the shapes of the best partition.
+        entries: The `auto` requests, with the shapes of the best partition.
         expected: The expected tokens of each request, by shape.
         best: The best partition, i.e. division of the requests among tree shapes and plain decoding.
         partitions: All partitions of the round's requests.
@@ -35,7 +35,7 @@ class LookOptions:
 
     def __init__(
         self,
-        rows: Sequence[RowBound],
+        entries: Sequence[EntryBound],
         expected: Sequence[ExpectedTokens],
         best: Partition,
         partitions: Partitions,
@@ -44,7 +44,7 @@ class LookOptions:
         *,
         known: bool,
     ) -> None:
-        self._rows = rows
+        self._entries = entries
         self._expected = expected
         self._best = best
         self._partitions = partitions
@@ -60,11 +60,11 @@ class LookOptions:
         part in few looks. In the second, all requests that draft use the shape, so that the round needs no
         draft of the old shape.
         """
-        rows, best, partitions = self._rows, self._best, self._partitions
-        able = [index for index, row in enumerate(rows) if row.useful_depth > 0]
-        able.sort(key=lambda index: rows[index].lag + LOOKS_APART * rows[index].state.looks)
-        drafting = [index for index in able if rows[index].state.shape.drafts]
-        few = able[:LOOK_ROWS]
+        entries, best, partitions = self._entries, self._best, self._partitions
+        able = [index for index, entry in enumerate(entries) if entry.useful_depth > 0]
+        able.sort(key=lambda index: entries[index].lag + LOOKS_APART * entries[index].state.looks)
+        drafting = [index for index in able if entries[index].state.shape.drafts]
+        few = able[:LOOK_ENTRIES]
         options: dict[DraftShape, LookOption] = {}
         for looking in filter(None, (few, drafting)):
             for shape in partitions.offered:
@@ -73,7 +73,7 @@ class LookOptions:
                 option = self._option(looking, shape)
                 if option.loss_s < (options[shape].loss_s if shape in options else math.inf):
                     options[shape] = option
-        if best.shapes and self._others.nodes == self._others.rows:
+        if best.shapes and self._others.nodes == self._others.count:
             loss_s = partitions.plain.seconds - partitions.batch_size / best.rate
             options[NO_DRAFT] = LookOption(loss_s, able, unsure=False)
         return options
@@ -81,8 +81,8 @@ class LookOptions:
     def _option(self, looking: Sequence[int], shape: DraftShape) -> LookOption:
         groups = Counter({of: count for of, count in self._others.shapes.items() if of.drafts})
         tokens, nodes, moved = self._others.tokens, self._others.nodes, set(looking)
-        for index, row in enumerate(self._rows):
-            own = shape if index in moved and shape in self._expected[index] else row.state.shape
+        for index, entry in enumerate(self._entries):
+            own = shape if index in moved and shape in self._expected[index] else entry.state.shape
             tokens += self._expected[index].get(own, 1.0) if self._known else 1.0
             nodes += own.max_nodes
             if own.drafts:

@@ -34,7 +34,7 @@ MOST_ROUNDS = 24.0
 """Largest balance of the budget, as a number of plain rounds."""
 LOOK_ROUNDS = 4
 """Number of rounds of a full look. It lasts several rounds, because the drafter processes the earlier tokens
-of the rows only once per look."""
+of the entries only once per look."""
 LEAST_LOSS_SHARE = 0.01
 """Least estimated loss of a round of a look, as a share of a plain round."""
 FADING = 0.9
@@ -47,18 +47,18 @@ class LookOption:
 
     Attributes:
         loss_s: Estimated seconds that one round of the look loses, compared with the best choice.
-        rows: Indices of the requests that take part.
+        entries: Indices of the requests that take part.
         unsure: True if the estimate may be wrong. The look may then be brief.
     """
 
     loss_s: float
-    rows: Sequence[int]
+    entries: Sequence[int]
     unsure: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """A look: the shape that it measures (`NO_DRAFT`: all rows decode plainly), and its number of rounds."""
+    """A look: the shape that it measures (`NO_DRAFT`: all decode plainly), and its number of rounds."""
 
     shape: DraftShape
     rounds: int = LOOK_ROUNDS

@@ -33,12 +33,12 @@ PRICE_STEPS = 2
 
 
 @dataclass(frozen=True, slots=True)
-class RowClass:
-    """Rows with the same expectations.
+class EntryClass:
+    """Entries with the same expectations.
 
     Attributes:
-        tokens: Expected tokens of a round for each shape that these rows may have.
-        count: Number of rows.
+        tokens: Expected tokens of a round for each shape that these entries may have.
+        count: Number of entries.
     """
 
     tokens: Mapping[DraftShape, float]
@@ -58,8 +58,8 @@ class Others:
     tokens: float
 
     @property
-    def rows(self) -> int:
-        """Number of rows."""
+    def count(self) -> int:
+        """Number of requests."""
         return sum(self.shapes.values())
 
     @property
@@ -87,11 +87,11 @@ class Partition:
     counts: Mapping[DraftShape, int]
 
     def shape_for(self, tokens: Mapping[DraftShape, float]) -> DraftShape:
-        """Return the shape of a row with these expected tokens for each shape that it may have."""
+        """Return the shape of an entry with these expected tokens for each shape that it may have."""
         return self._best(tokens)[0]
 
     def gain_for(self, tokens: Mapping[DraftShape, float]) -> float:
-        """Return the tokens that a row gains from its shape after the price of its nodes is deducted."""
+        """Return the tokens that an entry gains from its shape after the price of its nodes is deducted."""
         return self._best(tokens)[1]
 
     def _best(self, tokens: Mapping[DraftShape, float]) -> tuple[DraftShape, float]:
@@ -122,14 +122,14 @@ class Partitions:
     """
 
     def __init__(
-        self, classes: Sequence[RowClass], others: Others, costs: StepCosts, path: DraftPath
+        self, classes: Sequence[EntryClass], others: Others, costs: StepCosts, path: DraftPath
     ) -> None:
         self._classes = classes
         self._others = others
         self._costs = costs
         self.path = path
         self._count = sum(one.count for one in classes)
-        self.batch_size = self._count + others.rows
+        self.batch_size = self._count + others.count
         # A round has at most twice the rows of the largest measured round, so that even a round that is
         # slower than expected stays short.
         self.most_rows = min(max(SMALL_STEP_ROWS, 2 * costs.most_rows(self.batch_size)), MOST_ROWS)
@@ -199,14 +199,14 @@ class Partitions:
             groups[shape] = groups.get(shape, 0) + count
         return self._costs.round(self.batch_size, rows, groups, self.path)
 
-    def _gains(self, rule: Partition) -> Iterator[tuple[float, DraftShape, RowClass]]:
+    def _gains(self, rule: Partition) -> Iterator[tuple[float, DraftShape, EntryClass]]:
         for one in self._classes:
             shape = rule.shape_for(one.tokens)
             if shape.drafts:
                 yield rule.gain_for(one.tokens), shape, one
 
     def _node_s(self, shapes: tuple[DraftShape, ...]) -> float:
-        """Return the seconds that one more node costs if all rows have the largest of the shapes."""
+        """Return the seconds that one more node costs if all entries have the largest of the shapes."""
         low = self._others.nodes + self._count
         high = low + self._count * (max((shape.max_nodes for shape in shapes), default=1) - 1)
         high = max(low + 1, min(high, self.most_rows))

@@ -58,7 +58,7 @@ class AutoVerdict:
 
     @property
     def text(self) -> str:
-        """The shapes and their numbers of rows, e.g. ``16 x chain 3, 48 plain``."""
+        """The shapes and their numbers of entries, e.g. ``16 x chain 3, 48 plain``."""
         parts = [f"{count} x {shape.name}" for shape, count in self.shapes.items()]
         return ", ".join([*parts, f"{self.plain_rows} plain"] if self.plain_rows or not parts else parts)
 

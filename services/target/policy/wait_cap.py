@@ -1,12 +1,12 @@
-"""Limits how long a round waits for the proposals of its `auto` rows."""
+"""Limits how long a round waits for the proposals of its `auto` entries."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from outrider.services.target.policy.controller_inputs import EntryBound
 from outrider.services.target.policy.cost_model import StepCosts
 from outrider.services.target.policy.expectations import expected_tokens
-from outrider.services.target.policy.row_state import RowBound
 
 WAIT_SHARE = 1.5
 """Maximum wait for proposals, as a multiple of the time that the proposals can save.
@@ -25,7 +25,7 @@ The first proposals are slow because caches and buffers of target and draft are 
 """
 
 
-def wait_cap_s(rows: Sequence[RowBound], batch_size: int, costs: StepCosts, *, known: bool) -> float:
+def wait_cap_s(entries: Sequence[EntryBound], batch_size: int, costs: StepCosts, *, known: bool) -> float:
     """Return the maximum time in seconds that a round waits for the trees of its `auto` requests.
 
     The limit is the smaller of two values:
@@ -36,7 +36,7 @@ def wait_cap_s(rows: Sequence[RowBound], batch_size: int, costs: StepCosts, *, k
       rounds minus the time of the verify pass. The assumed saving is at least the time of one plain round.
 
     Args:
-        rows: The `auto` requests of the round.
+        entries: The `auto` requests of the round.
         batch_size: Number of sequences of the round.
         costs: The measured costs.
         known: True if the drafter's acceptance is known. If not, all nodes are assumed to be accepted, so
@@ -46,9 +46,11 @@ def wait_cap_s(rows: Sequence[RowBound], batch_size: int, costs: StepCosts, *, k
     if plain_s is None or costs.num_answers < ANSWERS_TO_JUDGE:
         return UNMEASURED_WAIT_S
     gain = plain_s
-    for row in {(row.forms, row.useful_depth, row.state.acceptance.level): row for row in rows}.values():
-        tokens = expected_tokens(row)
-        for bound in row.forms:
-            expected = tokens.get(bound, 1.0) if known else 1.0 + min(bound.depth, row.useful_depth)
+    for entry in {
+        (entry.forms, entry.useful_depth, entry.state.acceptance.level): entry for entry in entries
+    }.values():
+        tokens = expected_tokens(entry)
+        for bound in entry.forms:
+            expected = tokens.get(bound, 1.0) if known else 1.0 + min(bound.depth, entry.useful_depth)
             gain = max(gain, expected * plain_s - costs.verify(batch_size, batch_size + bound.max_nodes - 1))
     return min(P99_MULTIPLE * (costs.answer_p99 or 0.0), WAIT_SHARE * gain)

@@ -88,7 +88,7 @@ class Scheduler:
 
     Attributes:
         prefixes: The stored prefixes.
-        finds_features: True if sequences that want drafts can use only prefixes with stored feature rows.
+        finds_features: True if a request that drafts can use only prefixes with stored feature rows.
     """
 
     def __init__(self, allocator: PageAllocator, page_size: int, limits: SchedulerLimits) -> None:

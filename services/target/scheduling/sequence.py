@@ -23,7 +23,7 @@ import time
 from enum import Enum
 
 from outrider.services.target.grammar.form import OutputForm
-from outrider.services.target.policy.controller import RowState
+from outrider.services.target.policy.controller import SequenceState
 from outrider.services.target.policy.speculation_stats import SpeculationStats
 from outrider.services.target.request import EngineRequest, EventSink
 from outrider.shared.base.generation import RoundTrace, SpeculationMode
@@ -96,7 +96,7 @@ class Sequence:
         "cached_len",
         "cached_prompt",
         "charged_len",
-        "controller_row",
+        "controller_state",
         "drafted",
         "emitted_len",
         "epoch",
@@ -164,7 +164,7 @@ class Sequence:
         self.shares_features = share_features
         self.feature_len = 0
         self.found_len = self.cached_prompt = 0
-        self.controller_row: RowState | None = None
+        self.controller_state: SequenceState | None = None
         self.drafted = False
         self.slot = -1
         self.residence = 0

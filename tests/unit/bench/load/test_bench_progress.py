@@ -29,7 +29,7 @@ def every_step_prints(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_work_of_unknown_length_is_shown_by_waiting() -> None:
-    """A `Progress` that nobody tells anything shows no time left, and prints nothing without a terminal."""
+    """A `Progress` that gets no updates shows no time left, and prints nothing without a terminal."""
     root = Path(__file__).resolve().parents[4]
     files = [
         file for room in ("bench", "services", "shared", "train") for file in (root / room).rglob("*.py")

@@ -1,4 +1,4 @@
-"""JSON values of any form: what is refused, and that too many values are refused before they are built."""
+"""Fields with arbitrary JSON: invalid values are refused, and too many values are refused before parsing."""
 
 from __future__ import annotations
 

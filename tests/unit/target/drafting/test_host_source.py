@@ -29,7 +29,7 @@ from outrider.services.target.drafting.host_source import CATCH_UP_TOKENS, HostS
 from outrider.services.target.drafting.no_drafter import NoDrafter
 from outrider.services.target.engine.loop_plan import LoopPlan
 from outrider.services.target.model.packed_batch import Entry
-from outrider.services.target.policy.controller import RowBound, SpeculationController
+from outrider.services.target.policy.controller import EntryBound, SpeculationController
 from outrider.services.target.request import Event
 from outrider.shared.base.generation import SpeculationMode
 from outrider.shared.kv.pool import KVPool
@@ -162,7 +162,7 @@ def test_plain_rounds_run_ahead_while_a_draft_elsewhere_is_not_wanted(decoder: D
     choices = itertools.count(1)
     wanted = DraftShape(2, 1, 3)
 
-    def choose(rows: Sequence[RowBound], *_: object) -> list[DraftShape]:
+    def choose(entries: Sequence[EntryBound], *_: object) -> list[DraftShape]:
         return [wanted if next(choices) % 150 == 0 else NO_DRAFT]
 
     harness.engine.controller.choose = choose  # type: ignore[method-assign]
@@ -193,22 +193,22 @@ def fallbacks(harness: Harness, reason: str) -> float:
 
 
 @pytest.mark.parametrize("state", [DrafterState.DOWN, DrafterState.ON])
-def test_a_row_chooses_once_a_round_and_counts_a_fallback_once(
+def test_a_sequence_chooses_once_a_round_and_counts_a_fallback_once(
     decoder: Decoder, plain: list[list[int]], plan: LoopPlan, state: DrafterState
 ) -> None:
     harness, drafter = followed(decoder, plain, plan)
     drafter.current_state = state
     choices = [0, 0, 0]
 
-    def choose(rows: Sequence[RowBound], *_: object) -> list[DraftShape]:
-        for row in rows:
-            choices[states.index(row.state)] += 1
-        return [DraftShape(2, 1, 3) if sum(choices) % 5 == 0 else NO_DRAFT for _ in rows]
+    def choose(entries: Sequence[EntryBound], *_: object) -> list[DraftShape]:
+        for entry in entries:
+            choices[states.index(entry.state)] += 1
+        return [DraftShape(2, 1, 3) if sum(choices) % 5 == 0 else NO_DRAFT for _ in entries]
 
     harness.engine.controller.choose = choose  # type: ignore[method-assign]
     states: list[Any] = []
-    new_row = harness.engine.controller.new_row
-    harness.engine.controller.new_row = lambda *_: (states.append(new_row()), states[-1])[1]  # type: ignore[method-assign]
+    new_state = harness.engine.controller.new_state
+    harness.engine.controller.new_state = lambda *_: (states.append(new_state()), states[-1])[1]  # type: ignore[method-assign]
     for index, prompt in enumerate(PROMPTS):
         harness.submit(prompt, NEW_TOKENS, request_id=str(index), mode=SpeculationMode.AUTO)
         for _ in range(4):  # the next one joins the rounds of the others
@@ -222,7 +222,7 @@ def test_a_row_chooses_once_a_round_and_counts_a_fallback_once(
         assert (fallbacks(harness, state.value), sum(choices)) == (sum(rounds), 0)
     else:
         assert drafter.log.count("propose") > 1
-        # A row joins a round with trees on their way without a choice of its own.
+        # An entry joins a round with trees on their way without a choice of its own.
         assert all(count - 1 <= choice <= count for choice, count in zip(choices, rounds, strict=True))
 
 
@@ -357,14 +357,14 @@ def test_a_proposal_that_is_owed_teaches_no_cost(
     clock = Clock()
     monkeypatch.setattr(host_source, "time", clock)
     controller = SpeculationController()
-    monkeypatch.setattr(controller, "wait_cap_s", lambda rows, batch_size: CAP_S)
+    monkeypatch.setattr(controller, "wait_cap_s", lambda entries, batch_size: CAP_S)
     fell_back: list[str] = []
     planner: Any = SimpleNamespace(fell_back=lambda sequence, why: fell_back.append(why))
     drafter: Any = Answering(clock, nodes, wait_s, reason)
     nothing: Any = None
     source = HostSource(drafter, nothing, planner, nothing, controller, nothing)
     sequence = seated_sequence(KVPool(64, 4, 1, 1, 2, torch.float32, DEVICE), 1, 0)
-    sequence.controller_row = controller.new_row()
+    sequence.controller_state = controller.new_state()
     prepared = source.prepare([Entry(sequence, 1, DraftShape(3, 2, 7))])
     assert not prepared.may_run_ahead
     assert (prepared.enqueue is not None) == (nodes > 1)

@@ -1,4 +1,4 @@
-"""The shape of every row: obstacles, choices of auto, planned shapes, and the limit of packed rows."""
+"""The shape of every entry: obstacles, choices of auto, planned shapes, and the limit of packed rows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from support.slot_sequences import seated_sequence
 
 from outrider.services.target.drafting.planner import DraftPlanner, bound_of
-from outrider.services.target.policy.controller import RowBound, SpeculationController
+from outrider.services.target.policy.controller import EntryBound, SpeculationController
 from outrider.services.target.policy.cost_model import DraftPath
 from outrider.services.target.policy.verdict import AutoReason, AutoVerdict
 from outrider.services.target.scheduling.sequence import Sequence
@@ -38,8 +38,8 @@ class Room:
         type(costs).measured_plain = property(lambda _costs: self.cost is not None)
         controller: Any = SimpleNamespace(
             choose=self._choose,
-            draft_away=lambda rows, batch_size: self.away.append((rows, batch_size)),
-            would_draft=lambda row: row.bound == CHAIN,
+            draft_away=lambda entries, batch_size: self.away.append((entries, batch_size)),
+            would_draft=lambda entry: entry.bound == CHAIN,
             costs=costs,
             verdict=AutoVerdict(AutoReason.PROBING),
         )
@@ -49,13 +49,15 @@ class Room:
         self.path = path
 
     def shapes(
-        self, rows: list[Sequence], planned: list[DraftShape | None] | tuple[()] = ()
+        self, entries: list[Sequence], planned: list[DraftShape | None] | tuple[()] = ()
     ) -> list[DraftShape]:
-        return self.planner.shapes(rows, self.path, planned)
+        return self.planner.shapes(entries, self.path, planned)
 
-    def _choose(self, rows: list[RowBound], others: list[DraftShape], path: DraftPath) -> list[DraftShape]:
-        self.asked.append((path, len(rows), others))
-        return self.chosen[: len(rows)]
+    def _choose(
+        self, entries: list[EntryBound], others: list[DraftShape], path: DraftPath
+    ) -> list[DraftShape]:
+        self.asked.append((path, len(entries), others))
+        return self.chosen[: len(entries)]
 
     def _seconds(
         self, batch_size: int, rows: int, groups: Mapping[DraftShape, int], path: DraftPath
@@ -68,11 +70,11 @@ class Room:
     ) -> Sequence:
         made = seated_sequence(self.pool, session_id, session_id, shape=shape, follow=follow)
         if auto:
-            made.controller_row = SpeculationController().new_row()
+            made.controller_state = SpeculationController().new_state()
         return made
 
 
-def test_every_row_remembers_why_it_drafts_or_does_not() -> None:
+def test_every_entry_remembers_why_it_drafts_or_does_not() -> None:
     room = Room()
     on, auto, away = room.sequence(0), room.sequence(1, auto=True), room.sequence(2, auto=True)
     room.chosen = [CHAIN]
@@ -86,7 +88,7 @@ def test_every_row_remembers_why_it_drafts_or_does_not() -> None:
     assert away.stats.reason == "probing"
 
 
-def test_a_planned_row_keeps_its_reason() -> None:
+def test_a_planned_entry_keeps_its_reason() -> None:
     room = Room()
     on, auto = room.sequence(0), room.sequence(1, auto=True)
     room.obstacles = {0: "draft_down", 1: "late"}
@@ -95,7 +97,7 @@ def test_a_planned_row_keeps_its_reason() -> None:
     assert [one.stats.reason for one in (on, auto)] == ["draft_down", "late"]
 
 
-def test_a_row_that_never_drafts_says_why() -> None:
+def test_an_entry_that_never_drafts_says_why() -> None:
     room = Room()
     off, alone = room.sequence(0, NO_DRAFT), room.sequence(1, follow=False)
     room.shapes([off, alone])
@@ -107,15 +109,15 @@ def test_each_mode_gets_its_shape() -> None:
     on, off, auto = room.sequence(0), room.sequence(1, follow=False), room.sequence(2, auto=True)
     room.chosen = [CHAIN]
     assert room.shapes([on, off, auto]) == [TREE, NO_DRAFT, CHAIN]
-    assert room.asked == [(DraftPath.DEVICE, 1, [TREE, NO_DRAFT])], "the shapes of the other rows"
+    assert room.asked == [(DraftPath.DEVICE, 1, [TREE, NO_DRAFT])], "the shapes of the other entries"
     assert not room.counted
 
 
-def test_rounds_through_the_host_choose_for_each_row() -> None:
+def test_rounds_through_the_host_choose_for_each_entry() -> None:
     room = Room(path=DraftPath.HOST)
     room.chosen = [CHAIN, NO_DRAFT]
-    rows = [room.sequence(index, auto=True) for index in range(2)]
-    assert room.shapes(rows) == [CHAIN, NO_DRAFT]
+    entries = [room.sequence(index, auto=True) for index in range(2)]
+    assert room.shapes(entries) == [CHAIN, NO_DRAFT]
     assert room.asked == [(DraftPath.HOST, 2, [])]
 
 
@@ -128,55 +130,55 @@ def test_shapes_are_bounded_by_what_their_levels_can_hold() -> None:
     assert shapes[0].max_nodes < 60
 
 
-def test_a_row_with_an_obstacle_counts_one_fallback_a_round() -> None:
+def test_an_entry_with_an_obstacle_counts_one_fallback_a_round() -> None:
     room = Room()
-    rows = [room.sequence(0), room.sequence(1, auto=True), room.sequence(2, follow=False)]
+    entries = [room.sequence(0), room.sequence(1, auto=True), room.sequence(2, follow=False)]
     room.obstacles = {0: "draft_down", 1: "no_features", 2: "draft_down"}
-    assert room.shapes(rows) == [NO_DRAFT] * 3
+    assert room.shapes(entries) == [NO_DRAFT] * 3
     assert room.counted == ["draft_down", "no_features"]
     assert not room.asked
-    assert room.away == [(1, 3)], "no `auto` row can draft"
-    room.shapes(rows)
+    assert room.away == [(1, 3)], "no `auto` entry can draft"
+    room.shapes(entries)
     assert room.counted == ["draft_down", "no_features"] * 2
-    assert rows[0].stats.report(None, "").fallback_reason == "draft_down"
+    assert entries[0].stats.report(None, "").fallback_reason == "draft_down"
 
 
-def test_a_planned_row_is_not_chosen_again() -> None:
+def test_a_planned_entry_is_not_chosen_again() -> None:
     room = Room()
-    rows = [room.sequence(0, auto=True), room.sequence(1, auto=True), room.sequence(2)]
+    entries = [room.sequence(0, auto=True), room.sequence(1, auto=True), room.sequence(2)]
     room.chosen = [TREE]
     room.obstacles = {2: "draft_down"}
-    assert room.shapes(rows, [CHAIN, None, NO_DRAFT]) == [CHAIN, TREE, NO_DRAFT]
+    assert room.shapes(entries, [CHAIN, None, NO_DRAFT]) == [CHAIN, TREE, NO_DRAFT]
     assert room.asked == [(DraftPath.DEVICE, 1, [CHAIN, NO_DRAFT])]
-    assert not room.counted, "the fallback was counted when the row was planned"
-    assert room.shapes(rows, [CHAIN, CHAIN, NO_DRAFT]) == [CHAIN, CHAIN, NO_DRAFT]
+    assert not room.counted, "the fallback was counted when the entry was planned"
+    assert room.shapes(entries, [CHAIN, CHAIN, NO_DRAFT]) == [CHAIN, CHAIN, NO_DRAFT]
     assert len(room.asked) == 1
 
 
-def test_rows_of_auto_give_way_first() -> None:
+def test_entries_of_auto_give_way_first() -> None:
     room = Room(max_rows=7 + 7 + 3)
     room.chosen = [CHAIN, CHAIN]
-    rows = [room.sequence(0, auto=True), room.sequence(1), room.sequence(2, auto=True), room.sequence(3)]
-    assert room.shapes(rows) == [NO_DRAFT, TREE, NO_DRAFT, TREE]
+    entries = [room.sequence(0, auto=True), room.sequence(1), room.sequence(2, auto=True), room.sequence(3)]
+    assert room.shapes(entries) == [NO_DRAFT, TREE, NO_DRAFT, TREE]
     assert room.counted == ["budget", "budget"]
-    assert rows[0].stats.report(None, "").fallback_reason == "budget"
+    assert entries[0].stats.report(None, "").fallback_reason == "budget"
 
 
-def test_no_more_rows_give_way_than_needed() -> None:
+def test_no_more_entries_give_way_than_needed() -> None:
     room = Room(max_rows=7 + 3 + 1)
     room.chosen = [CHAIN, CHAIN]
-    rows = [room.sequence(0), room.sequence(1, auto=True), room.sequence(2, auto=True)]
-    assert room.shapes(rows) == [TREE, NO_DRAFT, CHAIN]
+    entries = [room.sequence(0), room.sequence(1, auto=True), room.sequence(2, auto=True)]
+    assert room.shapes(entries) == [TREE, NO_DRAFT, CHAIN]
     assert room.counted == ["budget"]
 
 
 @pytest.mark.parametrize("count", [2, 3, 5])
-def test_rows_of_mode_on_take_turns(count: int) -> None:
+def test_entries_of_mode_on_take_turns(count: int) -> None:
     room = Room(max_rows=2 * 7 + count - 2)
-    rows = [room.sequence(index) for index in range(count)]
+    entries = [room.sequence(index) for index in range(count)]
     drafted = [0] * count
     for _ in range(10 * count):
-        shapes = room.shapes(rows)
+        shapes = room.shapes(entries)
         assert sum(shape.max_nodes for shape in shapes) <= 2 * 7 + count - 2
         assert sum(shape.drafts for shape in shapes) == 2
         for index, shape in enumerate(shapes):
@@ -185,15 +187,15 @@ def test_rows_of_mode_on_take_turns(count: int) -> None:
     assert len(room.counted) == 10 * count * (count - 2)
 
 
-def test_the_bound_of_an_auto_row_ends_before_its_last_token() -> None:
+def test_the_bound_of_an_auto_entry_ends_before_its_last_token() -> None:
     sequence = Room().sequence(0, auto=True)
     bound = bound_of(sequence)
-    assert bound.state is sequence.controller_row
+    assert bound.state is sequence.controller_state
     assert bound.forms[0] == TREE
     assert bound.useful_depth == sequence.remaining - 1
 
 
-def test_only_rows_that_will_draft_are_fed_with_prompts() -> None:
+def test_only_entries_that_will_draft_are_fed_with_prompts() -> None:
     room = Room()
     expects = room.planner.expects_drafts
     assert expects(room.sequence(0))
@@ -210,16 +212,16 @@ def linear(nodes: int, depth: int) -> float:
     return 0.006 + 0.0001 * nodes if depth == 0 else 0.008 + 0.0001 * nodes
 
 
-def spent_s(room: Room, rows: list[Sequence], rounds: int) -> tuple[float, float, list[int]]:
-    """Return the seconds of the rounds without and with fixed shapes, and each row's number of trees."""
+def spent_s(room: Room, entries: list[Sequence], rounds: int) -> tuple[float, float, list[int]]:
+    """Return the seconds of the rounds without and with fixed shapes, and each entry's number of trees."""
     base_s = total_s = 0.0
-    drafted = [0] * len(rows)
+    drafted = [0] * len(entries)
     assert room.cost is not None
     for _round in range(rounds):
-        shapes = room.shapes(rows)
+        shapes = room.shapes(entries)
         others = [
-            shape if row.controller_row is not None else NO_DRAFT
-            for row, shape in zip(rows, shapes, strict=True)
+            shape if entry.controller_state is not None else NO_DRAFT
+            for entry, shape in zip(entries, shapes, strict=True)
         ]
         for total, of in ((0, others), (1, shapes)):
             seconds = room.cost(sum(one.max_nodes for one in of), max(one.depth for one in of))
@@ -242,7 +244,7 @@ def test_large_fixed_shapes_at_most_double_the_rounds_of_others(neighbours: str)
     assert total_s > 1.5 * base_s, "what is allowed is used"
     turns = drafted[4:]
     assert min(turns) > 0
-    assert max(turns) - min(turns) <= 16, "the rows take turns"
+    assert max(turns) - min(turns) <= 16, "the entries take turns"
     assert set(room.counted) == {"budget"}
     if neighbours == "auto":
         assert drafted[:4] == [640] * 4
@@ -251,8 +253,8 @@ def test_large_fixed_shapes_at_most_double_the_rounds_of_others(neighbours: str)
 def test_a_single_tree_that_is_too_large_has_its_turn_now_and_then() -> None:
     room = Room()
     room.cost = lambda nodes, depth: 0.001 if depth == 0 else 0.006
-    rows = [room.sequence(0, follow=False), room.sequence(1, BIG)]
-    base_s, total_s, drafted = spent_s(room, rows, 640)
+    entries = [room.sequence(0, follow=False), room.sequence(1, BIG)]
+    base_s, total_s, drafted = spent_s(room, entries, 640)
     assert total_s <= 2.1 * base_s
     assert drafted[1] > 640 / 8
 
@@ -260,8 +262,8 @@ def test_a_single_tree_that_is_too_large_has_its_turn_now_and_then() -> None:
 def test_small_trees_beside_others_are_not_bounded() -> None:
     room = Room()
     room.cost = linear
-    rows = [room.sequence(0, follow=False), *(room.sequence(1 + index) for index in range(5))]
-    assert spent_s(room, rows, 50)[2] == [0] + [50] * 5
+    entries = [room.sequence(0, follow=False), *(room.sequence(1 + index) for index in range(5))]
+    assert spent_s(room, entries, 50)[2] == [0] + [50] * 5
     assert not room.counted
 
 
@@ -269,25 +271,25 @@ def test_equal_fixed_shapes_do_not_bound_each_other_but_larger_ones_are_bounded(
     room = Room()
     room.cost = linear
     assert spent_s(room, [room.sequence(index, BIG) for index in range(6)], 20)[2] == [20] * 6
-    rows = [room.sequence(0, CHAIN), *(room.sequence(1 + index, BIG) for index in range(4))]
-    drafted = spent_s(room, rows, 400)[2]
+    entries = [room.sequence(0, CHAIN), *(room.sequence(1 + index, BIG) for index in range(4))]
+    drafted = spent_s(room, entries, 400)[2]
     assert drafted[0] == 400
     assert all(0 < count < 300 for count in drafted[1:])
 
 
 def test_nothing_is_bounded_before_a_plain_round_was_measured() -> None:
     room = Room()
-    rows = [room.sequence(0, follow=False), *(room.sequence(1 + index, BIG) for index in range(4))]
-    assert [shape.drafts for shape in room.shapes(rows)] == [False] + [True] * 4
+    entries = [room.sequence(0, follow=False), *(room.sequence(1 + index, BIG) for index in range(4))]
+    assert [shape.drafts for shape in room.shapes(entries)] == [False] + [True] * 4
     room.cost = linear
-    assert sum(shape.drafts for shape in room.shapes(rows)) < 4
+    assert sum(shape.drafts for shape in room.shapes(entries)) < 4
 
 
 def test_a_round_that_is_planned_again_is_bounded_once() -> None:
     room = Room()
     room.cost = linear
-    rows = [room.sequence(0, follow=False), *(room.sequence(1 + index, BIG) for index in range(4))]
-    shapes = room.shapes(rows)
+    entries = [room.sequence(0, follow=False), *(room.sequence(1 + index, BIG) for index in range(4))]
+    shapes = room.shapes(entries)
     counted = len(room.counted)
-    assert room.shapes(rows, list(shapes)) == shapes
+    assert room.shapes(entries, list(shapes)) == shapes
     assert len(room.counted) == counted > 0

@@ -34,7 +34,9 @@ def plain(decoder: Decoder) -> list[list[int]]:
     return [generate_plain(decoder, NoDrafter(), prompt, NEW_TOKENS) for prompt in PROMPTS]
 
 
-def test_rows_are_grouped_by_shape_and_their_trees_packed(decoder: Decoder, plain: list[list[int]]) -> None:
+def test_entries_are_grouped_by_shape_and_their_trees_packed(
+    decoder: Decoder, plain: list[list[int]]
+) -> None:
     bench = Bench(decoder, plain)
     outcomes = bench.run(CHAIN, TREE, CHAIN)
     assert [(list(seat.sessions), seat.shape, seat.size) for seat in bench.drafter.seated] == [
@@ -82,7 +84,7 @@ def test_columns_cover_the_tokens_of_the_last_round(decoder: Decoder, plain: lis
     bench.drafter.seated.clear()
     bench.run(CHAIN, TREE, NO_DRAFT)
     first, second = bench.drafter.seated
-    assert (first.shape, first.columns) == (CHAIN, 4), "the row's last round may have chosen four tokens"
+    assert (first.shape, first.columns) == (CHAIN, 4), "the sequence's last round may have chosen four tokens"
     assert (second.shape, second.columns) == (TREE, 4)
     assert first.counts == [[4]]
     assert second.counts == [[3]]
@@ -203,7 +205,7 @@ def test_a_long_catch_up_is_reported(decoder: Decoder, plain: list[list[int]]) -
     bench.source._step_runner.table.columns = columns
 
 
-def test_tokens_of_rows_without_drafts_are_told_together(decoder: Decoder, plain: list[list[int]]) -> None:
+def test_tokens_of_entries_without_drafts_are_told_together(decoder: Decoder, plain: list[list[int]]) -> None:
     bench = Bench(decoder, plain)
     first = bench.sequences[0]
     bench.source.first_token(first, 0)

@@ -83,10 +83,10 @@ def test_draining_reads_everything() -> None:
 def test_effects_have_one_order() -> None:
     """All tokens are committed first, then the drafter may begin, and only then anything is delivered."""
     world = LoopWorld(0)
-    rows = [world.sequence(index) for index in range(2)]
+    sequences = [world.sequence(index) for index in range(2)]
     world.shapes[0] = CHAIN
     world.emits[0] = [[8, 9]]
-    world.step(*rows)
+    world.step(*sequences)
     assert world.log == [
         "prepare 0 1",
         "hold 0",
@@ -149,7 +149,7 @@ def test_results_of_a_sequence_that_has_left_are_dropped(change: str) -> None:
     assert gone.tokens == before
     assert (gone.tokens_ahead, gone.passes_ahead) == (0, 0)
     assert [line for line in world.log if line.startswith("emit")] == ["emit 2 [7]"]
-    assert [len(step.rows) for step in world.observed] == [1]
+    assert [len(step.entries) for step in world.observed] == [1]
 
 
 def test_a_round_whose_sequences_have_all_left_teaches_nothing() -> None:
@@ -263,7 +263,7 @@ def test_rounds_without_the_host_are_learnt_as_a_whole() -> None:
     (step,) = world.observed
     assert (step.requested, step.draft_s, step.verify_s, step.round_s) == ({CHAIN: 1}, 0.25, 0.75, 1.5)
     assert (step.path, step.catches_up) == (DraftPath.DEVICE, False)
-    assert [(row.num_nodes, row.shape, row.accepted) for row in step.rows] == [
+    assert [(one.num_nodes, one.shape, one.accepted) for one in step.entries] == [
         (3, CHAIN, 1),
         (1, NO_DRAFT, 0),
     ]

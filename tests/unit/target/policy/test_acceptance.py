@@ -7,8 +7,8 @@ import pytest
 from outrider.services.target.policy.acceptance import (
     PRIOR_ACCEPTANCE,
     DrafterAcceptance,
-    RowAcceptance,
     SamplingKind,
+    SequenceAcceptance,
 )
 from outrider.shared.base.generation import SamplingParams
 
@@ -90,7 +90,7 @@ def test_what_is_not_in_use_fades() -> None:
 def test_a_request_shifts_the_rates_of_its_drafter() -> None:
     drafter = DrafterAcceptance()
     learn(drafter, [(0, 3), (3, 3)], times=200)
-    good, usual, bad = (RowAcceptance(drafter, GREEDY) for _ in range(3))
+    good, usual, bad = (SequenceAcceptance(drafter, GREEDY) for _ in range(3))
     for _ in range(20):
         good.observe(True, 3, 3)
         bad.observe(True, 0, 3)
@@ -104,14 +104,14 @@ def test_a_request_shifts_the_rates_of_its_drafter() -> None:
 
 def test_a_request_starts_again_with_another_drafter() -> None:
     drafter, other = DrafterAcceptance(), DrafterAcceptance()
-    row = RowAcceptance(drafter, GREEDY)
+    sequence = SequenceAcceptance(drafter, GREEDY)
     for _ in range(20):
-        row.observe(True, 0, 3)
-    assert row.level < 0
-    row.follow(drafter)
-    assert row.level < 0
-    row.follow(other)
-    assert row.level == 0
-    row.observe(True, 3, 3)
+        sequence.observe(True, 0, 3)
+    assert sequence.level < 0
+    sequence.follow(drafter)
+    assert sequence.level < 0
+    sequence.follow(other)
+    assert sequence.level == 0
+    sequence.observe(True, 3, 3)
     other.refresh()
     assert other.rates(GREEDY, True)[0] > PRIOR_ACCEPTANCE

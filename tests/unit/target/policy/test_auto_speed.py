@@ -15,9 +15,9 @@ from support.cases import every_pair
 
 from outrider.services.target.policy.acceptance import SamplingKind
 from outrider.services.target.policy.controller import (
+    EntryBound,
     ExecutedStep,
-    RowBound,
-    RowState,
+    SequenceState,
     SpeculationController,
 )
 from outrider.services.target.policy.cost_model import DraftPath
@@ -28,22 +28,22 @@ MACHINE = Machine()
 
 
 class Fixed:
-    """Gives all rows one shape."""
+    """Gives all entries one shape."""
 
     def __init__(self, shape: DraftShape) -> None:
         self.shape = shape
         self.other = SpeculationController()
 
-    def new_row(self, kind: SamplingKind) -> RowState:
-        return self.other.new_row(kind)
+    def new_state(self, kind: SamplingKind) -> SequenceState:
+        return self.other.new_state(kind)
 
-    def would_draft(self, row: RowBound) -> bool:
+    def would_draft(self, entry: EntryBound) -> bool:
         return self.shape.drafts
 
     def choose(
-        self, rows: Sequence[RowBound], others: Sequence[DraftShape], path: DraftPath
+        self, entries: Sequence[EntryBound], others: Sequence[DraftShape], path: DraftPath
     ) -> list[DraftShape]:
-        return [self.shape] * len(rows)
+        return [self.shape] * len(entries)
 
     def observe(self, step: ExecutedStep) -> float:
         """Learn nothing."""
@@ -112,7 +112,7 @@ def test_a_slower_machine_needs_no_other_constants() -> None:
 
 
 def test_a_mixture_of_requests_is_faster_than_any_shape_for_all() -> None:
-    """Rows cost much here, so that useless drafts of some rows delay the others."""
+    """Rows cost much here, so that useless drafts of some sequences delay the others."""
 
     class Costly(Machine):
         def verify_s(self, batch_size: int, rows: int) -> float:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import pytest
 from support.auto_machine import Law, Machine, Server
 
-from outrider.services.target.policy.controller import ExecutedRow, ExecutedStep, SpeculationController
+from outrider.services.target.policy.controller import ExecutedEntry, ExecutedStep, SpeculationController
 from outrider.services.target.policy.cost_model import DraftPath
 from outrider.shared.spec.tree import NO_DRAFT, DraftShape
 
@@ -63,10 +63,10 @@ def start(machine: ColdMachine, law: Law) -> Server:
     controller = SpeculationController()
     for shape in (FORMS[0],) * 20 + (NO_DRAFT,) * 20:
         drafting, verifying = machine.round_s([shape])
-        row = ExecutedRow(None, shape.max_nodes, shape, 0)
+        entry = ExecutedEntry(None, shape.max_nodes, shape, 0)
         requested = Counter([shape] if shape.drafts else [])
         seconds = drafting + verifying
-        controller.observe(ExecutedStep([row], requested, drafting, verifying, seconds, DraftPath.HOST))
+        controller.observe(ExecutedStep([entry], requested, drafting, verifying, seconds, DraftPath.HOST))
     controller.forget_acceptance()
     return Server(controller, machine, 1, TOKENS, [law], path=DraftPath.HOST, forms=FORMS, seed=machine.seed)
 

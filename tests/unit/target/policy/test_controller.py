@@ -12,13 +12,13 @@ from support.auto_machine import CHAIN, CHAIN_3, TREE, Machine, Server, law_of
 from outrider.services.target.policy.acceptance import SamplingKind
 from outrider.services.target.policy.controller import (
     ROUNDS_PER_CHOICE,
-    ExecutedRow,
+    EntryBound,
+    ExecutedEntry,
     ExecutedStep,
-    RowBound,
     SpeculationController,
 )
 from outrider.services.target.policy.cost_model import DraftPath
-from outrider.services.target.policy.look_options import LOOK_ROWS
+from outrider.services.target.policy.look_options import LOOK_ENTRIES
 from outrider.services.target.policy.offered_shapes import MOST_ROWS, offered_shapes
 from outrider.services.target.policy.verdict import AutoReason
 from outrider.services.target.policy.wait_cap import ANSWERS_TO_JUDGE
@@ -46,7 +46,7 @@ def test_nothing_is_assumed_of_a_drafter_that_was_not_measured() -> None:
     while not controller._drafter.known:
         one.round()
     for shapes in one.rounds[:-1]:
-        assert sum(shape.drafts for shape in shapes) <= LOOK_ROWS
+        assert sum(shape.drafts for shape in shapes) <= LOOK_ENTRIES
     assert len(one.rounds) < 30
     one.run(300)
     assert controller.verdict.reason is AutoReason.PAYS
@@ -71,8 +71,8 @@ def test_what_is_known_of_a_drafter_is_kept_for_its_return(known: bool) -> None:
     controller.adopt("head")
     server(controller, laws=[USELESS]).run(3000)
     controller.adopt("other")
-    row = RowBound(controller.new_row(), TREE, 100, CHAIN)
-    controller.choose([row] * 4)
+    entry = EntryBound(controller.new_state(), TREE, 100, CHAIN)
+    controller.choose([entry] * 4)
     assert controller.verdict.reason in (AutoReason.UNMEASURED, AutoReason.PROBING)
     controller.adopt("head" if known else "third")
     assert controller._drafter.known == known
@@ -158,13 +158,13 @@ def test_depth_is_bounded_by_the_tokens_left_to_emit() -> None:
     one = server(controller, 1)
     one.run(2000)
     state = one.live[0].state
-    (shape,) = controller.choose([RowBound(state, TREE, 2, CHAIN)], (), DraftPath.HOST)
+    (shape,) = controller.choose([EntryBound(state, TREE, 2, CHAIN)], (), DraftPath.HOST)
     assert shape.depth <= 2
-    assert controller.choose([RowBound(state, TREE, 0, CHAIN)]) == [NO_DRAFT]
+    assert controller.choose([EntryBound(state, TREE, 0, CHAIN)]) == [NO_DRAFT]
     assert controller.choose([]) == []
 
 
-def test_rows_beside_rows_that_always_draft_draft_too() -> None:
+def test_entries_beside_entries_that_always_draft_draft_too() -> None:
     controller = SpeculationController()
     one = server(controller, 4, others=[TREE] * 4)
     one.run(4000)
@@ -173,7 +173,7 @@ def test_rows_beside_rows_that_always_draft_draft_too() -> None:
 
 
 @pytest.mark.parametrize(("draft_scale", "pays"), [(0.02, True), (1.0, False)])
-def test_one_row_among_plain_rows_drafts_if_that_delays_the_others_little(
+def test_one_entry_among_plain_entries_drafts_if_that_delays_the_others_little(
     draft_scale: float, pays: bool
 ) -> None:
     class Quick(Machine):
@@ -213,7 +213,7 @@ def test_a_draft_that_becomes_useless_is_dropped() -> None:
     assert controller.verdict.reason in (AutoReason.DOES_NOT_PAY, AutoReason.PROBING)
 
 
-def test_the_verdict_counts_rows_and_says_why() -> None:
+def test_the_verdict_counts_entries_and_says_why() -> None:
     controller = SpeculationController()
     one = server(controller, 8)
     one.run(4000)
@@ -230,33 +230,33 @@ def test_the_verdict_counts_rows_and_says_why() -> None:
 def test_prompts_are_fed_only_while_drafting_pays() -> None:
     for law, pays in ((GOOD, True), (USELESS, False)):
         controller = SpeculationController()
-        row = RowBound(controller.new_row(), TREE, 100, CHAIN)
-        assert not controller.would_draft(row)
+        entry = EntryBound(controller.new_state(), TREE, 100, CHAIN)
+        assert not controller.would_draft(entry)
         server(controller, laws=[law]).run(3000)
-        assert controller.would_draft(row) is pays
+        assert controller.would_draft(entry) is pays
 
 
 def test_the_wait_cap_follows_the_measurements() -> None:
     controller = SpeculationController()
-    row = RowBound(controller.new_row(), CHAIN_3, 100)
-    assert controller.wait_cap_s([row], 1) == pytest.approx(0.1), "nothing was measured yet"
+    entry = EntryBound(controller.new_state(), CHAIN_3, 100)
+    assert controller.wait_cap_s([entry], 1) == pytest.approx(0.1), "nothing was measured yet"
     controller.costs.observe_verify(1, 1, 0.004)
     controller.costs.observe_verify(1, 4, 0.006)
     for _ in range(ANSWERS_TO_JUDGE):
         controller.costs.observe_answer(0.001)
-    assert controller.wait_cap_s([row], 1) == pytest.approx(0.002), "twice the 99th percentile"
+    assert controller.wait_cap_s([entry], 1) == pytest.approx(0.002), "twice the 99th percentile"
     for _ in range(128):
         controller.costs.observe_answer(0.5)
     for _ in range(50):
-        row.state.acceptance.observe(True, 0, 3)
+        entry.state.acceptance.observe(True, 0, 3)
     controller._drafter.refresh()
-    assert controller.wait_cap_s([row], 1) == pytest.approx(0.006), "the time of 1.5 plain rounds"
+    assert controller.wait_cap_s([entry], 1) == pytest.approx(0.006), "the time of 1.5 plain rounds"
     for _ in range(400):
-        row.state.acceptance.observe(True, 3, 3)
+        entry.state.acceptance.observe(True, 3, 3)
     controller._drafter.refresh()
-    tokens = row.state.acceptance.expected_tokens(True)[3]
+    tokens = entry.state.acceptance.expected_tokens(True)[3]
     assert tokens > 3.5
-    assert controller.wait_cap_s([row], 1) == pytest.approx(1.5 * (tokens * 0.004 - 0.006)), (
+    assert controller.wait_cap_s([entry], 1) == pytest.approx(1.5 * (tokens * 0.004 - 0.006)), (
         "1.5 times the time that the expected tokens save"
     )
 
@@ -264,10 +264,10 @@ def test_the_wait_cap_follows_the_measurements() -> None:
 def test_times_of_provisional_rounds_are_not_learned() -> None:
     """A round whose pieces are not recorded yet takes longer than later rounds of its kind."""
     controller = SpeculationController()
-    state = controller.new_row()
-    rows = [ExecutedRow(state, 4, CHAIN_3, 3)]
+    state = controller.new_state()
+    entries = [ExecutedEntry(state, 4, CHAIN_3, 3)]
     for _ in range(8):
-        controller.observe(ExecutedStep(rows, {CHAIN_3: 1}, 0.01, 0.04, 0.05, provisional=True))
+        controller.observe(ExecutedStep(entries, {CHAIN_3: 1}, 0.01, 0.04, 0.05, provisional=True))
     assert controller.costs.plain(1) is None
     assert controller.speedup_estimate is None
     controller._drafter.refresh()

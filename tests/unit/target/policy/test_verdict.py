@@ -26,7 +26,7 @@ def test_a_line_is_written_when_the_decision_changes() -> None:
     log.note(PAYS)
     log.note(PAYS, 2 * LOG_INTERVAL_S)
     log.note(AutoVerdict(AutoReason.PAYS, {CHAIN: 2}, 9, 11, 1.2, 0.005), 2 * LOG_INTERVAL_S)
-    assert log.lines == [PAYS], "another number of rows is no other decision"
+    assert log.lines == [PAYS], "another number of entries is no other decision"
     log.note(AutoVerdict(AutoReason.PAYS, {TREE: 2}, 9, 11, 1.2, 0.005), 2 * LOG_INTERVAL_S)
     log.note(PLAIN, 2 * LOG_INTERVAL_S)
     assert [line.reason for line in log.lines] == [AutoReason.PAYS, AutoReason.PAYS, AutoReason.DOES_NOT_PAY]
@@ -49,7 +49,7 @@ def test_looks_are_not_logged() -> None:
     assert not log.lines
 
 
-def test_the_text_names_shapes_and_rows() -> None:
+def test_the_text_names_shapes_and_entries() -> None:
     assert PAYS.text == "4 x chain 3, 1 plain"
     assert PLAIN.text == "5 plain"
     assert AutoVerdict(AutoReason.PAYS, {TREE: 2}, 0, 2).text == "2 x tree 5/8/32"

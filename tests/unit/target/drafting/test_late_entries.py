@@ -1,4 +1,4 @@
-"""Rows that await their trees: rounds go on without them, and every row keeps its tokens."""
+"""Entries that await their trees: rounds go on without them, and every entry keeps its tokens."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Withholding(FakeDrafter):
             session_id = row.fence.session_id
             left = self.withheld.get(session_id, 0)
             if left:
-                assert row.must_wait, "only rows of mode `on` may be left out"
+                assert row.must_wait, "only entries of mode `on` may be left out"
                 self.withheld[session_id] = left - 1
                 self._waiting.add(session_id)
                 batch.num_nodes[index] = 1
@@ -88,7 +88,7 @@ def emitted(harness: Harness, request_id: str) -> int:
 
 
 @pytest.mark.parametrize("mode", [SpeculationMode.OFF, SpeculationMode.ON, SpeculationMode.AUTO])
-def test_other_rows_go_on(
+def test_other_entries_go_on(
     decoder: Decoder, plain: list[list[int]], plan: LoopPlan, mode: SpeculationMode
 ) -> None:
     harness, drafter = withheld(decoder, plain, plan)
@@ -111,7 +111,7 @@ def test_other_rows_go_on(
     assert not drafter.sequences
 
 
-def test_a_late_row_asks_for_the_same_tree_again(
+def test_a_late_entry_asks_for_the_same_tree_again(
     decoder: Decoder, plain: list[list[int]], plan: LoopPlan
 ) -> None:
     harness, drafter = withheld(decoder, plain, plan)
@@ -126,7 +126,7 @@ def test_a_late_row_asks_for_the_same_tree_again(
     assert [harness.sink.tokens[str(index)] for index in range(2)] == plain[:2]
 
 
-def test_a_round_without_other_rows_is_not_launched(
+def test_a_round_without_other_entries_is_not_launched(
     decoder: Decoder, plain: list[list[int]], plan: LoopPlan
 ) -> None:
     harness, drafter = withheld(decoder, plain, plan)
@@ -153,7 +153,7 @@ def test_a_round_without_other_rows_is_not_launched(
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_late_rows_at_random_change_no_token(
+def test_late_entries_at_random_change_no_token(
     decoder: Decoder, plain: list[list[int]], plan: LoopPlan, seed: int
 ) -> None:
     rng = random.Random(seed)

@@ -1,17 +1,17 @@
-"""Defines the controller's inputs: the state of each request, the bounds of each row, and executed rounds."""
+"""Defines the controller's inputs: the state of a sequence, the bounds of an entry, and executed rounds."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from outrider.services.target.policy.acceptance import DrafterAcceptance, RowAcceptance, SamplingKind
+from outrider.services.target.policy.acceptance import DrafterAcceptance, SamplingKind, SequenceAcceptance
 from outrider.services.target.policy.cost_model import DraftPath
 from outrider.shared.spec.tree import NO_DRAFT, DraftShape
 
 
-class RowState:
-    """The speculation controller's memory of one request.
+class SequenceState:
+    """The speculation controller's memory of one sequence.
 
     Attributes:
         acceptance: Estimates how often drafts of this request are accepted.
@@ -24,7 +24,7 @@ class RowState:
     __slots__ = ("acceptance", "decision", "drafted_len", "looks", "shape")
 
     def __init__(self, drafter: DrafterAcceptance, kind: SamplingKind = SamplingKind.GREEDY) -> None:
-        self.acceptance = RowAcceptance(drafter, kind)
+        self.acceptance = SequenceAcceptance(drafter, kind)
         self.shape = NO_DRAFT
         self.decision = -1
         self.looks = 0
@@ -32,7 +32,7 @@ class RowState:
 
 
 @dataclass(frozen=True, slots=True)
-class RowBound:
+class EntryBound:
     """Limits on the tree that one `auto` request of the batch may draft in the next round.
 
     Attributes:
@@ -44,7 +44,7 @@ class RowBound:
         committed_len: Number of committed tokens of the request, as far as the host knows.
     """
 
-    state: RowState
+    state: SequenceState
     bound: DraftShape
     useful_depth: int
     chain: DraftShape = NO_DRAFT
@@ -62,7 +62,7 @@ class RowBound:
 
 
 @dataclass(frozen=True, slots=True)
-class ExecutedRow:
+class ExecutedEntry:
     """The result of one request of the batch in an executed round.
 
     Attributes:
@@ -74,7 +74,7 @@ class ExecutedRow:
         kind: Kind of sampling, for requests whose `state` is None.
     """
 
-    state: RowState | None
+    state: SequenceState | None
     num_nodes: int
     shape: DraftShape
     accepted: int
@@ -86,7 +86,7 @@ class ExecutedStep:
     """Measurements of an executed round. Durations are in seconds.
 
     Attributes:
-        rows: The results of all requests of the batch.
+        entries: The results of all requests of the batch.
         requested: Number of requests that wanted drafts, by requested tree shape.
         draft_s: Duration of drafting, or of the wait for trees from the host. 0 without drafts.
         verify_s: Duration of the verify pass.
@@ -98,7 +98,7 @@ class ExecutedStep:
             rounds of this kind will take less time, so nothing is learned from the times of this round.
     """
 
-    rows: Sequence[ExecutedRow]
+    entries: Sequence[ExecutedEntry]
     requested: Mapping[DraftShape, int]
     draft_s: float
     verify_s: float
