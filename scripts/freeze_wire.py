@@ -1,7 +1,7 @@
-"""Writes the wire format of this release to `tests/support/released_wire.binpb`. Run it after each release.
+"""Writes the wire format of this release to `tests/support/connection/released_wire.binpb`.
 
-The tests read this file to act as the previous release: they remove every field that the previous release
-does not define from the messages.
+Run it after each release. The tests read this file to act as the previous release: they remove every field
+that the previous release does not define from the messages.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PROTOS = ROOT / "protos"
-RELEASED = ROOT / "tests" / "support" / "released_wire.binpb"
+RELEASED = ROOT / "tests" / "support" / "connection" / "released_wire.binpb"
 
 
 def freeze(protos: Path, target: Path) -> None:

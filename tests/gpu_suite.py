@@ -5,9 +5,9 @@
 It needs the packages of `.[test,flashinfer]` and pytest-xdist. The suite consists of the laws on a GPU in
 fp32 and `tests/gpu`, including the tests for several GPUs.
 
-Four lanes run the jobs of `support.gpu_suite_plan` one after another. Each lane has its share of the cores
-and its own GPU; on hosts with fewer than four GPUs, lanes share them. Tests that measure, or need much GPU
-memory, have their own jobs.
+Four lanes run the jobs of `support.suite.gpu_suite_plan` one after another. Each lane has its share of the
+cores and its own GPU; on hosts with fewer than four GPUs, lanes share them. Tests that measure, or need much
+GPU memory, have their own jobs.
 
 A failed test is reported immediately. Failed tests and tests that were cut off run again at the end if there
 is time, but this does not count as passed.
@@ -29,7 +29,7 @@ import time
 from pathlib import Path
 from typing import IO, Any
 
-from support.gpu_suite_plan import LANES, TESTS, Job, plan
+from support.suite.gpu_suite_plan import LANES, TESTS, Job, plan
 
 ROOT = TESTS.parent
 PYTEST = (
@@ -38,7 +38,7 @@ PYTEST = (
     "pytest",
     "-q",
     "-p",
-    "support.gpu_suite_report",
+    "support.suite.gpu_suite_report",
     "-p",
     "no:cacheprovider",
     "--tb=short",

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from page_steps import OpenPage, set_fields
 from playwright.sync_api import Browser, Page, expect, sync_playwright
-from support.stack import Stack, supervised
+from support.services.stack import Stack, supervised
 
 DESKTOP = {"width": 1280, "height": 800}
 TIMEOUT_MS = 30_000

@@ -9,7 +9,7 @@ from pathlib import Path
 import httpx
 from page_steps import OpenPage, answer_with, ask, set_fields
 from playwright.sync_api import Page, expect
-from support.stack import Stack
+from support.services.stack import Stack
 
 WORDS = re.compile(
     r"Last decision: (\d+ × [a-z ]+.*|nothing yet), "

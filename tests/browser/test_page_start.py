@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from page_steps import PROMPT, OpenPage, answer_with, ask, set_fields
 from playwright.sync_api import Page, Route, expect
-from support.stack import Stack
+from support.services.stack import Stack
 
 MODELS = "**/v1/models"
 CHATS = "**/v1/chat/completions"

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from page_steps import PROMPT, OpenPage, answer_with, ask, set_fields
 from playwright.sync_api import Page, expect
-from support.stack import DEMO_TARGET, Process, Stack, free_port
+from support.services.stack import DEMO_TARGET, Process, Stack, free_port
 
 PHONE = {"width": 360, "height": 740}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import httpx
 from page_steps import OpenPage, ask
 from playwright.sync_api import expect
-from support.stack import Stack
+from support.services.stack import Stack
 
 PHONE = {"viewport": {"width": 375, "height": 667}, "has_touch": True, "is_mobile": True}
 

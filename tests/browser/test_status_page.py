@@ -10,7 +10,7 @@ import pytest
 from axe_playwright_python.sync_playwright import Axe
 from page_steps import OpenPage, ask, set_fields
 from playwright.sync_api import Page, expect
-from support.stack import Stack
+from support.services.stack import Stack
 
 
 def test_the_status_page_shows_services_load_charts_and_errors(

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from fake_target import FakeTarget
 from gateway_thread import GatewayThread
-from support.stack import Stack, supervised
+from support.services.stack import Stack, supervised
 from tokenizers import Tokenizer
 from tool_chat import make_tool_tokenizer
 

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.stack import DEMO_TARGET, Stack
+from support.services.stack import DEMO_TARGET, Stack
 
 GUIDELLM = str(Path(sys.executable).parent / "guidellm")
 

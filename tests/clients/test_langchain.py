@@ -12,7 +12,7 @@ from langchain_core.messages import HumanMessage, SystemMessage, ToolMessage
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI, OpenAI
 from pydantic import BaseModel, Field
-from support.stack import Stack
+from support.services.stack import Stack
 from tokenizers import Tokenizer
 from tool_chat import TWO_CALLS, answer_with
 

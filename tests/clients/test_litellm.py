@@ -10,7 +10,7 @@ import litellm
 import pytest
 from fake_target import FakeTarget
 from gateway_thread import GatewayThread
-from support.stack import Stack
+from support.services.stack import Stack
 from tokenizers import Tokenizer
 from tool_chat import TWO_CALLS, WEATHER, answer_with
 

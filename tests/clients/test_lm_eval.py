@@ -10,7 +10,7 @@ import lm_eval
 import pytest
 import yaml
 from lm_eval.tasks import TaskManager
-from support.stack import DEMO_TARGET, Stack
+from support.services.stack import DEMO_TARGET, Stack
 
 DOCUMENTS = [
     {"question": "The capital of France is", "choices": ["Paris", "Rome", "Oslo"], "answer": 0},

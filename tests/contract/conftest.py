@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from fake_target import FakeTarget
 from gateway_thread import GatewayThread, Stack
-from support.toy_text import make_tokenizer
+from support.models.toy_text import make_tokenizer
 from tokenizers import Tokenizer
 
 

@@ -12,7 +12,7 @@ import pytest
 from fake_target import FakeTarget
 from gateway_thread import GatewayThread
 from http_calls import CHAT, client_of
-from support.toy_text import make_tokenizer
+from support.models.toy_text import make_tokenizer
 from tokenizers import Tokenizer
 from tool_chat import CALL, HERMES, WEATHER, answer_with
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import grpc
 import pytest
 from http_calls import CHAT, MakeGateway, client_of, error_of
-from support.toy_text import make_tokenizer
+from support.models.toy_text import make_tokenizer
 
 from outrider.gateway.v1 import gateway_pb2, gateway_pb2_grpc
 from outrider.services.gateway.templates import renderer

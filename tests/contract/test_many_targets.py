@@ -9,7 +9,7 @@ from pathlib import Path
 
 from gateway_thread import GatewayThread
 from http_calls import MakeGateway, client_of, error_of
-from support.toy_text import make_tokenizer
+from support.models.toy_text import make_tokenizer
 from target_calls import NEW_TOKENS, PROMPT, MakeTarget, body, expected, gated, wait_all
 
 

@@ -14,7 +14,7 @@ import pytest
 from fake_target import FakeTarget, Script
 from gateway_thread import GatewayThread
 from http_calls import CHAT, client_of, error_of
-from support.toy_text import make_tokenizer
+from support.models.toy_text import make_tokenizer
 from tool_chat import WEATHER, make_tool_tokenizer
 
 from outrider.common.v1 import common_pb2

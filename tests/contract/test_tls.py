@@ -14,7 +14,7 @@ import httpx
 import pytest
 from fake_target import TARGET_SERVICE, FakeTarget
 from gateway_thread import GatewayThread, free_port
-from support.throwaway_ca import Certificate, ThrowawayCa
+from support.connection.throwaway_ca import Certificate, ThrowawayCa
 from test_process import TIMEOUT_S, process, wait_ready
 from tokenizers import Tokenizer
 from typer.testing import CliRunner

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from fake_target import EOS_ID, FakeTarget, Script
-from support.toy_text import make_tokenizer
+from support.models.toy_text import make_tokenizer
 from tokenizers import Tokenizer
 
 HERMES = (

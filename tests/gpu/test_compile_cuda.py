@@ -7,8 +7,14 @@ from unittest import mock
 
 import pytest
 import torch
-from support import generic_models
-from support.target_harness import FakeDrafter, assert_same_tokens, generate_plain, make_harness, oracle_plan
+from support.engine.target_harness import (
+    FakeDrafter,
+    assert_same_tokens,
+    generate_plain,
+    make_harness,
+    oracle_plan,
+)
+from support.models import generic_models
 
 from outrider.services.target.drafting.no_drafter import NoDrafter
 from outrider.services.target.engine.loop_plan import LoopPlan

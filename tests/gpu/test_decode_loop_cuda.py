@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from support.device_toys import AnswerDrafter
-from support.gpu_pair import HEAD, TARGET, make_pair_drafter
-from support.target_harness import Harness, assert_same_tokens, generate_plain, make_harness
+from support.drafts.gpu_pair import HEAD, TARGET, make_pair_drafter
+from support.engine.device_toys import AnswerDrafter
+from support.engine.target_harness import Harness, assert_same_tokens, generate_plain, make_harness
 
 from outrider.services.target.drafting.no_drafter import NoDrafter
 from outrider.services.target.engine.loop_plan import LoopPlan

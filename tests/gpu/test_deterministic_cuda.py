@@ -14,9 +14,17 @@ from invariant_cases import (
     check_histories,
     check_norm,
 )
-from support.deterministic_rig import PROMPT, assert_bits, harness_of, load, logits_in_chunks, plain, recorded
-from support.target_harness import FakeDrafter, oracle_plan, random_plan
-from support.toys import make_toy_target
+from support.engine.deterministic_rig import (
+    PROMPT,
+    assert_bits,
+    harness_of,
+    load,
+    logits_in_chunks,
+    plain,
+    recorded,
+)
+from support.engine.target_harness import FakeDrafter, oracle_plan, random_plan
+from support.models.toys import make_toy_target
 
 from outrider.services.target.drafting.no_drafter import NoDrafter
 from outrider.services.target.engine.loop_plan import LoopPlan

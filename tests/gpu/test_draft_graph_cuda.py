@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from support import toy_mtp
-from support.drafter_rig import Rig, check_mixture, host_round, open_streams
-from support.toy_heads import HIDDEN, VOCAB, base_config, eagle_tensors, write_head
-from support.toys import make_toy_eagle3, make_toy_target
+from support.drafts.drafter_rig import Rig, check_mixture, host_round, open_streams
+from support.models import toy_mtp
+from support.models.toy_heads import HIDDEN, VOCAB, base_config, eagle_tensors, write_head
+from support.models.toys import make_toy_eagle3, make_toy_target
 
 from outrider.services.draft.build import build_engine
 from outrider.services.draft.growth.draft_graph import DeviceGrowth

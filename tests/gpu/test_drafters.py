@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.target_harness import assert_same_tokens, generate_plain, make_harness
-from support.toy_mtp import sample_text, save, train
+from support.engine.target_harness import assert_same_tokens, generate_plain, make_harness
+from support.models.toy_mtp import sample_text, save, train
 
 from outrider.services.draft.inproc import drafter_beside
 from outrider.services.draft.settings import DraftSettings

@@ -10,10 +10,10 @@ from unittest import mock
 
 import pytest
 import torch
-from support.gpu_pair import TARGET, make_pair_drafter
-from support.near_ties import differences
-from support.stack import PROMPTS, supervised
-from support.target_harness import generate_plain, make_harness
+from support.drafts.gpu_pair import TARGET, make_pair_drafter
+from support.engine.target_harness import generate_plain, make_harness
+from support.outputs.near_ties import differences
+from support.services.stack import PROMPTS, supervised
 
 from outrider.common.v1 import common_pb2
 from outrider.services.target.drafting.no_drafter import NoDrafter

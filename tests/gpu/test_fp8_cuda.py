@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 from fp8_cases import check_attention, check_compact, check_store
-from support.target_harness import make_harness
-from support.toys import make_toy_target
+from support.engine.target_harness import make_harness
+from support.models.toys import make_toy_target
 
 from outrider.bench.measure.perplexity import measure_perplexity
 from outrider.services.target.drafting.no_drafter import NoDrafter

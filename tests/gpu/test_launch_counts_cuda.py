@@ -9,8 +9,8 @@ import itertools
 
 import pytest
 import torch
-from support.gpu_pair import TARGET, make_pair_drafter
-from support.target_harness import make_harness
+from support.drafts.gpu_pair import TARGET, make_pair_drafter
+from support.engine.target_harness import make_harness
 from torch.profiler import ProfilerActivity, profile
 
 from outrider.services.target.engine.loop_plan import LoopPlan

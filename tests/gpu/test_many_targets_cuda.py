@@ -8,7 +8,7 @@ import signal
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from support.two_targets import STREAMS, Crowd, TwoTargets
+from support.services.two_targets import STREAMS, Crowd, TwoTargets
 
 pytestmark = [pytest.mark.multi_gpu, pytest.mark.timeout(600)]
 

@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 import torch
-from support.deterministic_rig import assert_bits, harness_of, load, recorded
-from support.device_toys import AnswerDrafter
-from support.gpu_pair import TARGET, make_pair_drafter
-from support.mixed_crowd import Client, Crowd, check_outputs, draw_clients, watched_rounds
-from support.target_harness import FakeDrafter, Harness, generate_plain, make_harness, oracle_plan
-from support.toys import make_toy_target
+from support.drafts.gpu_pair import TARGET, make_pair_drafter
+from support.engine.deterministic_rig import assert_bits, harness_of, load, recorded
+from support.engine.device_toys import AnswerDrafter
+from support.engine.target_harness import FakeDrafter, Harness, generate_plain, make_harness, oracle_plan
+from support.models.toys import make_toy_target
+from support.outputs.mixed_crowd import Client, Crowd, check_outputs, draw_clients, watched_rounds
 
 from outrider.services.draft.inproc import InprocDrafter
 from outrider.services.target.drafting.no_drafter import NoDrafter

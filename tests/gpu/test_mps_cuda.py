@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from support.stack import PROMPTS, START_TIMEOUT_S, Stack, child_pid, supervised
+from support.services.stack import PROMPTS, START_TIMEOUT_S, Stack, child_pid, supervised
 
 from outrider.common.v1 import common_pb2
 from outrider.services.stack.mps import PROGRAM

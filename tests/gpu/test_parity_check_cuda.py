@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.parity_faults import FAULTS, planted, random_model, runner_of
+from support.outputs.parity_faults import FAULTS, planted, random_model, runner_of
 
 from outrider.services.target.model.model_runner import ModelRunner
 from outrider.services.target.startup.parity_check import check_parity

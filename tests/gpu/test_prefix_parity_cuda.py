@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from support.family_models import save
-from support.prefix_parity import ParityCase
-from support.target_harness import Harness, make_harness
-from support.toys import make_toy_target
+from support.engine.target_harness import Harness, make_harness
+from support.models.family_models import save
+from support.models.toys import make_toy_target
+from support.outputs.prefix_parity import ParityCase
 
 from outrider.services.target.settings import TargetSettings
 from outrider.services.target.startup.numerics import prepare_attention, prepare_decoder

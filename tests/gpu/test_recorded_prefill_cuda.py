@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.prefill_rig import (
+from support.engine.prefill_rig import (
     CASES,
     SAMPLINGS,
     SIZES,
@@ -16,7 +16,7 @@ from support.prefill_rig import (
     make_runner,
     make_sequence,
 )
-from support.toys import make_toy_target
+from support.models.toys import make_toy_target
 
 from outrider.services.target.model.model_runner import ModelRunner
 from outrider.services.target.model.prefill_graph import PREFILL_SIZES, WHOLE_PROMPT_SIZES

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.slotted_target import check_many_rounds
-from support.toys import make_toy_eagle3, make_toy_target
+from support.drafts.slotted_target import check_many_rounds
+from support.models.toys import make_toy_eagle3, make_toy_target
 
 from outrider.services.draft.build import build_engine
 from outrider.services.draft.settings import DraftSettings

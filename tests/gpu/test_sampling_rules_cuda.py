@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.gpu_pair import TARGET, make_pair_drafter
-from support.target_harness import assert_same_tokens, generate_plain, make_harness
+from support.drafts.gpu_pair import TARGET, make_pair_drafter
+from support.engine.target_harness import assert_same_tokens, generate_plain, make_harness
 
 from outrider.services.target.drafting.no_drafter import NoDrafter
 from outrider.services.target.engine.loop_plan import LoopPlan

@@ -9,8 +9,8 @@ from functools import partial
 
 import httpx
 import pytest
-from support.gateway_client import Result
-from support.stack import PROMPTS, Stack, supervised
+from support.services.gateway_client import Result
+from support.services.stack import PROMPTS, Stack, supervised
 
 from outrider.common.v1 import common_pb2
 

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
-from support.stack import PROMPTS, Stack, supervised
+from support.services.stack import PROMPTS, Stack, supervised
 
 from outrider.common.v1 import common_pb2
 

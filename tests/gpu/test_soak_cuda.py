@@ -9,9 +9,9 @@ from unittest import mock
 
 import pytest
 import torch
-from support.gpu_pair import TARGET, make_pair_drafter
-from support.mixed_crowd import SHAPES, Crowd, check_client_traces, draw_clients, watched_rounds
-from support.target_harness import make_harness
+from support.drafts.gpu_pair import TARGET, make_pair_drafter
+from support.engine.target_harness import make_harness
+from support.outputs.mixed_crowd import SHAPES, Crowd, check_client_traces, draw_clients, watched_rounds
 
 from outrider.kernels.ahead import compile_ahead
 from outrider.services.target.engine.loop_plan import LoopPlan

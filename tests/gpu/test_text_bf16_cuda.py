@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from support.gpu_pair import DEMO, TARGET, make_pair_drafter
-from support.near_ties import differences
-from support.target_harness import Harness, generate_plain, make_harness
+from support.drafts.gpu_pair import DEMO, TARGET, make_pair_drafter
+from support.engine.target_harness import Harness, generate_plain, make_harness
+from support.outputs.near_ties import differences
 
 from outrider.services.draft.inproc import InprocDrafter
 from outrider.services.target.drafting.no_drafter import NoDrafter

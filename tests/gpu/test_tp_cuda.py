@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.gpu_ranks import NODES, PROMPT, Session, in_a_process, make_ranks_target
-from support.parallel_ranks import exit_codes
+from support.engine.gpu_ranks import NODES, PROMPT, Session, in_a_process, make_ranks_target
+from support.engine.parallel_ranks import exit_codes
 from test_families_cuda import SMALL as SMALL_MODEL
 from test_families_cuda import TINY, write_checkpoint
 

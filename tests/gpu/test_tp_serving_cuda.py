@@ -12,8 +12,8 @@ from pathlib import Path
 import grpc
 import pytest
 import torch
-from support.gpu_ranks import CASE_S, Session, in_a_process, make_ranks_target
-from support.stack import PROMPTS, Process, assert_ranks_serve, child_pids, free_port, supervised
+from support.engine.gpu_ranks import CASE_S, Session, in_a_process, make_ranks_target
+from support.services.stack import PROMPTS, Process, assert_ranks_serve, child_pids, free_port, supervised
 
 from outrider.common.v1 import common_pb2
 from outrider.services.target.parallel.group import end_soon, start_group

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from support.stack import Stack, supervised
+from support.services.stack import Stack, supervised
 
 
 @pytest.fixture(scope="session", params=["grpc", "ipc"])

@@ -8,7 +8,7 @@ from concurrent import futures
 from typing import Any
 
 import grpc
-from support.ipc_bridge import IpcBridge
+from support.connection.ipc_bridge import IpcBridge
 
 from outrider.draft.v1 import draft_pb2
 from outrider.shared.rpc.address import IpcAddress, grpc_address

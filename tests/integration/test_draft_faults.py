@@ -11,8 +11,8 @@ from functools import partial
 
 import pytest
 from grpc_health.v1 import health_pb2
-from support.gateway_client import Result
-from support.stack import PROMPTS, Stack, TokenCounter, child_pid, health_changes
+from support.services.gateway_client import Result
+from support.services.stack import PROMPTS, Stack, TokenCounter, child_pid, health_changes
 
 from outrider.common.v1 import common_pb2
 from outrider.services.target.draft_client.breaker import MISSES_TO_OPEN

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from mangling_proxy import GARBAGE, ManglingProxy
-from support.stack import PROMPTS, Stack, TokenCounter, separate
+from support.services.stack import PROMPTS, Stack, TokenCounter, separate
 
 from outrider.common.v1 import common_pb2
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from support.two_targets import STREAMS, Crowd, TwoTargets
+from support.services.two_targets import STREAMS, Crowd, TwoTargets
 
 CPU = ("--device", "cpu", "--threads", "1")
 

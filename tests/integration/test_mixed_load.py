@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from support.stack import Stack
+from support.services.stack import Stack
 from typer.testing import CliRunner
 
 from outrider.services.cli.commands import app

@@ -13,7 +13,7 @@ from pathlib import Path
 import grpc
 import pytest
 from safetensors.torch import load_file, save_file
-from support.stack import (
+from support.services.stack import (
     DEMO_HEAD,
     DEMO_TARGET,
     OUTRIDER,

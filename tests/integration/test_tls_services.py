@@ -13,8 +13,8 @@ from typing import Any
 
 import httpx
 import pytest
-from support.stack import DEMO_HEAD, DEMO_TARGET, START_TIMEOUT_S, Process
-from support.throwaway_ca import Certificate, ThrowawayCa
+from support.connection.throwaway_ca import Certificate, ThrowawayCa
+from support.services.stack import DEMO_HEAD, DEMO_TARGET, START_TIMEOUT_S, Process
 
 from outrider.services.stack.launch import free_port
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.parallel_ranks import exit_codes
-from support.target_harness import (
+from support.engine.parallel_ranks import exit_codes
+from support.engine.target_harness import (
     FakeDrafter,
     assert_same_tokens,
     load_toy,
@@ -18,8 +18,8 @@ from support.target_harness import (
     oracle_plan,
     random_plan,
 )
-from support.toy_grammar import ToyGrammar
-from support.toys import make_toy_eagle3, make_toy_target
+from support.grammars.toy_grammar import ToyGrammar
+from support.models.toys import make_toy_eagle3, make_toy_target
 
 from outrider.services.draft.inproc import drafter_beside
 from outrider.services.draft.settings import DraftSettings

@@ -12,10 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support import toy_deepseek
-from support.family_models import VOCAB, WINDOW, save
-from support.prefix_parity import ParityCase
-from support.target_harness import (
+from support.engine.target_harness import (
     FakeDrafter,
     Harness,
     assert_same_tokens,
@@ -23,6 +20,9 @@ from support.target_harness import (
     oracle_plan,
     random_plan,
 )
+from support.models import toy_deepseek
+from support.models.family_models import VOCAB, WINDOW, save
+from support.outputs.prefix_parity import ParityCase
 
 from outrider.services.draft.inproc import drafter_beside
 from outrider.services.draft.settings import DraftSettings

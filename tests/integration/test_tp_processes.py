@@ -14,8 +14,15 @@ from pathlib import Path
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2
-from support.stack import OUTRIDER, Process, assert_ranks_serve, child_pids, free_port, health_changes
-from support.toys import make_toy_target
+from support.models.toys import make_toy_target
+from support.services.stack import (
+    OUTRIDER,
+    Process,
+    assert_ranks_serve,
+    child_pids,
+    free_port,
+    health_changes,
+)
 
 from outrider.common.v1 import common_pb2
 from outrider.target.v1 import target_pb2, target_pb2_grpc

@@ -12,7 +12,7 @@ import grpc
 import httpx
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
-from support.stack import PROMPTS, supervised
+from support.services.stack import PROMPTS, supervised
 
 from outrider.gateway.v1 import gateway_pb2
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.stack import Stack
+from support.services.stack import Stack
 from typer.testing import CliRunner
 
 from outrider.services.cli.commands import app

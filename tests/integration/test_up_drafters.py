@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from support import toy_mtp
-from support.gateway_client import Result
-from support.stack import DEMO_TARGET, PROMPTS, START_TIMEOUT_S, Stack, supervised
+from support.models import toy_mtp
+from support.services.gateway_client import Result
+from support.services.stack import DEMO_TARGET, PROMPTS, START_TIMEOUT_S, Stack, supervised
 
 from outrider.common.v1 import common_pb2
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.family_models import Sequences, assert_near, save
+from support.models.family_models import Sequences, assert_near, save
 
 from outrider.kernels import skinny_gemm
 from outrider.kernels._dispatch import Backend, force_backend

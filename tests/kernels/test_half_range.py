@@ -8,7 +8,7 @@ import pytest
 import torch
 from guards import Guards, triton_version
 from layer_cases import EPS, close, reference_version
-from support.family_models import Sequences, save
+from support.models.family_models import Sequences, save
 
 from outrider.kernels._dispatch import Backend, force_backend
 from outrider.kernels.add_norm import add_sums, embed_rows, normalise, rms_norm

@@ -18,7 +18,7 @@ from layer_cases import (
     check_rope_store,
     check_silu_mul,
 )
-from support.cases import every_pair
+from support.suite.cases import every_pair
 
 from outrider.kernels._dispatch import Backend, force_backend
 from outrider.kernels.add_norm import normalise

@@ -4,7 +4,7 @@ import pytest
 import torch
 from guards import Guards
 from level_cases import check_expand_level
-from support.cases import every_pair
+from support.suite.cases import every_pair
 
 SIZES = [
     (1, 40, 3, 4),

@@ -11,7 +11,7 @@ import pytest
 import torch
 from guards import Guards
 from layer_cases import check_project, check_project_add, check_project_gated, check_project_rotated
-from support.family_models import Sequences, save
+from support.models.family_models import Sequences, save
 
 from outrider.kernels import skinny_gemm
 from outrider.kernels._dispatch import Backend, force_backend

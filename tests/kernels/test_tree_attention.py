@@ -4,7 +4,7 @@ import pytest
 import torch
 from attention_cases import Sequence, check_tree_attention
 from guards import Guards
-from support.cases import every_pair
+from support.suite.cases import every_pair
 
 from outrider.kernels.tree_attention import tree_attention
 from outrider.kernels.tree_attention import triton as compiled

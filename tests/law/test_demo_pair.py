@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.compute_device import DEVICE
-from support.target_harness import assert_same_tokens, generate_plain, load_toy, make_harness
-from support.toys import make_toy_eagle3, make_toy_target
+from support.engine.target_harness import assert_same_tokens, generate_plain, load_toy, make_harness
+from support.models.toys import make_toy_eagle3, make_toy_target
+from support.suite.compute_device import DEVICE
 
 from outrider.services.draft.inproc import InprocDrafter, drafter_beside
 from outrider.services.draft.settings import DraftSettings

@@ -11,12 +11,20 @@ from unittest import mock
 
 import pytest
 import torch
-from support import family_models, generic_models
-from support.compute_device import DEVICE, GRAPHS
-from support.deterministic_rig import PROMPT, assert_bits, harness_of, load, logits_in_chunks, plain, recorded
-from support.device_toys import AnswerDrafter
-from support.target_harness import FakeDrafter, oracle_plan, random_plan
-from support.toys import make_toy_target
+from support.engine.deterministic_rig import (
+    PROMPT,
+    assert_bits,
+    harness_of,
+    load,
+    logits_in_chunks,
+    plain,
+    recorded,
+)
+from support.engine.device_toys import AnswerDrafter
+from support.engine.target_harness import FakeDrafter, oracle_plan, random_plan
+from support.models import family_models, generic_models
+from support.models.toys import make_toy_target
+from support.suite.compute_device import DEVICE, GRAPHS
 
 from outrider.kernels.verify import SamplingTensors
 from outrider.services.target.drafting.no_drafter import NoDrafter

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from support import trained_heads
-from support.compute_device import DEVICE
-from support.trained_heads import AUX, prompts, trained_target
+from support.models import trained_heads
+from support.models.trained_heads import AUX, prompts, trained_target
+from support.suite.compute_device import DEVICE
 
 from outrider.services.convert.head import HeadLayout, rewrite_head
 from outrider.services.doctor.examine import examine

@@ -13,8 +13,8 @@ from unittest import mock
 
 import pytest
 import torch
-from support.draft_pairs import KINDS, Pair, make_pair
-from support.target_harness import Harness, assert_same_tokens, generate_plain, make_harness
+from support.drafts.draft_pairs import KINDS, Pair, make_pair
+from support.engine.target_harness import Harness, assert_same_tokens, generate_plain, make_harness
 
 from outrider.services.draft.inproc import HOST_PEER, InprocDrafter, drafter_beside
 from outrider.services.target.drafting.no_drafter import NoDrafter

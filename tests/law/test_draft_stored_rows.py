@@ -12,9 +12,9 @@ from unittest import mock
 
 import pytest
 import torch
-from support.compute_device import DEVICE
-from support.draft_pairs import Pair, make_pair
-from support.target_harness import Harness, assert_same_tokens, generate_plain, make_harness
+from support.drafts.draft_pairs import Pair, make_pair
+from support.engine.target_harness import Harness, assert_same_tokens, generate_plain, make_harness
+from support.suite.compute_device import DEVICE
 
 from outrider.draft.v1 import draft_pb2
 from outrider.services.draft.app import DraftService

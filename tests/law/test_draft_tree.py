@@ -15,9 +15,9 @@ from random import Random
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.compute_device import DEVICE
-from support.draft_reference import PlainEagle3, PlainTree, reference_tree
-from support.toys import make_toy_eagle3, make_toy_target, read_target_tensor
+from support.models.draft_reference import PlainEagle3, PlainTree, reference_tree
+from support.models.toys import make_toy_eagle3, make_toy_target, read_target_tensor
+from support.suite.compute_device import DEVICE
 
 from outrider.kernels.philox import gumbel_noise
 from outrider.kernels.verify import verify_tree

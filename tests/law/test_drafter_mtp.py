@@ -12,10 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.compute_device import DEVICE
-from support.shifted_levels import shift_levels
-from support.target_harness import Harness, assert_same_tokens, generate_plain, load_toy, make_harness
-from support.toy_mtp import (
+from support.engine.target_harness import Harness, assert_same_tokens, generate_plain, load_toy, make_harness
+from support.models.toy_mtp import (
     HIDDEN,
     VOCAB,
     Model,
@@ -25,6 +23,8 @@ from support.toy_mtp import (
     sharp_model,
     train,
 )
+from support.outputs.shifted_levels import shift_levels
+from support.suite.compute_device import DEVICE
 
 from outrider.services.draft.build import build_engine
 from outrider.services.draft.inproc import InprocDrafter, drafter_beside

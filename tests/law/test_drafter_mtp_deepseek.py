@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support import family_models, toy_deepseek, toy_mtp
-from support.compute_device import DEVICE
-from support.target_harness import assert_same_tokens, generate_plain, load_toy, make_harness
+from support.engine.target_harness import assert_same_tokens, generate_plain, load_toy, make_harness
+from support.models import family_models, toy_deepseek, toy_mtp
+from support.suite.compute_device import DEVICE
 
 from outrider.services.doctor.examine import examine
 from outrider.services.doctor.finding import Severity

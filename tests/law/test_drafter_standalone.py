@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.target_harness import Harness, assert_same_tokens, generate_plain, load_toy, make_harness
-from support.toys import make_toy_target
+from support.engine.target_harness import Harness, assert_same_tokens, generate_plain, load_toy, make_harness
+from support.models.toys import make_toy_target
 
 from outrider.services.draft.inproc import InprocDrafter, drafter_beside
 from outrider.services.draft.settings import DraftSettings

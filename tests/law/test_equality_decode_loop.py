@@ -11,11 +11,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support.compute_device import DEVICE, GRAPHS
-from support.device_toys import AnswerDrafter
-from support.target_harness import Harness, assert_same_tokens, generate_plain, load_toy, make_harness
-from support.toys import make_toy_target
-from support.traces import check_report, check_traces
+from support.engine.device_toys import AnswerDrafter
+from support.engine.target_harness import Harness, assert_same_tokens, generate_plain, load_toy, make_harness
+from support.models.toys import make_toy_target
+from support.outputs.traces import check_report, check_traces
+from support.suite.compute_device import DEVICE, GRAPHS
 
 from outrider.services.target.drafting.no_drafter import NoDrafter
 from outrider.services.target.engine.loop_plan import LoopPlan

@@ -12,9 +12,9 @@ from unittest import mock
 
 import pytest
 import torch
-from support.compute_device import DEVICE, GRAPHS
-from support.draft_pairs import KINDS, Pair, make_pair
-from support.target_harness import assert_same_tokens, generate_plain, make_harness
+from support.drafts.draft_pairs import KINDS, Pair, make_pair
+from support.engine.target_harness import assert_same_tokens, generate_plain, make_harness
+from support.suite.compute_device import DEVICE, GRAPHS
 
 from outrider.services.draft.inproc import InprocDrafter, drafter_beside
 from outrider.services.target.drafting.no_drafter import NoDrafter

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.target_harness import (
+from support.engine.target_harness import (
     FakeDrafter,
     Harness,
     Node,
@@ -23,7 +23,7 @@ from support.target_harness import (
     oracle_plan,
     random_plan,
 )
-from support.toys import make_toy_target
+from support.models.toys import make_toy_target
 
 from outrider.services.target.drafting.no_drafter import NoDrafter
 from outrider.shared.base.generation import FinishReason, SamplingParams, SpeculationMode

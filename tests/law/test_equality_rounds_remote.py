@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.compute_device import DEVICE, GRAPHS, ON_GPU
-from support.draft_process import DraftProcess
-from support.target_harness import Harness, assert_same_tokens, generate_plain, load_toy, make_harness
-from support.toys import make_toy_eagle3, make_toy_target
+from support.drafts.draft_process import DraftProcess
+from support.engine.target_harness import Harness, assert_same_tokens, generate_plain, load_toy, make_harness
+from support.models.toys import make_toy_eagle3, make_toy_target
+from support.suite.compute_device import DEVICE, GRAPHS, ON_GPU
 
 from outrider.services.target.draft_client.link import TargetIdentity
 from outrider.services.target.draft_client.remote_drafter import RemoteDrafter

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.family_models import CASES, VOCAB, WINDOW, reference, save
-from support.target_harness import (
+from support.engine.target_harness import (
     FakeDrafter,
     Node,
     assert_same_tokens,
@@ -20,6 +19,7 @@ from support.target_harness import (
     oracle_plan,
     random_plan,
 )
+from support.models.family_models import CASES, VOCAB, WINDOW, reference, save
 
 from outrider.shared.base.generation import SpeculationMode
 from outrider.shared.spec.drafter import ProposalRow

@@ -9,9 +9,8 @@ import random
 
 import pytest
 import torch
-from support.compute_device import GRAPHS
-from support.device_toys import AnswerDrafter
-from support.target_harness import (
+from support.engine.device_toys import AnswerDrafter
+from support.engine.target_harness import (
     FakeDrafter,
     generate_plain,
     load_toy,
@@ -20,8 +19,9 @@ from support.target_harness import (
     oracle_plan,
     random_plan,
 )
-from support.toy_grammar import ToyGrammar
-from support.toys import make_toy_target
+from support.grammars.toy_grammar import ToyGrammar
+from support.models.toys import make_toy_target
+from support.suite.compute_device import GRAPHS
 
 from outrider.services.target.drafting.no_drafter import NoDrafter
 from outrider.services.target.engine.loop_plan import LoopPlan

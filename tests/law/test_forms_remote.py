@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.compute_device import DEVICE
-from support.draft_process import DraftProcess
-from support.target_harness import assert_same_tokens, generate_plain, load_toy, make_harness
-from support.toy_grammar import ToyGrammar
-from support.toys import make_toy_eagle3, make_toy_target
+from support.drafts.draft_process import DraftProcess
+from support.engine.target_harness import assert_same_tokens, generate_plain, load_toy, make_harness
+from support.grammars.toy_grammar import ToyGrammar
+from support.models.toys import make_toy_eagle3, make_toy_target
+from support.suite.compute_device import DEVICE
 
 from outrider.services.target.draft_client.link import TargetIdentity
 from outrider.services.target.draft_client.remote_drafter import RemoteDrafter

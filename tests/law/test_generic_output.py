@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.generic_models import CASES, VOCAB, WINDOW, reference_logits, save
-from support.target_harness import (
+from support.engine.target_harness import (
     FakeDrafter,
     assert_same_tokens,
     load_toy,
@@ -15,6 +14,7 @@ from support.target_harness import (
     oracle_plan,
     random_plan,
 )
+from support.models.generic_models import CASES, VOCAB, WINDOW, reference_logits, save
 
 from outrider.shared.base.generation import SpeculationMode
 

@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.compute_device import DEVICE
-from support.target_harness import load_toy, make_harness
-from support.toy_heads import (
+from support.engine.target_harness import load_toy, make_harness
+from support.models.toy_heads import (
     HIDDEN,
     LATENT,
     TARGET_LAYERS,
@@ -24,7 +23,8 @@ from support.toy_heads import (
     with_latent_attention,
     write_head,
 )
-from support.toys import make_toy_target
+from support.models.toys import make_toy_target
+from support.suite.compute_device import DEVICE
 
 from outrider.services.draft.app import DraftService
 from outrider.services.draft.inproc import drafter_beside

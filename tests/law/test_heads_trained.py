@@ -12,11 +12,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from support import trained_heads
-from support.compute_device import DEVICE
-from support.plain_heads import PlainHead
-from support.target_harness import assert_same_tokens, generate_plain, load_toy, make_harness
-from support.trained_heads import (
+from support.engine.target_harness import assert_same_tokens, generate_plain, load_toy, make_harness
+from support.models import trained_heads
+from support.models.plain_heads import PlainHead
+from support.models.trained_heads import (
     AUX,
     TOKEN_MAP,
     plain_accept_length,
@@ -24,6 +23,7 @@ from support.trained_heads import (
     served_accept_length,
     trained_target,
 )
+from support.suite.compute_device import DEVICE
 
 from outrider.services.draft.inproc import drafter_beside
 from outrider.services.draft.settings import DraftSettings

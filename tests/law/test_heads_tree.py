@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from support.compute_device import DEVICE
-from support.draft_reference import reference_tree
-from support.plain_heads import PlainHead
-from support.toy_heads import (
+from support.models.draft_reference import reference_tree
+from support.models.plain_heads import PlainHead
+from support.models.toy_heads import (
     HIDDEN,
     LATENT,
     TARGET_LAYERS,
@@ -24,7 +23,8 @@ from support.toy_heads import (
     with_latent_attention,
     write_head,
 )
-from support.toys import make_toy_target, read_target_tensor
+from support.models.toys import make_toy_target, read_target_tensor
+from support.suite.compute_device import DEVICE
 from test_draft_tree import CLOSE, PEER, assert_same_tree, follow
 
 from outrider.services.draft.build import build_engine

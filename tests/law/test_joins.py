@@ -14,10 +14,10 @@ from unittest import mock
 
 import pytest
 import torch
-from support.joining_crowd import VOCAB, Crowd
-from support.target_harness import Harness, assert_same_tokens, load_toy, make_harness
-from support.toys import make_toy_target
-from support.traces import check_report, check_traces
+from support.engine.target_harness import Harness, assert_same_tokens, load_toy, make_harness
+from support.models.toys import make_toy_target
+from support.outputs.joining_crowd import VOCAB, Crowd
+from support.outputs.traces import check_report, check_traces
 
 from outrider.services.target.drafting.no_drafter import NoDrafter
 from outrider.services.target.engine.loop_plan import LoopPlan

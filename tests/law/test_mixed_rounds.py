@@ -14,8 +14,10 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
-from support.device_toys import AnswerDrafter
-from support.mixed_requests import (
+from support.engine.device_toys import AnswerDrafter
+from support.engine.target_harness import assert_same_tokens, generate_plain, load_toy
+from support.models.toys import make_toy_target
+from support.outputs.mixed_requests import (
     MOST_NODES,
     MOST_TOKENS,
     PROMPTS,
@@ -26,9 +28,7 @@ from support.mixed_requests import (
     machines,
     requests,
 )
-from support.target_harness import assert_same_tokens, generate_plain, load_toy
-from support.toys import make_toy_target
-from support.traces import check_report, check_traces
+from support.outputs.traces import check_report, check_traces
 
 from outrider.services.target.drafting.no_drafter import NoDrafter
 from outrider.services.target.engine.loop_plan import LoopPlan

@@ -18,10 +18,10 @@ from unittest import mock
 
 import pytest
 import torch
-from support.compute_device import DEVICE
-from support.draft_pairs import KINDS
-from support.draft_process import DraftProcess
-from support.target_harness import Harness, assert_same_tokens, generate_plain, load_toy, make_harness
+from support.drafts.draft_pairs import KINDS
+from support.drafts.draft_process import DraftProcess
+from support.engine.target_harness import Harness, assert_same_tokens, generate_plain, load_toy, make_harness
+from support.suite.compute_device import DEVICE
 
 from outrider.services.draft.inproc import drafter_beside
 from outrider.services.draft.settings import DraftSettings

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from support import toy_mtp
-from support.compute_device import DEVICE
-from support.draft_process import DraftProcess
-from support.target_harness import assert_same_tokens, generate_plain, load_toy, make_harness
+from support.drafts.draft_process import DraftProcess
+from support.engine.target_harness import assert_same_tokens, generate_plain, load_toy, make_harness
+from support.models import toy_mtp
+from support.suite.compute_device import DEVICE
 
 from outrider.services.target.draft_client.link import TargetIdentity
 from outrider.services.target.draft_client.remote_drafter import RemoteDrafter

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.compute_device import DEVICE
-from support.toy_mtp import Model, sample_text, save, sharp_model
+from support.models.toy_mtp import Model, sample_text, save, sharp_model
+from support.suite.compute_device import DEVICE
 
 from outrider.services.draft.build import build_engine
 from outrider.services.draft.growth.draft_graph import DraftGraph

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support import trained_heads
-from support.shifted_levels import shift_levels
-from support.trained_heads import AUX, prompts, served_accept_length, trained_target
+from support.models import trained_heads
+from support.models.trained_heads import AUX, prompts, served_accept_length, trained_target
+from support.outputs.shifted_levels import shift_levels
 
 from outrider.services.draft.heads.files import eagle3_keys
 from outrider.services.draft.vocab import DraftVocabulary

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.target_harness import FakeDrafter, load_toy, make_harness, oracle_plan
-from support.toys import make_toy_target
+from support.engine.target_harness import FakeDrafter, load_toy, make_harness, oracle_plan
+from support.models.toys import make_toy_target
 from transformers import LlamaForCausalLM
 
 from outrider.services.target.drafting.no_drafter import NoDrafter

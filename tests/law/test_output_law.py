@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.compute_device import DEVICE
-from support.target_harness import FakeDrafter, load_toy, make_harness, oracle_plan
-from support.toys import make_toy_target
+from support.engine.target_harness import FakeDrafter, load_toy, make_harness, oracle_plan
+from support.models.toys import make_toy_target
+from support.suite.compute_device import DEVICE
 
 from outrider.kernels.verify import SamplingTensors, choose_tokens, verify_tree
 from outrider.shared.base.generation import SamplingParams

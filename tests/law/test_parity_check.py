@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from support import generic_models
-from support.family_models import CASES, save
-from support.parity_faults import FAULTS, planted, random_model, runner_of
-from support.toys import make_toy_target
+from support.models import generic_models
+from support.models.family_models import CASES, save
+from support.models.toys import make_toy_target
+from support.outputs.parity_faults import FAULTS, planted, random_model, runner_of
 
 from outrider.kernels._fp8 import FP8
 from outrider.services.target import app

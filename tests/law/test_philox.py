@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.compute_device import DEVICE
+from support.suite.compute_device import DEVICE
 
 from outrider.kernels.philox import gumbel_noise
 from outrider.kernels.philox.reference import philox_words

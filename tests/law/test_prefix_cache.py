@@ -10,11 +10,9 @@ from unittest import mock
 
 import pytest
 import torch
-from support.compute_device import DEVICE, GRAPHS
-from support.deterministic_rig import harness_of, load, recorded
-from support.draft_pairs import KINDS, Pair, make_pair
-from support.mixed_crowd import Client, Crowd, draw_clients
-from support.target_harness import (
+from support.drafts.draft_pairs import KINDS, Pair, make_pair
+from support.engine.deterministic_rig import harness_of, load, recorded
+from support.engine.target_harness import (
     FakeDrafter,
     Harness,
     assert_same_tokens,
@@ -23,7 +21,9 @@ from support.target_harness import (
     make_harness,
     oracle_plan,
 )
-from support.toys import make_toy_target
+from support.models.toys import make_toy_target
+from support.outputs.mixed_crowd import Client, Crowd, draw_clients
+from support.suite.compute_device import DEVICE, GRAPHS
 
 from outrider.services.draft.inproc import drafter_beside
 from outrider.services.target.drafting.no_drafter import NoDrafter

@@ -9,15 +9,15 @@ import random
 
 import pytest
 import torch
-from support.device_toys import AnswerDrafter
-from support.target_harness import (
+from support.engine.device_toys import AnswerDrafter
+from support.engine.target_harness import (
     Harness,
     assert_same_tokens,
     generate_plain,
     load_toy,
     make_harness,
 )
-from support.toys import make_toy_target
+from support.models.toys import make_toy_target
 
 from outrider.services.target.drafting.no_drafter import NoDrafter
 from outrider.services.target.engine.loop_plan import LoopPlan

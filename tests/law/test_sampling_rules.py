@@ -1,6 +1,7 @@
 """Penalties, biases, forbidden tokens and logprobs mean the same with and without speculation.
 
-The oracle is `support.rule_oracle`, which computes each token from one pass over all tokens before it.
+The oracle is `support.outputs.rule_oracle`, which computes each token from one pass over all tokens
+before it.
 """
 
 from __future__ import annotations
@@ -10,10 +11,8 @@ from functools import cache
 
 import pytest
 import torch
-from support.compute_device import GRAPHS
-from support.device_toys import AnswerDrafter
-from support.rule_oracle import ruled
-from support.target_harness import (
+from support.engine.device_toys import AnswerDrafter
+from support.engine.target_harness import (
     Harness,
     assert_same_tokens,
     generate_plain,
@@ -22,7 +21,9 @@ from support.target_harness import (
     next_logits,
     next_scores,
 )
-from support.toys import make_toy_target
+from support.models.toys import make_toy_target
+from support.outputs.rule_oracle import ruled
+from support.suite.compute_device import GRAPHS
 
 from outrider.services.target.drafting.no_drafter import NoDrafter
 from outrider.services.target.engine.loop_plan import LoopPlan

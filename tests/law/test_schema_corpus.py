@@ -14,9 +14,9 @@ from typing import Any
 import jsonschema_rs
 import pytest
 import torch
-from support.compute_device import DEVICE
-from support.random_schemas import random_schema
-from support.target_harness import Harness, assert_same_tokens, load_toy, make_harness
+from support.engine.target_harness import Harness, assert_same_tokens, load_toy, make_harness
+from support.grammars.random_schemas import random_schema
+from support.suite.compute_device import DEVICE
 from tokenizers import Tokenizer
 
 from outrider.services.draft.inproc import drafter_beside

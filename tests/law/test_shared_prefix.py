@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.compute_device import DEVICE
-from support.target_harness import Harness, load_toy, make_harness
+from support.engine.target_harness import Harness, load_toy, make_harness
+from support.suite.compute_device import DEVICE
 
 from outrider.bench.load.shared_prefix import Chats
 from outrider.services.draft.inproc import drafter_beside

@@ -8,9 +8,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support.compute_device import DEVICE
-from support.device_toys import AnswerDrafter
-from support.target_harness import (
+from support.engine.device_toys import AnswerDrafter
+from support.engine.target_harness import (
     FakeDrafter,
     Harness,
     assert_same_tokens,
@@ -19,7 +18,8 @@ from support.target_harness import (
     make_harness,
     oracle_plan,
 )
-from support.toys import make_toy_target
+from support.models.toys import make_toy_target
+from support.suite.compute_device import DEVICE
 
 from outrider.services.target.drafting.no_drafter import NoDrafter
 from outrider.services.target.engine.loop_plan import LoopPlan

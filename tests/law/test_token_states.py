@@ -12,10 +12,8 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from support.compute_device import GRAPHS
-from support.device_toys import AnswerDrafter
-from support.family_models import save
-from support.target_harness import (
+from support.engine.device_toys import AnswerDrafter
+from support.engine.target_harness import (
     Harness,
     assert_same_tokens,
     generate_plain,
@@ -24,7 +22,9 @@ from support.target_harness import (
     make_harness,
     next_logits,
 )
-from support.toys import make_toy_target
+from support.models.family_models import save
+from support.models.toys import make_toy_target
+from support.suite.compute_device import GRAPHS
 
 from outrider.services.target.drafting.no_drafter import NoDrafter
 from outrider.services.target.engine.loop_plan import LoopPlan

@@ -21,7 +21,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from support.stack import DEMO_HEAD, DEMO_TARGET, Process
+from support.services.stack import DEMO_HEAD, DEMO_TARGET, Process
 
 from outrider.services.stack.launch import free_port
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 from remote_rig import FAULT_S, PROMPT, VOCAB
-from support.target_harness import generate_plain, load_toy
-from support.toys import make_toy_target
+from support.engine.target_harness import generate_plain, load_toy
+from support.models.toys import make_toy_target
 
 from outrider.services.target.draft_client.link import TargetIdentity
 from outrider.services.target.draft_client.remote_drafter import RemoteDrafter

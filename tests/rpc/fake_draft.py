@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import grpc
 import torch
-from support.ipc_bridge import IpcBridge
+from support.connection.ipc_bridge import IpcBridge
 
 from outrider.common.v1 import common_pb2
 from outrider.draft.v1 import draft_pb2, draft_pb2_grpc

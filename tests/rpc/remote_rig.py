@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 from fake_draft import chain
-from support.target_harness import Harness, make_harness
+from support.engine.target_harness import Harness, make_harness
 
 from outrider.draft.v1 import draft_pb2
 from outrider.services.target.draft_client.remote_drafter import RemoteDrafter

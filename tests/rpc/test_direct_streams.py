@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import grpc
 import pytest
-from support.stream_rig import METHOD, SERVER, WAIT_S, Echo, EchoServers, Serve
+from support.connection.stream_rig import METHOD, SERVER, WAIT_S, Echo, EchoServers, Serve
 
 from outrider.shared.rpc import polling
 from outrider.shared.rpc.client import open_channel

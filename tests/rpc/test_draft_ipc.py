@@ -13,7 +13,7 @@ import pytest
 import torch
 from draft_client import ScriptedTarget, commit_request, fence, open_request
 from ipc_target import HIDDEN, LAYERS, PROMPT, TIMEOUT_S, VOCAB, IpcTarget, address
-from support.toys import make_toy_eagle3, make_toy_target
+from support.models.toys import make_toy_eagle3, make_toy_target
 
 from outrider.common.v1 import common_pb2
 from outrider.draft.v1 import draft_pb2

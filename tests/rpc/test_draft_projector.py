@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.toys import make_toy_eagle3, make_toy_target
+from support.models.toys import make_toy_eagle3, make_toy_target
 
 from outrider.draft.v1 import draft_pb2, draft_pb2_grpc
 from outrider.services.draft.app import DraftService

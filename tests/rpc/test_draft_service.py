@@ -10,7 +10,7 @@ import grpc
 import pytest
 import torch
 from draft_client import ScriptedTarget, batches, commit_request, open_request
-from support.toys import make_toy_eagle3, make_toy_target, read_target_tensor
+from support.models.toys import make_toy_eagle3, make_toy_target, read_target_tensor
 
 from outrider.draft.v1 import draft_pb2
 from outrider.services.draft import warmup

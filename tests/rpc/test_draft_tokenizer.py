@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.toys import make_toy_eagle3, make_toy_target
+from support.models.toys import make_toy_eagle3, make_toy_target
 
 from outrider.services.draft.app import DraftService
 from outrider.services.draft.inproc import drafter_beside

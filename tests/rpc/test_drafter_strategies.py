@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.target_harness import assert_same_tokens, generate_plain, load_toy, make_harness
-from support.toy_mtp import Model, save
-from support.toys import make_toy_target
+from support.engine.target_harness import assert_same_tokens, generate_plain, load_toy, make_harness
+from support.models.toy_mtp import Model, save
+from support.models.toys import make_toy_target
 
 from outrider.services.draft.app import DraftService
 from outrider.services.draft.settings import DraftSettings

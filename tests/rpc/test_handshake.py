@@ -13,7 +13,7 @@ import torch
 from fake_draft import FakeDraft
 from remote_rig import VOCAB, check_done, connected, refused_for, start, truthful, wait_for
 from structlog.testing import capture_logs
-from support.toys import make_toy_eagle3, make_toy_target
+from support.models.toys import make_toy_eagle3, make_toy_target
 
 from outrider.draft.v1 import draft_pb2, draft_pb2_grpc
 from outrider.services.draft.app import DraftService

@@ -12,7 +12,7 @@ from pathlib import Path
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from support.throwaway_ca import ThrowawayCa
+from support.connection.throwaway_ca import ThrowawayCa
 from test_server import NAME, servicers
 
 from outrider.services.draft.settings import DraftSettings

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.target_harness import Harness, load_toy, make_harness
-from support.toys import make_toy_eagle3, make_toy_target
+from support.engine.target_harness import Harness, load_toy, make_harness
+from support.models.toys import make_toy_eagle3, make_toy_target
 
 from outrider.services.draft.app import DraftService
 from outrider.services.draft.peers import stream_exchange as draft_end

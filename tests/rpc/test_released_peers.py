@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 from google.protobuf import descriptor_pb2
-from support.released_proxy import ReleasedProxy
-from support.released_wire import DRAFT_VERSIONS, as_released, released_files
-from support.target_harness import assert_same_tokens, generate_plain, load_toy, make_harness
-from support.toys import make_toy_target
+from support.connection.released_proxy import ReleasedProxy
+from support.connection.released_wire import DRAFT_VERSIONS, as_released, released_files
+from support.engine.target_harness import assert_same_tokens, generate_plain, load_toy, make_harness
+from support.models.toys import make_toy_target
 from test_drafter_strategies import connect, serving
 from test_target_service import TIMEOUT_S, Service
 

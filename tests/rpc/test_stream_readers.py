@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from queue import SimpleQueue
 
 import pytest
-from support.stream_rig import WAIT_S, Echo, EchoServers, Reader, Serve, exchange, receive
+from support.connection.stream_rig import WAIT_S, Echo, EchoServers, Reader, Serve, exchange, receive
 
 from outrider.shared.rpc import direct
 from outrider.shared.rpc.direct import ClientStream

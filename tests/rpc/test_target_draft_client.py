@@ -8,7 +8,7 @@ import pytest
 import torch
 from fake_draft import FakeDraft
 from remote_rig import FAULT_S, PROMPT, VOCAB, check_done, connected, start, truthful, wait_for
-from support.target_harness import make_harness
+from support.engine.target_harness import make_harness
 
 from outrider.draft.v1 import draft_pb2
 from outrider.services.target.draft_client.remote_drafter import RemoteDrafter

@@ -18,7 +18,7 @@ import torch
 from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_status import rpc_status
-from support.toys import make_toy_target
+from support.models.toys import make_toy_target
 
 from outrider.common.v1 import common_pb2
 from outrider.services.target.api.servicer import SERVICE_NAME, TargetServicer

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
-from support.toys import make_toy_eagle3, make_toy_target
+from support.models.toys import make_toy_eagle3, make_toy_target
 
 from outrider.services.draft.algorithm import Algorithm, check_head, choose_algorithm, identify
 from outrider.services.draft.settings import DraftSettings

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.toys import make_toy_eagle3, make_toy_target
+from support.models.toys import make_toy_eagle3, make_toy_target
 
 from outrider.services.draft.build import build_engine
 from outrider.services.draft.engine import Drafted, DraftEngine

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.played_graphs import PlayedGraphs
-from support.toys import make_toy_eagle3, make_toy_target
+from support.engine.played_graphs import PlayedGraphs
+from support.models.toys import make_toy_eagle3, make_toy_target
 
 from outrider.services.draft import app, warmup
 from outrider.services.draft.build import build_engine

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.toy_text import make_tokenizer
+from support.models.toy_text import make_tokenizer
 from tokenizers import Tokenizer, decoders, models
 
 from outrider.services.gateway.detokenizer import IncrementalDecoder, TextAssembler, special_token_ids

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from support.toy_text import make_tokenizer
+from support.models.toy_text import make_tokenizer
 from tokenizers import Tokenizer
 from tokenizers.decoders import Metaspace
 from tokenizers.models import WordLevel

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import combinations
 
 import pytest
-from support.cases import every_pair
+from support.suite.cases import every_pair
 
 
 def test_any_two_values_occur_together() -> None:

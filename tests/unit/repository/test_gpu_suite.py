@@ -9,7 +9,7 @@ from pathlib import Path
 import gpu_suite
 import pytest
 from gpu_suite import Suite, record
-from support.gpu_suite_plan import (
+from support.suite.gpu_suite_plan import (
     LANES,
     RANKS,
     SERVED_RANKS,
@@ -19,7 +19,7 @@ from support.gpu_suite_plan import (
     Job,
     plan,
 )
-from support.gpu_suite_report import name_of
+from support.suite.gpu_suite_report import name_of
 
 SOME = """
 def test_once():

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from support.fake_openai import FakeServer
+from support.services.fake_openai import FakeServer
 
 from outrider.bench.faults import leftovers, move, overload, soak, stall
 from outrider.bench.faults.answers import AnswerPart, Asker, AskFailedError, RequestEnding, check

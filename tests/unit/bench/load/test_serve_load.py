@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.fake_openai import FakeServer
+from support.services.fake_openai import FakeServer
 from typer.testing import CliRunner
 
 from outrider.bench.load.samplings import GREEDY, SAMPLINGS

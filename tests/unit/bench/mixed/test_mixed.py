@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from support.fake_openai import FakeServer
+from support.services.fake_openai import FakeServer
 from typer.testing import CliRunner
 
 from outrider.bench.mixed import command, pauses, ratios, soak

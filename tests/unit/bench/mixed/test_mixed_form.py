@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from support.fake_openai import FakeServer
+from support.services.fake_openai import FakeServer
 from typer.testing import CliRunner
 
 from outrider.bench.mixed.cases import RULES, SCHEMA

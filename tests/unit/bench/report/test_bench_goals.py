@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from support.recorded_results import SETTINGS, latency_row, line_of, record
+from support.suite.recorded_results import SETTINGS, latency_row, line_of, record
 
 from outrider.bench.report.recorded import RecordedResult, Results
 from outrider.bench.report.tables import NOT_MEASURED, goal_lines, round_lines

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from support.recorded_results import SETTINGS, latency_row, record
+from support.suite.recorded_results import SETTINGS, latency_row, record
 
 from outrider.bench.report.goals import GOALS
 from outrider.bench.report.parts import ceiling_lines, kernel_lines, load_lines, start_lines

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support import toy_mtp
-from support.drafter_rig import (
+from support.drafts.drafter_rig import (
     Rig,
     assert_same_trees,
     check_mixture,
@@ -20,9 +19,10 @@ from support.drafter_rig import (
     host_round,
     open_streams,
 )
-from support.played_graphs import PlayedGraphs
-from support.toy_heads import HIDDEN, VOCAB, base_config, eagle_tensors, write_head
-from support.toys import make_toy_eagle3, make_toy_target
+from support.engine.played_graphs import PlayedGraphs
+from support.models import toy_mtp
+from support.models.toy_heads import HIDDEN, VOCAB, base_config, eagle_tensors, write_head
+from support.models.toys import make_toy_eagle3, make_toy_target
 
 from outrider.services.draft.build import build_engine
 from outrider.services.draft.growth.draft_graph import DeviceGrowth, DraftGraph

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.toy_heads import HIDDEN, VOCAB, base_config, eagle3_tensors, eagle_tensors, write_head
-from support.toys import make_toy_target, read_target_tensor
+from support.models.toy_heads import HIDDEN, VOCAB, base_config, eagle3_tensors, eagle_tensors, write_head
+from support.models.toys import make_toy_target, read_target_tensor
 
 from outrider.services.draft.growth.recurrent_head import ONLY_KEYS, Ends
 from outrider.services.draft.heads import eagle, eagle3

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.draft_reference import PlainEagle3
-from support.toys import make_toy_eagle3, make_toy_target, read_target_tensor
+from support.models.draft_reference import PlainEagle3
+from support.models.toys import make_toy_eagle3, make_toy_target, read_target_tensor
 
 from outrider.services.draft.build import borrow, build_engine
 from outrider.services.draft.heads.eagle3 import EMBEDDING, LM_HEAD, Eagle3Head

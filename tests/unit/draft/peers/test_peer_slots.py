@@ -6,8 +6,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.slotted_target import COLUMNS, PROMPT, ROWS, VOCAB, Target, check_many_rounds, host_tree, told
-from support.toys import make_toy_eagle3, make_toy_target
+from support.drafts.slotted_target import (
+    COLUMNS,
+    PROMPT,
+    ROWS,
+    VOCAB,
+    Target,
+    check_many_rounds,
+    host_tree,
+    told,
+)
+from support.models.toys import make_toy_eagle3, make_toy_target
 
 from outrider.draft.v1 import draft_pb2
 from outrider.services.draft.build import build_engine

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.relay_rig import SIZE, Relay
-from support.toys import make_toy_eagle3, make_toy_target
+from support.connection.relay_rig import SIZE, Relay
+from support.models.toys import make_toy_eagle3, make_toy_target
 
 from outrider.draft.v1 import draft_pb2
 from outrider.services.draft.build import build_engine

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.session_table import (
+from support.drafts.session_table import (
     OTHER,
     PEER,
     VOCAB,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, rule
-from support.session_table import PEER, VOCAB, Table, ask, commit_of, opening, rows_of
+from support.drafts.session_table import PEER, VOCAB, Table, ask, commit_of, opening, rows_of
 
 from outrider.services.draft.sessions.session import MessageVerdict
 from outrider.shared.spec.drafter import Commit, SequenceOpen

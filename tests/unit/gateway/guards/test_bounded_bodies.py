@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from pydantic import ValidationError
-from support.toy_text import make_tokenizer
+from support.models.toy_text import make_tokenizer
 from tokenizers import Tokenizer
 
 from outrider.services.gateway.guards.text_limit import TextLimit

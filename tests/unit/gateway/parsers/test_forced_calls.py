@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.grammar_rig import ENDS, FILE, SIZE
-from support.random_schemas import random_schema
+from support.grammars.grammar_rig import ENDS, FILE, SIZE
+from support.grammars.random_schemas import random_schema
 
 from outrider.services.gateway.parsers.answer import AnswerReader, CalledTool
 from outrider.services.gateway.parsers.forced import CallFormat, calls_constraint

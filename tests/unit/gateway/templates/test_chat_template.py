@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.toy_text import make_tokenizer
+from support.models.toy_text import make_tokenizer
 
 from outrider.services.gateway.templates.chat_template import ChatTemplate
 from outrider.services.gateway.tokenizer import SHORT_TEXT, TextCodec

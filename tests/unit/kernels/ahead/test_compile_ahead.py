@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.rehearse_kernels import __file__ as script
+from support.kernels.rehearse_kernels import __file__ as script
 
 from outrider.kernels import _launch, ahead
 from outrider.kernels.ahead import Compiled, compile_ahead, rehearsing

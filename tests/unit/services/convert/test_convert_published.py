@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.head_dialects import DIALECTS, ROWS, Dialect, run
-from support.toy_heads import HIDDEN, TARGET_LAYERS, VOCAB, Maker, write_head
+from support.models.head_dialects import DIALECTS, ROWS, Dialect, run
+from support.models.toy_heads import HIDDEN, TARGET_LAYERS, VOCAB, Maker, write_head
 from test_convert import convert
 
 from outrider.services.draft.heads.registry import load_head

@@ -9,10 +9,10 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from support import generic_models
-from support.family_models import CASES, pack_mxfp4, save, store_fp8
-from support.toy_mtp import Model
-from support.toy_mtp import save as save_mtp
+from support.models import generic_models
+from support.models.family_models import CASES, pack_mxfp4, save, store_fp8
+from support.models.toy_mtp import Model
+from support.models.toy_mtp import save as save_mtp
 
 from outrider.services.doctor.examine import examine
 from outrider.services.doctor.finding import DoctorReport, Severity

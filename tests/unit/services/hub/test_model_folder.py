@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from support.hub_server import Hub, HubRepository, running_hub
+from support.services.hub_server import Hub, HubRepository, running_hub
 
 from outrider.services.hub.model_folder import is_hub_name, model_folder
 from outrider.services.hub.snapshot import missing_file, wanted_files

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.toys import make_toy_eagle3, make_toy_target
+from support.models.toys import make_toy_eagle3, make_toy_target
 
 from outrider.services.doctor.memory import estimate_memory
 from outrider.services.doctor.pair import Pair

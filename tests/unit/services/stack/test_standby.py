@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.child_lines import Lines, is_running
+from support.services.child_lines import Lines, is_running
 
 from outrider.services.stack import supervisor as supervisors
 from outrider.services.stack.standby import PREPARE, SERVE, VARIABLE, wait_until_needed

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 import pytest
-from support.child_lines import Lines, is_running
+from support.services.child_lines import Lines, is_running
 
 from outrider.services.stack.supervisor import Child, ChildSpec, Supervisor, next_backoff
 

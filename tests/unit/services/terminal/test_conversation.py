@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
-from support.scripted_gateway import ROUND
+from support.services.scripted_gateway import ROUND
 
 from outrider.services.clients.rest import gateway_url
 from outrider.services.terminal.conversation import Conversation

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from support.scripted_gateway import ScriptedGateway, scripted_gateway
+from support.services.scripted_gateway import ScriptedGateway, scripted_gateway
 from typer.testing import CliRunner
 
 from outrider.services.cli.commands import app

@@ -14,7 +14,7 @@ from typing import Any
 
 import pexpect
 import pytest
-from support.scripted_gateway import WAIT_S, ScriptedGateway, scripted_gateway
+from support.services.scripted_gateway import WAIT_S, ScriptedGateway, scripted_gateway
 
 COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 # The line editor turns bracketed paste on when it is ready for a line.

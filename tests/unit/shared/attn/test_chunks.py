@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support.tile_attention import Recorder, attend_tile
+from support.kernels.tile_attention import Recorder, attend_tile
 
 from outrider.shared.attn.base import AttentionBatch, build_batch
 from outrider.shared.attn.chunks import Attend, ChunkAttention

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.tile_attention import Recorder
+from support.kernels.tile_attention import Recorder
 
 from outrider.shared.attn.chunks import ChunkAttention
 from outrider.shared.attn.library import Library, prepare_within

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support.tile_attention import Recorder
+from support.kernels.tile_attention import Recorder
 
 from outrider.shared.attn.base import AttentionBatch, build_batch
 from outrider.shared.attn.tiles import TileShape

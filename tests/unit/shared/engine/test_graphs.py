@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from support.played_graphs import BoundedGraphs
+from support.engine.played_graphs import BoundedGraphs
 
 from outrider.shared.engine.graphs import RECORD_AFTER, RECORD_ANYWAY_AFTER, WARM_UP_RUNS, GraphCache
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support import family_models
-from support.parallel_ranks import load_ranks, on_all
+from support.engine.parallel_ranks import load_ranks, on_all
+from support.models import family_models
 
 from outrider.services.doctor.pair import expected_of
 from outrider.services.target.settings import TargetSettings

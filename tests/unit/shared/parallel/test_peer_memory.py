@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import pytest
 import torch
-from support.parallel_ranks import Meeting, ThreadCollectives
+from support.engine.parallel_ranks import Meeting, ThreadCollectives
 
 from outrider.shared.parallel import peer
 from outrider.shared.parallel.peer import PeerCollectives, PeerReduce

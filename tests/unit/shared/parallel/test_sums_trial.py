@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.parallel_ranks import Meeting, ThreadCollectives
+from support.engine.parallel_ranks import Meeting, ThreadCollectives
 
 from outrider.kernels.stream import ResidualStream
 from outrider.shared.parallel.reduce import GroupReduce

@@ -8,10 +8,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from support import generic_models
-from support.family_models import CASES, GPT_OSS, VOCAB, Sequences, assert_near, pack_mxfp4, save, store_fp8
-from support.parallel_ranks import load_ranks, on_all
-from support.toys import make_toy_target
+from support.engine.parallel_ranks import load_ranks, on_all
+from support.models import generic_models
+from support.models.family_models import (
+    CASES,
+    GPT_OSS,
+    VOCAB,
+    Sequences,
+    assert_near,
+    pack_mxfp4,
+    save,
+    store_fp8,
+)
+from support.models.toys import make_toy_target
 
 from outrider.kernels.verify import SamplingTensors, choose_tokens
 from outrider.shared.base.errors import ConfigurationError

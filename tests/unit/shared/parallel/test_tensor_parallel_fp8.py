@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.family_models import Sequences, save
-from support.parallel_ranks import load_ranks, on_all
+from support.engine.parallel_ranks import load_ranks, on_all
+from support.models.family_models import Sequences, save
 
 from outrider.shared.base.errors import ConfigurationError
 from outrider.shared.nn.decoder import Decoder

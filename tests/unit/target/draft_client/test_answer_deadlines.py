@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from support.clocked_draft import CAP_S, FAULT_S, ROUND_S, Target
+from support.connection.clocked_draft import CAP_S, FAULT_S, ROUND_S, Target
 
 from outrider.services.target.draft_client.breaker import BreakerState
 from outrider.services.target.draft_client.remote_drafter import FAULTS_TO_RECONNECT

@@ -8,7 +8,7 @@ from __future__ import annotations
 from functools import partial
 
 import pytest
-from support.clocked_draft import CAP_S, FAULT_S, ROUND_S, SHAPE, Pulsing, Target
+from support.connection.clocked_draft import CAP_S, FAULT_S, ROUND_S, SHAPE, Pulsing, Target
 
 from outrider.services.target.draft_client.answer_times import (
     ANSWERS_TO_JUDGE,

@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.compute_device import DEVICE
-from support.slot_sequences import seated_sequence
-from support.target_harness import (
+from support.engine.slot_sequences import seated_sequence
+from support.engine.target_harness import (
     FakeDrafter,
     Harness,
     generate_plain,
@@ -22,7 +21,8 @@ from support.target_harness import (
     oracle_plan,
     trees_to_batch,
 )
-from support.toys import make_toy_target
+from support.models.toys import make_toy_target
+from support.suite.compute_device import DEVICE
 
 from outrider.services.target.drafting import host_source
 from outrider.services.target.drafting.host_source import CATCH_UP_TOKENS, HostSource

@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence
 
 import pytest
-from support.target_harness import (
+from support.engine.target_harness import (
     FakeDrafter,
     Harness,
     generate_plain,
@@ -14,7 +14,7 @@ from support.target_harness import (
     make_harness,
     oracle_plan,
 )
-from support.toys import make_toy_target
+from support.models.toys import make_toy_target
 
 from outrider.services.target.drafting.no_drafter import NoDrafter
 from outrider.services.target.engine.loop_plan import LoopPlan

@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
-from support.slot_sequences import seated_sequence
+from support.engine.slot_sequences import seated_sequence
 
 from outrider.services.target.drafting.planner import DraftPlanner, bound_of
 from outrider.services.target.policy.controller import EntryBound, SpeculationController

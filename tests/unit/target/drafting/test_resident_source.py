@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.played_graphs import BoundedGraphs
-from support.resident_bench import Bench
-from support.slot_rig import PROMPTS, produced
-from support.target_harness import generate_plain, load_toy
-from support.toys import make_toy_target
+from support.engine.played_graphs import BoundedGraphs
+from support.engine.resident_bench import Bench
+from support.engine.slot_rig import PROMPTS, produced
+from support.engine.target_harness import generate_plain, load_toy
+from support.models.toys import make_toy_target
 
 from outrider.services.target.drafting.no_drafter import NoDrafter
 from outrider.services.target.drafting.resident_source import TOLD_TOGETHER

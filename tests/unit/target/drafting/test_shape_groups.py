@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from support.slot_sequences import seated_sequence
+from support.engine.slot_sequences import seated_sequence
 
 from outrider.services.target.drafting.shape_groups import shape_groups
 from outrider.services.target.model.packed_batch import Entry

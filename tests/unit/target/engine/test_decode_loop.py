@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from support.loop_world import LoopWorld, passes
+from support.engine.loop_world import LoopWorld, passes
 
 from outrider.services.target.drafting.draft_source import ProposalWait
 from outrider.services.target.model.outcome import FAILED_TOKEN

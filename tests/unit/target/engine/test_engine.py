@@ -7,7 +7,7 @@ import time
 
 import pytest
 import torch
-from support.target_harness import (
+from support.engine.target_harness import (
     FakeDrafter,
     Harness,
     generate_plain,
@@ -16,8 +16,8 @@ from support.target_harness import (
     oracle_plan,
     random_plan,
 )
-from support.toys import make_toy_target
-from support.traces import check_round
+from support.models.toys import make_toy_target
+from support.outputs.traces import check_round
 
 from outrider.services.target.drafting.no_drafter import NoDrafter
 from outrider.services.target.engine.loop_plan import LoopPlan

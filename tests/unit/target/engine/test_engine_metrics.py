@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.target_harness import (
+from support.engine.target_harness import (
     FakeDrafter,
     generate_plain,
     load_toy,
@@ -12,7 +12,7 @@ from support.target_harness import (
     oracle_plan,
     random_plan,
 )
-from support.toys import make_toy_target
+from support.models.toys import make_toy_target
 
 from outrider.services.target.drafting.no_drafter import NoDrafter
 from outrider.services.target.policy.verdict import AutoReason, AutoVerdict

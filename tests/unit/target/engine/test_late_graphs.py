@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.device_toys import AnswerDrafter
-from support.played_graphs import BoundedGraphs
-from support.target_harness import Harness, generate_plain, load_toy, make_harness
-from support.toys import make_toy_target
+from support.engine.device_toys import AnswerDrafter
+from support.engine.played_graphs import BoundedGraphs
+from support.engine.target_harness import Harness, generate_plain, load_toy, make_harness
+from support.models.toys import make_toy_target
 
 from outrider.services.target.drafting.no_drafter import NoDrafter
 from outrider.services.target.engine.loop_plan import LoopPlan

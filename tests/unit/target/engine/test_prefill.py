@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from support.slot_sequences import seated_sequence
-from support.target_harness import load_toy, make_harness
-from support.toys import make_toy_target
+from support.engine.slot_sequences import seated_sequence
+from support.engine.target_harness import load_toy, make_harness
+from support.models.toys import make_toy_target
 
 from outrider.services.target.drafting.no_drafter import NoDrafter
 from outrider.services.target.engine import prefill as prefill_module

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from support.grammar_rig import ENDS, FILE, SIZE
+from support.grammars.grammar_rig import ENDS, FILE, SIZE
 from tokenizers import Tokenizer
 
 from outrider.services.target.grammar.vocabulary import Vocabulary

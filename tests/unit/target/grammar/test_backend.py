@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from support.grammar_rig import ENDS, SIZE
+from support.grammars.grammar_rig import ENDS, SIZE
 from tokenizers import Tokenizer
 
 from outrider.services.target.grammar import backend

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
-from support.grammar_rig import FILE
+from support.grammars.grammar_rig import FILE
 
 from outrider.services.target.grammar import compiler as module
 from outrider.services.target.grammar.backend import GrammarBackend

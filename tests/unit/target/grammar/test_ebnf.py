@@ -8,8 +8,8 @@ from typing import Any
 
 import jsonschema_rs
 import pytest
-from support.grammar_rig import FILE
-from support.random_schemas import random_schema
+from support.grammars.grammar_rig import FILE
+from support.grammars.random_schemas import random_schema
 from tokenizers import Tokenizer
 
 from outrider.services.target.grammar import ebnf, xgrammar

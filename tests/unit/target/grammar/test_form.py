@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from support.toy_grammar import ToyGrammar
+from support.grammars.toy_grammar import ToyGrammar
 
 from outrider.services.target.grammar.form import OutputForm
 from outrider.services.target.grammar.matcher import token_mask_words

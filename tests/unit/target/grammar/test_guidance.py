@@ -8,7 +8,7 @@ import json
 import llguidance
 import numpy as np
 import pytest
-from support.grammar_rig import SIZE, check_refusal
+from support.grammars.grammar_rig import SIZE, check_refusal
 from tokenizers import Tokenizer
 
 from outrider.services.target.grammar import guidance

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from support.grammar_rig import SIZE, check_refusal
+from support.grammars.grammar_rig import SIZE, check_refusal
 
 from outrider.services.target.grammar import xgrammar
 from outrider.services.target.grammar.matcher import token_mask_words

@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from support.played_graphs import PlayedGraphs
-from support.prefill_rig import (
+from support.engine.played_graphs import PlayedGraphs
+from support.engine.prefill_rig import (
     CASES,
     PAGE_SIZE,
     SAMPLINGS,
@@ -20,9 +20,9 @@ from support.prefill_rig import (
     make_sequence,
     prefill,
 )
-from support.target_harness import load_toy
-from support.tile_attention import Recorder, attend_tile
-from support.toys import make_toy_target
+from support.engine.target_harness import load_toy
+from support.kernels.tile_attention import Recorder, attend_tile
+from support.models.toys import make_toy_target
 
 from outrider.services.target.model import model_runner
 from outrider.services.target.model.graph_key import GraphKey

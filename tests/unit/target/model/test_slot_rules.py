@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.slot_sequences import seated_sequence
+from support.engine.slot_sequences import seated_sequence
 
 from outrider.kernels.logit_rules import COUNT_MASK, ENDS, FORBIDDEN, IN_PROMPT
 from outrider.services.target.model.slot_rules import SlotRules

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.compute_device import DEVICE
-from support.slot_sequences import seated_sequence
+from support.engine.slot_sequences import seated_sequence
+from support.suite.compute_device import DEVICE
 
 from outrider.services.target.model import slot_table
 from outrider.services.target.model.slot_table import SlotTable

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.target_harness import trees_to_batch
+from support.engine.target_harness import trees_to_batch
 
 from outrider.kernels.packed_round import PackedTrees
 from outrider.kernels.verify import verify_tree

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from support.toy_grammar import ToyGrammar, drawn_tree
+from support.grammars.toy_grammar import ToyGrammar, drawn_tree
 
 from outrider.services.target.grammar.form import OutputForm
 from outrider.services.target.model.tree_fit import MOST_CHOICES, fitted

@@ -6,7 +6,7 @@ import random
 
 import numpy as np
 import pytest
-from support.toy_grammar import ToyGrammar, drawn_tree
+from support.grammars.toy_grammar import ToyGrammar, drawn_tree
 
 from outrider.services.target.grammar.form import OutputForm
 from outrider.services.target.grammar.matcher import token_mask_words

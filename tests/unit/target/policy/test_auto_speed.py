@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 import pytest
-from support.auto_machine import CHAIN_3, CHAIN_5, TREE, Machine, Server, law_of
-from support.cases import every_pair
+from support.engine.auto_machine import CHAIN_3, CHAIN_5, TREE, Machine, Server, law_of
+from support.suite.cases import every_pair
 
 from outrider.services.target.policy.acceptance import SamplingKind
 from outrider.services.target.policy.controller import (

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import pytest
-from support.auto_machine import Law, Machine, Server
+from support.engine.auto_machine import Law, Machine, Server
 
 from outrider.services.target.policy.controller import ExecutedEntry, ExecutedStep, SpeculationController
 from outrider.services.target.policy.cost_model import DraftPath

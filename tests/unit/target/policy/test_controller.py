@@ -7,7 +7,7 @@ from collections import Counter
 from itertools import groupby
 
 import pytest
-from support.auto_machine import CHAIN, CHAIN_3, TREE, Machine, Server, law_of
+from support.engine.auto_machine import CHAIN, CHAIN_3, TREE, Machine, Server, law_of
 
 from outrider.services.target.policy.acceptance import SamplingKind
 from outrider.services.target.policy.controller import (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 
 import pytest
-from support.scheduled import LIMITS, PAGE_SIZE, execute, make_sequence
+from support.engine.scheduled import LIMITS, PAGE_SIZE, execute, make_sequence
 
 from outrider.services.target.scheduling.limits import SchedulerLimits
 from outrider.services.target.scheduling.queue_gate import QueueGate

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
-from support.scheduled import LIMITS, NUM_PAGES, PAGE_SIZE, execute, make_sequence
+from support.engine.scheduled import LIMITS, NUM_PAGES, PAGE_SIZE, execute, make_sequence
 
 from outrider.services.target.scheduling.scheduler import Scheduler
 from outrider.services.target.scheduling.sequence import Sequence

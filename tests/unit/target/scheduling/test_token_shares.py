@@ -9,7 +9,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import multiple, rule
-from support.scheduled import PAGE_SIZE, execute, make_sequence
+from support.engine.scheduled import PAGE_SIZE, execute, make_sequence
 from test_scheduler_machine import SchedulerMachine
 
 from outrider.services.target.scheduling.limits import SchedulerLimits

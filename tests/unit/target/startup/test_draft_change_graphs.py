@@ -16,10 +16,17 @@ from typing import Any
 
 import pytest
 import torch
-from support.device_toys import AnswerDrafter
-from support.played_graphs import BoundedGraphs
-from support.target_harness import FakeDrafter, Harness, generate_plain, load_toy, make_harness, random_plan
-from support.toys import make_toy_target
+from support.engine.device_toys import AnswerDrafter
+from support.engine.played_graphs import BoundedGraphs
+from support.engine.target_harness import (
+    FakeDrafter,
+    Harness,
+    generate_plain,
+    load_toy,
+    make_harness,
+    random_plan,
+)
+from support.models.toys import make_toy_target
 
 from outrider.services.target import app
 from outrider.services.target.drafting.no_drafter import NoDrafter

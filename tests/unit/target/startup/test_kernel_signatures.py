@@ -10,7 +10,7 @@ import os
 import subprocess
 import sys
 
-from support.kernel_signatures import __file__ as script
+from support.kernels.kernel_signatures import __file__ as script
 
 
 def test_mixed_requests_need_no_kernel_that_was_not_planned() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.toys import make_toy_target
+from support.models.toys import make_toy_target
 
 from outrider.bench.stacks.shapes import named_shape
 from outrider.services.draft.build import Build

@@ -11,9 +11,9 @@ from unittest import mock
 
 import pytest
 import torch
-from support import family_models, generic_models
-from support.target_harness import FakeDrafter, Harness, make_harness, oracle_plan
-from support.toys import make_toy_target
+from support.engine.target_harness import FakeDrafter, Harness, make_harness, oracle_plan
+from support.models import family_models, generic_models
+from support.models.toys import make_toy_target
 from typer.testing import CliRunner
 
 import outrider.bench

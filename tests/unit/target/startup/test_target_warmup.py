@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from support.parity_faults import FAULTS, planted
-from support.target_harness import FakeDrafter, Harness, load_toy, make_harness, random_plan
-from support.toys import make_toy_target
+from support.engine.target_harness import FakeDrafter, Harness, load_toy, make_harness, random_plan
+from support.models.toys import make_toy_target
+from support.outputs.parity_faults import FAULTS, planted
 
 from outrider.services.target.drafting.no_drafter import NoDrafter
 from outrider.services.target.policy.offered_shapes import offered_shapes

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support import family_models, generic_models
-from support.generic_models import VOCAB
-from support.toys import make_toy_target
+from support.models import family_models, generic_models
+from support.models.generic_models import VOCAB
+from support.models.toys import make_toy_target
 
 from outrider.services.target.settings import TargetSettings
 from outrider.services.target.startup import numerics, weight_fit

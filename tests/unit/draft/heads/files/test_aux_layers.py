@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.toy_heads import (
+from support.models.toy_heads import (
     HIDDEN,
     LATENT,
     TARGET_LAYERS,
@@ -20,7 +20,7 @@ from support.toy_heads import (
     with_latent_attention,
     write_head,
 )
-from support.toys import make_toy_eagle3, make_toy_target
+from support.models.toys import make_toy_eagle3, make_toy_target
 
 from outrider.services.draft.app import DraftService
 from outrider.services.draft.heads.files.aux_layers import AuxLayers

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from support.head_dialects import BOTH, CPU, DIALECTS, FLAT3, ROWS, SPECFORGE, canonical, run
-from support.plain_heads import PlainHead
-from support.toy_heads import (
+from support.models.head_dialects import BOTH, CPU, DIALECTS, FLAT3, ROWS, SPECFORGE, canonical, run
+from support.models.plain_heads import PlainHead
+from support.models.toy_heads import (
     HIDDEN,
     TARGET_LAYERS,
     VOCAB,

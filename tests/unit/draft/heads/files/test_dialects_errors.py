@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from support.toy_heads import (
+from support.models.toy_heads import (
     HIDDEN,
     TARGET_LAYERS,
     VOCAB,
@@ -21,7 +21,7 @@ from support.toy_heads import (
     fc_norms,
     write_head,
 )
-from support.toys import make_toy_target
+from support.models.toys import make_toy_target
 
 from outrider.services.draft.build import build_engine
 from outrider.services.draft.heads.eagle import EagleHead

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from support.head_dialects import run
-from support.plain_heads import PlainHead
-from support.toy_heads import (
+from support.models.head_dialects import run
+from support.models.plain_heads import PlainHead
+from support.models.toy_heads import (
     HIDDEN,
     INNER,
     TARGET_LAYERS,

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.toy_heads import (
+from support.models.toy_heads import (
     HIDDEN,
     TARGET_LAYERS,
     VOCAB,

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from support.damaged_files import (
+from support.models.damaged_files import (
     WEIGHTS_FILE,
     edit_config,
     edit_header,
@@ -25,7 +25,7 @@ from support.damaged_files import (
     set_tokenizer,
     truncate,
 )
-from support.toys import make_toy_eagle3, make_toy_target
+from support.models.toys import make_toy_eagle3, make_toy_target
 from typer.testing import CliRunner
 
 from outrider.services.cli import commands as cli

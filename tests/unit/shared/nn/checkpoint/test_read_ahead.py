@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.toys import make_toy_target
+from support.models.toys import make_toy_target
 
 from outrider.shared.nn.checkpoint import read_ahead
 from outrider.shared.nn.checkpoint.checkpoint_reader import CheckpointReader

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.family_models import CASES, VOCAB, Sequences, assert_near, reference_logits, save
+from support.models.family_models import CASES, VOCAB, Sequences, assert_near, reference_logits, save
 from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkRouter
 
 from outrider.shared.nn.open import load_decoder, read_model_config

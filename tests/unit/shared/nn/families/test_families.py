@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.family_models import (
+from support.models.family_models import (
     CASES,
     LAYERS,
     VOCAB,

@@ -11,7 +11,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from structlog.testing import capture_logs
-from support.family_models import CASES, VOCAB, Sequences, assert_near, pack_mxfp4, reference, save, store_fp8
+from support.models.family_models import (
+    CASES,
+    VOCAB,
+    Sequences,
+    assert_near,
+    pack_mxfp4,
+    reference,
+    save,
+    store_fp8,
+)
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from outrider.services.doctor.examine import examine

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.family_models import Sequences, assert_near
-from support.generic_models import (
+from support.models.family_models import Sequences, assert_near
+from support.models.generic_models import (
     CASES,
     LAYERS,
     REFUSED,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.family_models import Sequences, save
+from support.models.family_models import Sequences, save
 
 from outrider.shared.base.errors import ConfigurationError
 from outrider.shared.nn.decoder import LM_HEAD, Decoder

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from support.ahead_rig import COLUMNS, STATE_SIZE, WIDTH, Clock, Target, TimedPasses
-from support.relay_rig import SIZE
+from support.connection.ahead_rig import COLUMNS, STATE_SIZE, WIDTH, Clock, Target, TimedPasses
+from support.connection.relay_rig import SIZE
 
 from outrider.draft.v1 import draft_pb2
 from outrider.services.target.draft_client.transport import stream_exchange

@@ -1,0 +1,1 @@
+"""Connections between services: fake streams and relays, proxies, old messages, and certificates."""

@@ -1,0 +1,1 @@
+"""A target engine, or a part of it, that a test steps, and fakes of the engine's neighbours."""

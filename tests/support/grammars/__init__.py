@@ -1,0 +1,1 @@
+"""Grammars, schemas and vocabularies for tests of constrained output."""

@@ -1,0 +1,1 @@
+"""Kernels without a GPU: compiled variants, rehearsed launches, and attention in plain torch."""

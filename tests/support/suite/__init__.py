@@ -1,0 +1,1 @@
+"""How the tests run: devices, selected cases, the jobs of the GPU suite, and result files."""
