@@ -233,10 +233,10 @@ def test_an_answer_can_be_stopped(page: Page) -> None:
 def test_an_error_of_the_server_is_shown_and_the_prompt_kept(open_page: OpenPage) -> None:
     page = open_page(may_log="400")
     expect(page.locator("#server")).to_contain_text("EAGLE3")
-    set_fields(page, max_tokens="999999")
+    set_fields(page, schema='{"type": "array", "uniqueItems": true}')
     page.fill("#prompt", PROMPT)
     page.keyboard.press("Enter")
-    expect(page.locator("#message.error")).to_contain_text("context")
+    expect(page.locator("#message.error")).to_contain_text("uniqueItems")
     expect(page.locator("#prompt")).to_have_value(PROMPT)
 
 
