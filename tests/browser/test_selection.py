@@ -95,7 +95,9 @@ def test_the_end_of_an_answer_leaves_the_focus_where_the_user_put_it(open_page: 
 def test_escape_stops_an_answer_from_everywhere(open_page: OpenPage, place: str) -> None:
     page = open_page()
     expect(page.locator("#server")).to_contain_text("EAGLE3")
-    set_fields(page, mode="off", max_tokens="400")
+    set_fields(page, mode="off", max_tokens="1500")
+    # The answer is long, so that it cannot end before the key is pressed.
+    page.fill("#schema", '{"type": "array", "items": {"enum": [1, 2]}, "minItems": 400}')
     page.fill("#prompt", "Count from 1 to 300, one number a line.")
     page.keyboard.press("Enter")
     expect(page.locator(".message.assistant .token").nth(3)).to_be_visible()
