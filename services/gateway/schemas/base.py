@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from itertools import islice
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from pydantic import ConfigDict
 
@@ -12,6 +12,7 @@ from outrider.services.gateway.schemas.bounded import BoundedModel
 from outrider.services.gateway.schemas.field_rules import NEUTRAL, REFUSED, is_neutral
 from outrider.shared.base.errors import InvalidRequestError
 
+T = TypeVar("T")
 _UNPRINTABLE = re.compile(r"[^\w.\-]", re.ASCII)
 MAX_NAME_CHARS = 64
 MAX_IGNORED_NAMES = 32
@@ -95,6 +96,22 @@ class NeutralOnly(OpenModel):
         for name, neutral in self.NEUTRAL.items():
             if not is_neutral(getattr(self, name), neutral):
                 raise unsupported(prefix + name)
+
+
+def given(value: T | None, field: str, name: str) -> T:
+    """Return a value that the object `field` of a request must contain as `name`.
+
+    Raises:
+        InvalidRequestError: The value is None.
+    """
+    if value is None:
+        raise missing(f"{field}.{name}")
+    return value
+
+
+def missing(field: str) -> InvalidRequestError:
+    """Return the error for a required field that a request leaves out."""
+    return InvalidRequestError(f"Missing field: {field}.", field=field, reason="missing_field")
 
 
 def unsupported(field: str) -> InvalidRequestError:

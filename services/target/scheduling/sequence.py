@@ -286,6 +286,10 @@ class Sequence:
             self._hashed_len = len(self.tokens)
         return Fence(self.session_id, self.epoch, len(self.tokens), self.prefix_hash)
 
+    def has_left(self, residence: int) -> bool:
+        """Return True if the sequence has left the slot that it had during this residence."""
+        return self.residence != residence or self.slot < 0
+
     def check(self) -> None:
         """Assert that the lengths are in the order of the module docstring."""
         reserved = self.reserved_len
