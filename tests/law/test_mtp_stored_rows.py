@@ -118,7 +118,7 @@ def test_sessions_that_share_rows_draft_as_sessions_of_their_own(
 def test_a_session_that_begins_again_drafts_from_its_new_tokens(
     tmp_path: Path, length: int, in_one_go: bool
 ) -> None:
-    """Even if it lacks so few rows that one launch could add them."""
+    """The session may lack so few rows that one launch could add them."""
     model = sharp_model(3)
     draft = Draft(model, save(model, tmp_path), in_one_go=in_one_go)
     draft.open(1, TEXT[:24])

@@ -103,9 +103,7 @@ class Services:
 
     def answer(self, question: dict[str, Any], mode: str) -> dict[str, Any]:
         """Return the reply to a question."""
-        sampling = {name: value for name, value in question.items() if name not in ("text", "seed")}
-        if "seed" in question:
-            sampling["seed"] = question["seed"]
+        sampling = {name: value for name, value in question.items() if name != "text"}
         body = {
             "text": question["text"],
             "sampling_params": sampling | {"max_new_tokens": 48},

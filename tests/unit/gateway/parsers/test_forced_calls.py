@@ -1,4 +1,4 @@
-"""Whatever the grammar of a forced call lets through is read as a call that matches the tool's schema."""
+"""Every text that the grammar of a forced call allows is parsed as a call that matches the tool's schema."""
 
 from __future__ import annotations
 

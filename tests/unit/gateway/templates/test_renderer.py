@@ -1,4 +1,4 @@
-"""The process that renders chat templates: what it renders, and the limits that no template outlives."""
+"""The process that renders chat templates: its output, and its limits on time and memory."""
 
 from __future__ import annotations
 

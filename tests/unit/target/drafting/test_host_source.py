@@ -222,7 +222,7 @@ def test_a_sequence_chooses_once_a_round_and_counts_a_fallback_once(
         assert (fallbacks(harness, state.value), sum(choices)) == (sum(rounds), 0)
     else:
         assert drafter.log.count("propose") > 1
-        # An entry joins a round with trees on their way without a choice of its own.
+        # `choose` is not called for an entry that joins after the trees of a round were requested.
         assert all(count - 1 <= choice <= count for choice, count in zip(choices, rounds, strict=True))
 
 
