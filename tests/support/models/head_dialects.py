@@ -295,14 +295,15 @@ def canonical(tensors: Tensors) -> Tensors:
 def run(
     head: RecurrentHead, tokens: torch.Tensor, features: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the states and logits of a sequence with causal attention."""
+    """Return the states and logits of a sequence of up to 32 tokens with causal attention."""
     pool = KVPool(8, 4, head.num_layers, head.kv_heads, head.head_dim, torch.float32, CPU, latent=head.latent)
-    lease = pool.lease(ROWS)
+    rows = len(tokens)
+    lease = pool.lease(rows)
     assert lease is not None
     attention = create_backend("auto", CPU)
     with torch.inference_mode():
-        attention.plan(build_batch(pool, [lease], [0], [ROWS]))
+        attention.plan(build_batch(pool, [lease], [0], [rows]))
         states = head.forward(
-            tokens.to(torch.int32), features, head.rotation(torch.arange(ROWS)), attention, pool
+            tokens.to(torch.int32), features, head.rotation(torch.arange(rows)), attention, pool
         )
         return states, head.logits(states)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.models.toys import make_toy_eagle3, make_toy_target
+from support.models.toys import make_toy_eagle3, make_toy_pair
 
 from outrider.services.draft.build import build_engine
 from outrider.services.draft.engine import Drafted, DraftEngine
@@ -29,9 +29,7 @@ SHAPE = DraftShape(4, 3, 9)
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    folder = tmp_path_factory.mktemp("pair")
-    target = make_toy_target(folder / "target", vocab_size=VOCAB, hidden_size=HIDDEN)
-    return target, make_toy_eagle3(folder / "head", target, draft_vocab_size=24)
+    return make_toy_pair(tmp_path_factory.mktemp("pair"), 24, vocab_size=VOCAB, hidden_size=HIDDEN)
 
 
 def settings(pair: tuple[Path, Path], **changes: object) -> DraftSettings:
