@@ -121,7 +121,6 @@ def run_soak(options: SoakOptions) -> int:
 class _Soak:
     def __init__(self, options: SoakOptions, stack: Stack) -> None:
         self._options = options
-        self._stack = stack
         self._supervisor = stack.supervisor
         self._asker = Asker(stack.url)
         server = find_server(stack.url, None)
