@@ -11,17 +11,18 @@ import openai
 import pytest
 from fake_target import FakeTarget
 from gateway_thread import GatewayThread
+from http_calls import openai_client
 from openai.types.responses import Response
 from pydantic import BaseModel
 from tokenizers import Tokenizer
-from tool_chat import CALL, TWO_CALLS, WEATHER, answer_with, openai_client, prompt_of
+from tool_chat import CALL, TWO_CALLS, WEATHER, answer_with, prompt_of
 
 TOOLS: list[Any] = [{"type": "function", "strict": True, **WEATHER["function"]}]  # type: ignore[dict-item]
 
 
 @pytest.fixture
 def client(tool_gateway: GatewayThread) -> Iterator[openai.OpenAI]:
-    with openai_client(tool_gateway) as client:
+    with openai_client(tool_gateway.stack) as client:
         yield client
 
 

@@ -13,9 +13,10 @@ import openai
 import pytest
 from fake_target import FakeTarget
 from gateway_thread import GatewayThread
+from http_calls import openai_client
 from pydantic import BaseModel
 from tokenizers import Tokenizer
-from tool_chat import CALL, TWO_CALLS, WEATHER, answer_with, make_tool_tokenizer, openai_client, prompt_of
+from tool_chat import CALL, TWO_CALLS, WEATHER, answer_with, make_tool_tokenizer, prompt_of
 
 from outrider.common.v1 import common_pb2
 from outrider.gateway.v1 import gateway_pb2, gateway_pb2_grpc
@@ -26,7 +27,7 @@ TOOLS: list[Any] = [WEATHER]
 
 @pytest.fixture
 def client(tool_gateway: GatewayThread) -> Iterator[openai.OpenAI]:
-    with openai_client(tool_gateway) as client:
+    with openai_client(tool_gateway.stack) as client:
         yield client
 
 
@@ -187,8 +188,7 @@ def test_reasoning_is_apart_from_the_answer(
 
 
 def test_a_model_without_a_known_format_refuses_tools(gateway: GatewayThread, fake: FakeTarget) -> None:
-    url = f"{gateway.stack.base_url}/v1"
-    with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client:
+    with openai_client(gateway.stack) as client:
         with pytest.raises(openai.BadRequestError, match="--tool-call-parser") as caught:
             chat(client)
         assert caught.value.param == "tools"
@@ -223,8 +223,7 @@ def test_settings_choose_the_parser(
     try:
         gateway.wait_ready()
         answer_with(fake, tokenizer, '{"name": "get_weather", "parameters": {"city": "Lima"}}')
-        url = f"{gateway.stack.base_url}/v1"
-        with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client:
+        with openai_client(gateway.stack) as client:
             message = chat(client).choices[0].message
         assert message.content is None
         assert message.tool_calls[0].function.arguments == '{"city": "Lima"}'

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import openai
 from fake_target import EOS_ID, FakeTarget, Script
-from gateway_thread import GatewayThread
 from support.models.toy_text import make_tokenizer
 from tokenizers import Tokenizer
 
@@ -31,12 +29,6 @@ TWO_CALLS = CALL + '<tool_call>{"name": "get_weather", "arguments": {"city": "Li
 def make_tool_tokenizer(folder: Path) -> Path:
     """Write a tokenizer folder whose template is that of a model with Hermes calls and reasoning."""
     return make_tokenizer(folder, HERMES)
-
-
-def openai_client(gateway: GatewayThread) -> openai.OpenAI:
-    """Return an `openai` client of a gateway. It does not retry."""
-    url = f"{gateway.stack.base_url}/v1"
-    return openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=30)
 
 
 def prompt_of(fake: FakeTarget, tokenizer: Tokenizer) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from itertools import islice
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 from pydantic import ConfigDict
 
@@ -12,7 +12,6 @@ from outrider.services.gateway.schemas.bounded import BoundedModel
 from outrider.services.gateway.schemas.field_rules import NEUTRAL, REFUSED, is_neutral
 from outrider.shared.base.errors import InvalidRequestError
 
-T = TypeVar("T")
 _UNPRINTABLE = re.compile(r"[^\w.\-]", re.ASCII)
 MAX_NAME_CHARS = 64
 MAX_IGNORED_NAMES = 32
@@ -98,7 +97,7 @@ class NeutralOnly(OpenModel):
                 raise unsupported(prefix + name)
 
 
-def given(value: T | None, field: str, name: str) -> T:
+def given(value: Any, field: str, name: str) -> Any:
     """Return a value that the object `field` of a request must contain as `name`.
 
     Raises:

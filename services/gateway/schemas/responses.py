@@ -86,9 +86,11 @@ class InputItem(OpenModel):
                 function = CalledFunction(name=given(self.name, field, "name"), arguments=self.arguments)
                 return Message(role="assistant", tool_calls=[ToolCall(id=self.call_id, function=function)])
             case "function_call_output":
-                output = given(self.output, field, "output")
-                call_id = given(self.call_id, field, "call_id")
-                return Message(role="tool", content=output, tool_call_id=call_id)
+                return Message(
+                    role="tool",
+                    content=given(self.output, field, "output"),
+                    tool_call_id=given(self.call_id, field, "call_id"),
+                )
             case "reasoning":
                 parts = self.content if isinstance(self.content, list) else []
                 text = "".join(part.text or "" for part in [*(self.summary or []), *parts])

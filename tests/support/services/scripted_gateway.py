@@ -119,6 +119,19 @@ def _handler(script: ScriptedGateway) -> type[BaseHTTPRequestHandler]:
     return Handler
 
 
+def model_stats(running: int) -> dict[str, Any]:
+    """Return the figures of one model in a status reply."""
+    return {
+        "running": running,
+        "waiting": 1,
+        "max_running_requests": 16,
+        "generated_tokens": 0,
+        "kv_pages": {"total": 100, "free": 75, "held": 25},
+        "draft": {"state": "on", "algorithm": "EAGLE3"},
+        "accept_length": 2.5,
+    }
+
+
 @contextmanager
 def scripted_gateway() -> Iterator[tuple[ScriptedGateway, str]]:
     """Run the server. Yields its script and its address without a scheme."""
