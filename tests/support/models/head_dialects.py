@@ -12,6 +12,7 @@ from outrider.services.draft.growth.recurrent_head import RecurrentHead
 from outrider.shared.attn.base import build_batch
 from outrider.shared.attn.create import create_backend
 from outrider.shared.kv.pool import KVPool
+from support.models.plain_heads import PlainHead
 from support.models.toy_heads import (
     HIDDEN,
     LATENT,
@@ -307,3 +308,32 @@ def run(
             tokens.to(torch.int32), features, head.rotation(torch.arange(rows)), attention, pool
         )
         return states, head.logits(states)
+
+
+def assert_computes(head: RecurrentHead, weights: Tensors, **config: Any) -> PlainHead:
+    """Compare a head with the plain reference head on a random sequence, and return the reference head."""
+    make = Maker(11)
+    lent = {
+        "model.embed_tokens.weight": make.matrix(VOCAB, HIDDEN),
+        "lm_head.weight": make.matrix(VOCAB, HIDDEN),
+    }
+    for key in list(head.missing()):
+        head.lend(key, lent[key])
+    double = {
+        name: tensor.double() if tensor.is_floating_point() else tensor for name, tensor in weights.items()
+    }
+    both = (lent[key].double() for key in ("model.embed_tokens.weight", "lm_head.weight"))
+    plain = PlainHead(base_config(head_dim=8) | config, double, *both)
+    tokens, features = (
+        torch.randint(0, VOCAB, (ROWS,), generator=torch.Generator().manual_seed(1)),
+        make.matrix(ROWS, HIDDEN),
+    )
+    states, logits = run(head, tokens, features)
+    wanted = plain.states(
+        tokens, features.double(), torch.arange(ROWS), torch.ones(ROWS, ROWS, dtype=torch.bool).tril()
+    )
+    torch.testing.assert_close(states.double(), wanted, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(
+        logits.double(), plain.logits(wanted)[:, head.vocabulary.target_ids(CPU)], rtol=1e-3, atol=1e-3
+    )
+    return plain
