@@ -24,6 +24,7 @@ class RequestEnding(Enum):
 
     RIGHT = "right"
     CANCELLED = "cancelled"
+    REFUSED = "refused"
     FAILED = "failed"
     WRONG = "wrong"
 
@@ -37,11 +38,19 @@ class RequestVerdict:
 
 
 class AskFailedError(Exception):
-    """A request was refused, or its answer broke off. `parts` is what arrived before."""
+    """A request was refused, or its answer broke off.
 
-    def __init__(self, reason: str, parts: Mapping[int, AnswerPart] | None = None) -> None:
+    Attributes:
+        parts: What arrived before.
+        retry_after: The header Retry-After of a reply with status 429, else None.
+    """
+
+    def __init__(
+        self, reason: str, parts: Mapping[int, AnswerPart] | None = None, retry_after: str | None = None
+    ) -> None:
         super().__init__(reason)
         self.parts = dict(parts or {})
+        self.retry_after = retry_after
 
 
 class Asker:
@@ -72,7 +81,7 @@ class Asker:
         except httpx.TransportError as error:
             raise AskFailedError(f"{type(error).__name__} {error}") from None
         if reply.status_code != httpx.codes.OK:
-            raise AskFailedError(f"{reply.status_code}: {reply.text[:QUOTED_CHARS]}")
+            raise _refusal(reply, reply.text)
         found = reply.json()
         if question.path == GENERATE:
             return {0: tuple(found["output_ids"])}
@@ -94,8 +103,7 @@ class Asker:
         try:
             async with self._http.stream("POST", question.path, json=body) as reply:
                 if reply.status_code != httpx.codes.OK:
-                    text = (await reply.aread()).decode(errors="replace")
-                    raise AskFailedError(f"{reply.status_code}: {text[:QUOTED_CHARS]}")
+                    raise _refusal(reply, (await reply.aread()).decode(errors="replace"))
                 async with aclosing(reply.aiter_lines()) as lines:  # type: ignore[type-var]
                     async for line in lines:
                         data = line.removeprefix("data:").strip()
@@ -165,10 +173,19 @@ async def check(
                     if number == cancel_after:
                         return _begun(expected, parts, RequestVerdict(RequestEnding.CANCELLED))
     except AskFailedError as error:
-        return _begun(expected, error.parts, RequestVerdict(RequestEnding.FAILED, str(error)))
+        ending = RequestEnding.FAILED if error.retry_after is None else RequestEnding.REFUSED
+        return _begun(expected, error.parts, RequestVerdict(ending, str(error)))
     if dict(parts) != dict(expected):
         return RequestVerdict(RequestEnding.WRONG, f"{question.kind}: got {parts}, expected {expected}")
     return RequestVerdict(RequestEnding.RIGHT)
+
+
+def _refusal(reply: httpx.Response, text: str) -> AskFailedError:
+    overloaded = reply.status_code == httpx.codes.TOO_MANY_REQUESTS
+    return AskFailedError(
+        f"{reply.status_code}: {text[:QUOTED_CHARS]}",
+        retry_after=reply.headers.get("Retry-After") if overloaded else None,
+    )
 
 
 def _begun(

@@ -302,6 +302,7 @@ class _Soak:
             else:
                 tally.failures[f"{question.kind}: {verdict.detail}"[:300]] += 1
                 print(f"FAILED {question.kind} {verdict.detail}", flush=True)
+        if verdict.outcome in (RequestEnding.FAILED, RequestEnding.REFUSED):
             await asyncio.sleep(PAUSE_AFTER_FAILURE_S)
 
     def _report(self, seconds: float) -> int:
@@ -324,6 +325,11 @@ class _Soak:
             Row(
                 "cancelled streams, as expected so far",
                 tally.outcomes[RequestEnding.CANCELLED.value],
+                "requests",
+            ),
+            Row(
+                "refused with 429 and Retry-After",
+                tally.outcomes[RequestEnding.REFUSED.value],
                 "requests",
             ),
             Row("failed while target or gateway was down", tally.excused, "requests"),

@@ -21,12 +21,20 @@ DONE = b"data: [DONE]\n\n"
 HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 T = TypeVar("T")
+_LINE_BREAKS = {ord(one): f"\\u{ord(one):04x}" for one in "\x85\u2028\u2029"}
 _JSON = json.JSONEncoder(allow_nan=False, separators=(",", ":"), ensure_ascii=False)
 
 
 def encode_event(event: dict[str, Any]) -> bytes:
-    """Encode one event. JSON escapes line breaks, so an event always fits in one data line."""
-    return b"data: " + _JSON.encode(event).encode("utf-8", "backslashreplace") + b"\n\n"
+    """Encode one event as one data line.
+
+    JSON escapes ASCII's line breaks. The other characters that Python's `str.splitlines` treats as line
+    breaks are escaped, too, because some clients split events there, for example those that use httpx.
+    """
+    text = _JSON.encode(event)
+    if not text.isascii():
+        text = text.translate(_LINE_BREAKS)
+    return b"data: " + text.encode("utf-8", "backslashreplace") + b"\n\n"
 
 
 class EventStream(Response):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
+
+import numpy as np
 
 from outrider.services.target.grammar.matcher import Grammar, Mask, token_mask_words
 from outrider.shared.base.constraint import Constraint
@@ -107,6 +110,18 @@ class OutputForm:
             self._matcher.fill(mask)
             if self._may_open and self._opening is not None:
                 mask.view("uint32")[self._opening // 32] |= 1 << self._opening % 32
+
+    def next_mask(self) -> Mask:
+        """Return the allowed next tokens as a new array, ``[words] int32``."""
+        mask = np.zeros(token_mask_words(self.vocab_size), dtype=np.int32)
+        self.fill(mask)
+        return mask
+
+    def fork(self) -> OutputForm:
+        """Return an independent form in the same state, which another thread may use."""
+        forked = copy.copy(self)
+        forked._matcher, forked._path = self._matcher.fork(), list(self._path)
+        return forked
 
     def forced(self) -> list[int]:
         """Return tokens that the grammar probably forces next; see `Matcher.forced`."""

@@ -138,6 +138,12 @@ class GuidanceMatcher(Matcher):
             return []
         return self._matcher.compute_ff_tokens()
 
+    def fork(self) -> GuidanceMatcher:
+        """Return an independent matcher in the same state."""
+        forked = GuidanceMatcher(self._matcher.deep_copy(), self._ends)
+        forked._ended = self._ended
+        return forked
+
 
 def _invalid(message: str, constraint: Constraint) -> InvalidRequestError:
     if (unknown := _UNKNOWN_KEYWORDS.search(message)) is not None:

@@ -41,6 +41,10 @@ class Matcher(Protocol):
         """
         ...
 
+    def fork(self) -> Matcher:
+        """Return an independent matcher in the same state, which another thread may use."""
+        ...
+
 
 class Grammar(Protocol):
     """A compiled grammar. Any number of sequences may share one, also on different threads."""

@@ -104,6 +104,12 @@ class XGrammarMatcher(Matcher):
             return []
         return self._vocabulary.tokenizer.tokenize_str(text)
 
+    def fork(self) -> XGrammarMatcher:
+        """Return an independent matcher in the same state."""
+        forked = XGrammarMatcher(self._matcher.fork(), self._vocabulary)
+        forked._slow = self._slow
+        return forked
+
     def _known(self, token: int) -> bool:
         """Return whether the token has a text or ends the output. The library logs all other tokens."""
         vocabulary = self._vocabulary

@@ -8,14 +8,20 @@ import math
 import numpy as np
 
 from outrider.services.target.grammar.form import OutputForm
-from outrider.services.target.grammar.matcher import token_mask_words
+from outrider.services.target.grammar.matcher import Mask
 from outrider.shared.spec.trees import HostTree
 
 MOST_CHOICES = 16
 """Up to this number of allowed tokens, all of them are added below a node."""
+MOST_SEARCHED = 2
+"""Number of masks that may be computed for one tree, because the device is idle meanwhile.
+
+One mask can take more than a millisecond."""
 
 
-def fitted(form: OutputForm, tree: HostTree, rows: int, depth: int) -> HostTree:
+def fitted(
+    form: OutputForm, tree: HostTree, rows: int, depth: int, known: dict[int, Mask] | None = None
+) -> HostTree:
     """Return a drafted tree without the nodes that an output's form forbids, and with likely nodes added.
 
     Nodes that the form forbids are removed. Nodes whose tokens end the output are removed, too, because
@@ -31,8 +37,10 @@ def fitted(form: OutputForm, tree: HostTree, rows: int, depth: int) -> HostTree:
         tree: The drafted tree.
         rows: Largest number of nodes.
         depth: Largest depth of a node.
+        known: Masks of the tokens that the form allows after nodes of the returned tree. The caller may give
+            the mask of the root, node 0. The function adds the masks that it computes.
     """
-    fit = _Fit(form, tree, rows, depth)
+    fit = _Fit(form, tree, rows, depth, {} if known is None else known)
     fit.keep(0, 0)
     fit.fill()
     return fit.kept
@@ -41,9 +49,12 @@ def fitted(form: OutputForm, tree: HostTree, rows: int, depth: int) -> HostTree:
 class _Fit:
     """The work on one tree."""
 
-    def __init__(self, form: OutputForm, tree: HostTree, rows: int, depth: int) -> None:
+    def __init__(
+        self, form: OutputForm, tree: HostTree, rows: int, depth: int, known: dict[int, Mask]
+    ) -> None:
         self._form, self._tree = form, tree
         self._rows, self._depth = rows, depth
+        self._known, self._searches_left = known, MOST_SEARCHED
         self._children = children_of(tree)
         self.kept = HostTree.of_root(tree.tokens[0])
         # Places where tokens may be added: negative logprob, node, and whether to add short lists.
@@ -94,10 +105,28 @@ class _Fit:
         if not path:  # otherwise, `OutputForm.forced` has returned text that the form does not allow
             forced = [token for token in form.forced() if token not in ends]
             if choices and not forced:
-                few = [token for token in _few(form) if token not in ends]
+                few = [token for token in self._few(place) if token not in ends]
         for _ in range(accepted):
             form.rollback()
         return forced, few
+
+    def _few(self, place: int) -> list[int]:
+        """Return the tokens allowed after a node if there are at most `MOST_CHOICES`, otherwise none.
+
+        The form has followed the path to the node. If too many masks were computed already, return none.
+        """
+        if place not in self._known:
+            if not self._searches_left:
+                return []
+            self._searches_left -= 1
+            self._known[place] = self._form.next_mask()
+        mask = self._known[place]
+        words = np.flatnonzero(mask)
+        if len(words) > MOST_CHOICES:
+            return []
+        bits = np.unpackbits(mask[words].view(np.uint8), bitorder="little").reshape(-1, 32)
+        found = [int(words[row]) * 32 + int(bit) for row, bit in np.argwhere(bits)]
+        return found if len(found) <= MOST_CHOICES else []
 
     def _node(self, token: int, place: int, cost: float) -> int | None:
         """Return the node of a token below a place, which is added if necessary. None if there is no room."""
@@ -117,15 +146,3 @@ def children_of(tree: HostTree) -> list[list[int]]:
         if parent >= 0:
             children[parent].append(node)
     return children
-
-
-def _few(form: OutputForm) -> list[int]:
-    """Return the allowed tokens if there are at most `MOST_CHOICES`, otherwise none."""
-    mask = np.zeros(token_mask_words(form.vocab_size), dtype=np.int32)
-    form.fill(mask)
-    words = np.flatnonzero(mask)
-    if len(words) > MOST_CHOICES:
-        return []
-    bits = np.unpackbits(mask[words].view(np.uint8), bitorder="little").reshape(-1, 32)
-    found = [int(words[row]) * 32 + int(bit) for row, bit in np.argwhere(bits)]
-    return found if len(found) <= MOST_CHOICES else []

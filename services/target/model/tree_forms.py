@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence as Seq
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -31,9 +32,8 @@ MOST_FITTED = 64
 
 The device is idle while trees are fitted. In larger rounds, a tree is fitted only if the form forces the text
 after its root. In the other trees, the masks exclude the forbidden nodes."""
-MANY_NODES = 32
-"""Number of nodes from which on several threads find the masks of a round."""
-MASK_THREADS = 8
+MASK_THREADS = 16
+"""Largest number of threads that find masks. A grammar library releases the interpreter's lock meanwhile."""
 
 
 @dataclass(slots=True)
@@ -45,12 +45,14 @@ class FormedEntry:
         form: The form, which has followed all tokens of the output.
         start: Index of the first packed row of the entry.
         tree: The drafted tree of the entry. None until it is read.
+        known: Masks of the tokens that the form allows after nodes of the tree, as far as they are known.
     """
 
     index: int
     form: OutputForm
     start: int
     tree: HostTree | None = None
+    known: dict[int, Mask] = field(default_factory=dict)
 
 
 class TreeForms:
@@ -66,7 +68,10 @@ class TreeForms:
         self._words = token_mask_words(vocab_size)
         self._buffer: MaskBuffer | None = None
         self._fetched: FetchedTrees | None = None
-        self._threads: ThreadPoolExecutor | None = None
+
+    @cached_property
+    def _threads(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(_num_threads(), "outrider-masks")
 
     def allocate(self) -> MaskBuffer:
         """Allocate the masks unless they exist. Servers without constrained outputs need no masks."""
@@ -106,11 +111,12 @@ class TreeForms:
                 one.tree = HostTree.of_root(sequence.tokens[-1])
             formed.append(one)
         drafted = [one for one in formed if one.tree is None]
+        self._find_roots(drafted)
         if sum(entries[one.index].rows for one in drafted) > MOST_FITTED:
             drafted = [one for one in drafted if one.form.forced()]
         for one in drafted:
             entry = entries[one.index]
-            one.tree = fitted(one.form, self._tree_of(one), entry.rows, entry.columns - 1)
+            one.tree = fitted(one.form, self._tree_of(one), entry.rows, entry.columns - 1, one.known)
         if drafted:
             self._write({one.index: one.tree for one in drafted if one.tree is not None})
         return formed
@@ -122,19 +128,35 @@ class TreeForms:
         """
         masks = self.allocate()
         masks.clear()
-        work: list[tuple[OutputForm, HostTree, Mask]] = []
+        work: list[tuple[OutputForm, HostTree, Mask, Seq[int]]] = []
         for one in formed:
             tree = one.tree or self._tree_of(one)
-            work.append((one.form, tree, masks.rows(one.start, one.start + len(tree.tokens))))
-        if len(work) > 1 and sum(len(tree.tokens) for _, tree, _ in work) >= MANY_NODES:
-            # The grammar library releases the interpreter's lock while it finds a mask.
-            if self._threads is None:
-                self._threads = ThreadPoolExecutor(min(MASK_THREADS, os.cpu_count() or 1), "outrider-masks")
-            list(self._threads.map(lambda given: fill_masks(*given), work))
+            rows = masks.rows(one.start, one.start + len(tree.tokens))
+            for node, mask in one.known.items():
+                rows[node] = mask
+            work.append((one.form, tree, rows, [node for node in range(len(rows)) if node not in one.known]))
+        share = max(1, -(-sum(len(nodes) for *_, nodes in work) // _num_threads()))
+        parts = [
+            (form, tree, rows, nodes[first : first + share])
+            for form, tree, rows, nodes in work
+            for first in range(0, len(nodes), share)
+        ]
+        if len(parts) > 1:
+            forked = [(form.fork(), *rest) for form, *rest in parts]
+            list(self._threads.map(lambda part: fill_masks(*part), forked))
         else:
-            for given in work:
-                fill_masks(*given)
+            for part in parts:
+                fill_masks(*part)
         masks.upload()
+
+    def _find_roots(self, drafted: Seq[FormedEntry]) -> None:
+        """Find the masks of the roots of drafted trees, while the device still drafts."""
+        if len(drafted) == 1:
+            drafted[0].known[0] = drafted[0].form.next_mask()
+            return
+        found: list[Future[Mask]] = [self._threads.submit(one.form.fork().next_mask) for one in drafted]
+        for one, mask in zip(drafted, found, strict=True):
+            one.known[0] = mask.result()
 
     def _tree_of(self, one: FormedEntry) -> HostTree:
         assert self._fetched is not None, "drafted trees are fetched"
@@ -225,8 +247,8 @@ def prompt_masks(sequences: Seq[Sequence], device: torch.device) -> torch.Tensor
     return upload(masks.reshape(-1), torch.int32, device).view(masks.shape)
 
 
-def fill_masks(form: OutputForm, tree: HostTree, masks: Mask) -> None:
-    """Write the masks of the tokens that a constrained output allows after each node of a tree.
+def fill_masks(form: OutputForm, tree: HostTree, masks: Mask, nodes: Seq[int]) -> None:
+    """Write the masks of the tokens that a constrained output allows after some nodes of a tree.
 
     No masks are written for nodes that the form forbids, nodes whose tokens end the output, and nodes below
     these. Forbidden nodes are never accepted, and tokens after the end of the output are dropped.
@@ -235,14 +257,25 @@ def fill_masks(form: OutputForm, tree: HostTree, masks: Mask) -> None:
         form: The form of the output, i.e. the constraint on its tokens. It has followed the root.
         tree: The tree.
         masks: ``[nodes, words] int32``, one bit per token.
+        nodes: The nodes whose masks are written.
     """
-    children = children_of(tree)
+    children, wanted = children_of(tree), set(nodes)
+    passed: set[int] = set()  # the nodes on the way to them
+    for node in nodes:
+        while node >= 0 and node not in passed:
+            passed.add(node)
+            node = tree.parents[node]
 
     def visit(node: int) -> None:
-        form.fill(masks[node])
+        if node in wanted:
+            form.fill(masks[node])
         for child in children[node]:
-            if tree.tokens[child] not in form.ends and form.accept(tree.tokens[child]):
+            if child in passed and tree.tokens[child] not in form.ends and form.accept(tree.tokens[child]):
                 visit(child)
                 form.rollback()
 
     visit(0)
+
+
+def _num_threads() -> int:
+    return min(MASK_THREADS, os.cpu_count() or 1)

@@ -107,6 +107,11 @@ class ToyMatcher(Matcher):
             state = self._grammar.after(state, token)
         return found
 
+    def fork(self) -> ToyMatcher:
+        forked = ToyMatcher(self._grammar)
+        forked._path = list(self._path)
+        return forked
+
 
 def drawn_tree(rng: random.Random, grammar: ToyGrammar, nodes: int) -> HostTree:
     """Draw a tree in which about half of the nodes are allowed."""

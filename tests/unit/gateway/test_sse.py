@@ -34,13 +34,14 @@ class Client:
         return self.sent[0]["status"], b"".join(message.get("body", b"") for message in self.sent)
 
 
-@pytest.mark.parametrize("text", ["a\nb\r\nc", "data: x\n\n", "\u2028", "é🦊", "\ud800", "\x00"])
+@pytest.mark.parametrize("text", ["a\nb\r\nc", "data: x\n\n", "a\u2028b\u2029\x85", "é🦊", "\ud800", "\x00"])
 def test_an_event_is_one_data_line_whatever_its_text(text: str) -> None:
     encoded = encode_event({"text": text})
     assert encoded.startswith(b"data: ")
     assert encoded.endswith(b"\n\n")
     assert encoded.count(b"\n") == 2
     assert b"\r" not in encoded
+    assert len(encoded.decode("utf-8").splitlines()) == 2, "some clients split text at Unicode's line breaks"
     if text != "\ud800":
         assert json.loads(encoded[6:])["text"] == text
 

@@ -33,13 +33,16 @@ EXPECTED: dict[int, AnswerPart] = {0: "hello", 1: (1, 2, 3)}
 class ScriptedAsker:
     """Answers with the given parts, and then fails if there is an error."""
 
-    def __init__(self, *parts: Mapping[int, AnswerPart], error: str = "") -> None:
+    def __init__(
+        self, *parts: Mapping[int, AnswerPart], error: str = "", retry_after: str | None = None
+    ) -> None:
         self._parts = parts
         self._error = error
+        self._retry_after = retry_after
 
     async def whole(self, question: Question, speculation: Mapping[str, Any]) -> Mapping[int, AnswerPart]:
         if self._error:
-            raise AskFailedError(self._error)
+            raise AskFailedError(self._error, retry_after=self._retry_after)
         return self._parts[-1]
 
     async def pieces(
@@ -72,6 +75,8 @@ def test_a_part_of_an_answer_must_be_its_beginning() -> None:
     assert verdict(ScriptedAsker(right, error="503")) is RequestEnding.FAILED
     assert verdict(ScriptedAsker(wrong, error="503")) is RequestEnding.WRONG
     assert verdict(ScriptedAsker(error="503"), stream=False) is RequestEnding.FAILED
+    refused = ScriptedAsker(error="429", retry_after="1")
+    assert verdict(refused, stream=False) is RequestEnding.REFUSED
 
 
 def test_the_requests_of_a_soak_are_the_same_every_time_and_differ_in_kind() -> None:

@@ -96,9 +96,8 @@ def test_recorded_rounds_emit_the_same_tokens(
 def test_trees_that_are_not_fitted_change_no_token(
     decoder: Decoder, answers: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In large rounds, only the masks exclude forbidden nodes, and several threads find the masks."""
+    """In large rounds, only the masks exclude forbidden nodes."""
     monkeypatch.setattr(tree_forms, "MOST_FITTED", 0)
-    monkeypatch.setattr(tree_forms, "MANY_NODES", 1)
     fitted, sizes = tree_forms.fitted, []
     monkeypatch.setattr(tree_forms, "fitted", lambda *given: (sizes.append(1), fitted(*given))[1])
     known = [[*prompt, *answer] for prompt, answer in zip(PROMPTS, answers, strict=True)]

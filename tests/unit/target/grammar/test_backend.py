@@ -142,3 +142,18 @@ def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     GrammarBackend.LLGUIDANCE.check_installed()
     with pytest.raises(ConfigurationError, match=r"outrider\[xgrammar\]"):
         GrammarBackend.AUTO.check_installed()
+
+
+def test_a_forked_matcher_goes_its_own_way(compiled: Compile, tokenizer: Tokenizer) -> None:
+    matcher = compiled(KINDS.REGEX, "(ab|ba)c").matcher()
+    a, b, c = (tokenizer.encode(text, add_special_tokens=False).ids[0] for text in "abc")
+    assert matcher.accept(a)
+    forked = matcher.fork()
+    assert forked.accept(b)
+    assert forked.accept(c)
+    assert forked.accept(ENDS[0])
+    assert not allows(forked.fork(), a), "a fork of an output that has ended has ended"
+    assert allows(matcher, b)
+    assert not allows(matcher, c)
+    forked.rollback(3)
+    assert allows(forked, b)

@@ -8,7 +8,7 @@ import pytest
 from support.grammars.toy_grammar import ToyGrammar, drawn_tree
 
 from outrider.services.target.grammar.form import OutputForm
-from outrider.services.target.model.tree_fit import MOST_CHOICES, fitted
+from outrider.services.target.model.tree_fit import MOST_CHOICES, MOST_SEARCHED, fitted
 from outrider.shared.base.constraint import Constraint, ConstraintKind
 from outrider.shared.spec.trees import HostTree
 
@@ -81,3 +81,22 @@ def test_a_likely_place_is_filled_before_an_unlikely_one() -> None:
         tree.add(second, 0, logprobs[1])
         (added,) = paths_of(fitted(OutputForm(grammar, ANY), tree, 4, 2)) - paths_of(tree)
         assert added[0] == (first if logprobs[0] > logprobs[1] else second)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_few_masks_are_computed_and_they_are_those_of_their_nodes(seed: int) -> None:
+    grammar = ToyGrammar(VOCAB, ENDS, seed)
+    form, known = OutputForm(grammar, ANY), {}
+    known[0] = root = form.next_mask()
+    tree = fitted(form, drawn_tree(random.Random(seed), grammar, 16), 24, 8, known)
+    assert len(known) <= 1 + MOST_SEARCHED
+    assert known[0] is root
+    for node, mask in known.items():
+        path = []
+        while node:
+            path.append(tree.tokens[node])
+            node = tree.parents[node]
+        assert all(form.accept(token) for token in reversed(path))
+        assert (form.next_mask() == mask).all()
+        for _ in path:
+            form.rollback()

@@ -24,7 +24,7 @@ def test_every_node_gets_the_tokens_that_may_follow_it(seed: int) -> None:
     form = OutputForm(grammar, ANY)
     tree = fitted(form, drawn_tree(random.Random(seed), grammar, 16), 17, 8)
     masks = np.full((len(tree.tokens), token_mask_words(VOCAB)), -1, dtype=np.int32)
-    fill_masks(form, tree, masks)
+    fill_masks(form, tree, masks, range(len(tree.tokens)))
     states = [0]
     for token, parent in zip(tree.tokens[1:], tree.parents[1:], strict=True):
         states.append(grammar.after(states[parent], token))
@@ -40,7 +40,7 @@ def test_masks_of_a_tree_that_was_not_fitted(seed: int) -> None:
     tree = drawn_tree(random.Random(seed), grammar, 16)
     tree.add(ENDS[0], 0, -1.0)
     masks = np.full((len(tree.tokens), token_mask_words(VOCAB)), -1, dtype=np.int32)
-    fill_masks(form, tree, masks)
+    fill_masks(form, tree, masks, range(len(tree.tokens)))
     paths: list[list[int]] = [[]]
     for token, parent in zip(tree.tokens[1:], tree.parents[1:], strict=True):
         paths.append([*paths[parent], token])
@@ -54,3 +54,18 @@ def test_masks_of_a_tree_that_was_not_fitted(seed: int) -> None:
         else:
             assert (mask == -1).all()
     assert form.accept(sorted(grammar.allowed(0))[0]), "the form is where it was"
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_parts_of_a_tree_get_the_masks_of_the_whole(seed: int) -> None:
+    grammar = ToyGrammar(VOCAB, ENDS, seed)
+    form = OutputForm(grammar, ANY)
+    tree = fitted(form, drawn_tree(random.Random(seed), grammar, 16), 17, 8)
+    nodes = range(len(tree.tokens))
+    whole, parts = (np.full((len(nodes), token_mask_words(VOCAB)), -1, dtype=np.int32) for _ in range(2))
+    fill_masks(form, tree, whole, nodes)
+    for first in range(3):
+        wanted, before = nodes[first::3], parts.copy()
+        fill_masks(form.fork(), tree, parts, wanted)
+        assert (np.delete(parts, wanted, axis=0) == np.delete(before, wanted, axis=0)).all()
+    assert (parts == whole).all()
