@@ -36,7 +36,7 @@ from outrider.shared.nn.layers.modules import Attention, GatedMLP
 from outrider.shared.nn.open import load_decoder
 
 BF16 = torch.bfloat16
-OTHER, H200 = "Some other GPU", "NVIDIA H200"
+OTHER, H200, H100 = "Some other GPU", "NVIDIA H200", "NVIDIA H100 80GB HBM3"
 SMS = 132
 LLAMA_O = Product(Epilogue.ADD, 4096, 4096, 16, BF16)
 UNKNOWN = Product(Epilogue.ADD, 2048, 2048, 16, BF16)
@@ -87,15 +87,23 @@ def test_what_was_measured_for_this_package_stays_on_its_gpu() -> None:
     assert measured_tile(LLAMA_O, H200) == before
 
 
+@pytest.mark.parametrize("gpu", [H200, H100])
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_nothing_is_tried_for_the_8b_shape_and_its_head(ranks: int) -> None:
-    """On its GPU model, the package's table covers the most common configurations, on one GPU and on two."""
+def test_nothing_is_tried_for_the_8b_shape_and_its_head(ranks: int, gpu: str) -> None:
+    """On its GPU models, the package's tables cover the most common configurations, on one GPU and on two."""
     layer = _layer(4096, 4096, 32 // ranks, 8 // ranks, 14336 // ranks)
     uses = uses_of([layer], _empty(128256 // ranks, 4096), BF16, reduced=ranks > 1)
     if ranks == 1:
         for width in (4096, 8192):  # inputs of the head's q-k-v: the state alone, or with the embedding
             uses += uses_of([_layer(4096, width, 32, 8, 14336)], _empty(32000, 4096), BF16, reduced=False)
-    assert {use.of(rows) for use in uses for rows in range(1, 65) if needs_trial(use.of(rows), H200)} == set()
+    assert {use.of(rows) for use in uses for rows in range(1, 65) if needs_trial(use.of(rows), gpu)} == set()
+
+
+def test_each_gpu_model_uses_its_own_table_first() -> None:
+    halves = [Product(Epilogue.ROTATED, 6144, 4096, 2, BF16), Product(Epilogue.GATED, 28672, 4096, 2, BF16)]
+    assert any(measured_tile(one, H100) != measured_tile(one, H200) for one in halves)
+    wide = Product(Epilogue.PLAIN, 32000, 4096, 128, BF16)  # only in the table of the H200
+    assert measured_tile(wide, H100) == measured_tile(wide, H200) == measured_tile(wide, OTHER)
 
 
 def test_the_q_k_v_of_a_pair_of_states_keeps_the_rules_tiles() -> None:
