@@ -81,6 +81,41 @@ def test_a_stream_repeats_the_text_so_far(stack: Stack) -> None:
     assert "speculation" in events[-1]
 
 
+SPEC_COUNTERS = (
+    "spec_verify_ct",
+    "spec_accept_length",
+    "spec_accept_rate",
+    "spec_num_correct_drafts",
+    "spec_num_proposed_drafts",
+    "spec_correct_drafts_histogram",
+)
+
+
+def test_every_event_of_a_stream_has_the_counters_so_far(stack: Stack) -> None:
+    body = {
+        "text": "The quick brown fox jumps over the lazy dog. " * 6,
+        "sampling_params": {"max_new_tokens": 24, "temperature": 0, "ignore_eos": True},
+        "speculation": {"mode": "on"},
+    }
+    whole = post(stack, body).json()["meta_info"]
+    metas = [event["meta_info"] for event in events_of(post(stack, {**body, "stream": True}))]
+    # The second request finds the prompt of the first in the cache.
+    assert {meta["cached_tokens"] for meta in metas} == {metas[-1]["cached_tokens"]}
+    assert metas[-1]["cached_tokens"] >= whole["cached_tokens"]
+    # Only the event of the prefill comes before the first round.
+    drafted = [meta for meta in metas if "spec_verify_ct" in meta]
+    assert len(drafted) >= len(metas) - 1
+    for meta in drafted:
+        assert set(SPEC_COUNTERS) <= meta.keys()
+        assert sum(meta["spec_correct_drafts_histogram"]) == meta["spec_verify_ct"]
+        expected = meta["completion_tokens"] / meta["spec_verify_ct"]
+        assert meta["spec_accept_length"] == pytest.approx(expected, rel=1e-5)
+    counted = [meta["spec_verify_ct"] for meta in drafted]
+    assert counted == sorted(counted)
+    # The counters of the last tokens are those of the whole answer.
+    assert [drafted[-2][name] for name in SPEC_COUNTERS] == [whole[name] for name in SPEC_COUNTERS]
+
+
 def test_a_streamed_batch_is_numbered(stack: Stack) -> None:
     events = events_of(
         post(
@@ -142,13 +177,27 @@ def test_what_is_served_is_told(stack: Stack) -> None:
     for path in ("/get_model_info", "/model_info"):
         info = httpx.get(stack.base_url + path).json()
         assert info["is_generation"] is True
-        assert info["model_path"]
+        assert info["model_path"].startswith("/")
+        assert info["has_image_understanding"] is info["has_audio_understanding"] is False
+        assert info["preferred_sampling_params"] is None
     for path in ("/server_info", "/get_server_info"):
         told = httpx.get(stack.base_url + path).json()
         assert told["speculative_max_nodes"] >= 1
-        assert told["internal_states"][0]["auto"]["reason"]
         assert told["dtype"] == info["dtype"]
+        assert told["model_path"] == info["model_path"]
+        assert (told["served_model_name"], told["status"]) == (info["served_model_name"], "ready")
+        assert told["tp_size"] >= 1
+        assert (told["dp_size"], told["pp_size"]) == (len(told["internal_states"]), 1)
+        assert told["context_length"] == told["max_req_input_len"] + 1 == info["max_model_len"]
         assert told["last_gen_throughput"] >= 0
+        state = told["internal_states"][0]
+        assert state["auto"]["reason"]
+        assert state["last_gen_throughput"] >= 0
+        assert state["effective_max_running_requests_per_dp"] == told["max_running_requests"] >= 1
+        assert state["memory_usage"]["token_capacity"] == told["max_total_num_tokens"]
+        assert {"weight", "kvcache", "graph"} <= state["memory_usage"].keys()
+    for path in ("/weight_version", "/get_weight_version"):
+        assert httpx.get(stack.base_url + path).json() == {"weight_version": info["weight_version"]}
 
 
 def test_the_limits_are_those_of_sglang(stack: Stack) -> None:
