@@ -54,10 +54,12 @@ class RequestedSpeculation:
 class StopRules:
     """Conditions, apart from the length limit, that end a sequence, and options for the sequence's text.
 
-    Within the first `min_tokens` tokens, a stop string does not end the text.
+    `regexes` are regular expressions. Within the first `min_tokens` tokens, neither a stop string nor a match
+    of a regular expression ends the text.
     """
 
     strings: tuple[str, ...] = ()
+    regexes: tuple[str, ...] = ()
     token_ids: frozenset[int] = frozenset()
     ignore_eos: bool = False
     include_stop_string: bool = False

@@ -16,6 +16,7 @@ COVERED: Mapping[str, tuple[str, ...]] = {
     "choice_index": ("n",),
     "best_of": ("best_of",),
     "stop": ("stop",),
+    "stop_regex": ("stop",),
     "stop_token_ids": ("stop_token_ids", "sampled stop"),
     "ignore_eos": ("end of text",),
     "presence_penalty": ("penalties",),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from itertools import pairwise
 from typing import Any
 
@@ -156,6 +157,69 @@ def test_wrong_fields_are_named(stack: Stack, body: dict[str, Any], param: str) 
     response = post(stack, body)
     assert response.status_code == 400
     assert response.json()["error"]["param"] == param
+
+
+def test_a_stop_regex_ends_the_answer_with_the_token_that_completes_a_match(stack: Stack) -> None:
+    sampling = {"max_new_tokens": 24, "temperature": 0.8, "seed": 5, "n": 2, "ignore_eos": True}
+    free = post(stack, {"text": "The quick", "sampling_params": sampling}).json()
+    # A pattern that matches inside the first answer: any four characters from its middle.
+    text = free[0]["text"]
+    middle = len(text) // 2
+    pattern = (
+        "(?:"
+        + "".join(rf"\x{ord(one):02x}" if one < "\x80" else "." for one in text[middle : middle + 4])
+        + ")"
+    )
+    expected = []
+    for reply in free:
+        ids = reply["output_ids"]
+        texts = [detokenized(stack, ids[:end]) for end in range(1, len(ids) + 1)]
+        end = next((end for end, text in enumerate(texts, 1) if re.search(pattern, text)), None)
+        expected.append((reply["text"], ids, None) if end is None else (texts[end - 1], ids[:end], pattern))
+    assert expected[0][2] == pattern
+    for mode in ("on", "off"):
+        body = {
+            "text": "The quick",
+            "sampling_params": {**sampling, "stop_regex": ["(never|ever){9}", pattern]},
+            "speculation": {"mode": mode},
+        }
+        whole = post(stack, body).json()
+        assert [ended(reply) for reply in whole] == expected
+        events = events_of(post(stack, {**body, "stream": True}))
+        for reply, index in zip(whole, range(2), strict=True):
+            mine = [event for event in events if event["index"] == index]
+            assert ended(mine[-1]) == ended(reply)
+            assert all(later["text"].startswith(earlier["text"]) for earlier, later in pairwise(mine))
+
+
+def detokenized(stack: Stack, ids: list[int]) -> str:
+    body = {"tokens": ids, "skip_special_tokens": True}
+    return httpx.post(f"{stack.base_url}/detokenize", json=body).json()["prompt"]
+
+
+def ended(reply: dict[str, Any]) -> tuple[str, list[int], Any]:
+    reason = reply["meta_info"]["finish_reason"]
+    assert reply["meta_info"]["completion_tokens"] == len(reply["output_ids"])
+    return reply["text"], reply["output_ids"], reason.get("matched")
+
+
+def test_a_stop_regex_of_plain_text_is_cut_off_as_in_sglang(stack: Stack) -> None:
+    sampling = {"max_new_tokens": 24, "temperature": 0, "ignore_eos": True}
+    text = post(stack, {"text": "The quick", "sampling_params": sampling}).json()["text"]
+    plain = next(one for one in text[3:] if one.isalnum())
+    stops = [
+        post(stack, {"text": "The quick", "sampling_params": {**sampling, name: plain}}).json()
+        for name in ("stop", "stop_regex")
+    ]
+    assert ended(stops[0]) == ended(stops[1])
+    assert stops[1]["text"] == text[: text.index(plain)]
+
+
+@pytest.mark.parametrize("pattern", ["(a", "(?=a)b", "(a{999}){999}", "", "x" * 1025, ["a"] * 33])
+def test_a_wrong_stop_regex_is_named(stack: Stack, pattern: Any) -> None:
+    asked = {"text": "a", "sampling_params": {"stop_regex": pattern}}
+    error = post(stack, asked).json()["error"]
+    assert (error["param"], error["message"].count("stop_regex")) == ("sampling_params.stop_regex", 1)
 
 
 def test_neutral_values_of_unsupported_parameters_pass(stack: Stack) -> None:

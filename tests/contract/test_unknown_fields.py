@@ -115,7 +115,11 @@ def test_samplers_and_forms_of_other_servers_are_refused(
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/generate"])
 def test_a_field_that_would_change_the_text_is_refused_on_every_route(http: httpx.Client, path: str) -> None:
-    for field, value in (("logits_processors", ["x"]), ("stop_regex", "x"), ("lora_path", "a")):
+    for field, value in (
+        ("logits_processors", ["x"]),
+        ("repetition_detection", {"size": 2}),
+        ("lora_path", "a"),
+    ):
         body = {"prompt": "x"} if path == "/v1/completions" else {"text": "x"}
         response = http.post(path, json={**body, field: value})
         assert (response.status_code, error_of(response)["param"]) == (400, field)

@@ -84,6 +84,14 @@ PARAMETERS = (
         default=(),
     ),
     option(
+        "stop_regex",
+        "Regular expressions. The token that completes a match ends the answer.",
+        grpc("GenerationOptions.stop_regex", "repeated string", 24),
+        rest("stop_regex", "StopStrings", FieldGroup.SAMPLING),
+        reader=Reader.PARAMETERS,
+        default=(),
+    ),
+    option(
         "stop_token_ids",
         "Tokens that end the answer.",
         grpc("GenerationOptions.stop_token_ids", "repeated uint32", 5),
