@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -113,7 +113,6 @@ class ResponsesRequest(ResponseFields, OpenAIRequest):
         "background": (),
         "prompt": (),
     }
-    NO_EFFECT: ClassVar[frozenset[str]] = OpenAIRequest.NO_EFFECT | {"truncation"}
 
     input: str | list[InputItem]
     instructions: str | None = None
@@ -123,7 +122,11 @@ class ResponsesRequest(ResponseFields, OpenAIRequest):
     include: list[str] | None = Field(
         None, description=f"Additional data of the response. Only {LOGPROBS!r} has an effect."
     )
-    truncation: Any = None
+    truncation: Literal["auto", "disabled"] | None = Field(
+        None,
+        description="With 'auto', the oldest items are left out if the input does not fit. With 'disabled', "
+        "the default, such an input is refused.",
+    )
 
     previous_response_id: Neutral = None
     conversation: Neutral = None
