@@ -43,8 +43,8 @@ def test_a_stream_and_the_other_routes_have_the_header_too(http: httpx.Client) -
     assert chat(http, stream=True, made_up=1).headers[HEADER] == "made_up"
     body = {"prompt": "x", "max_tokens": 1, "made_up": 1}
     assert http.post("/v1/completions", json=body).headers[HEADER] == "made_up"
-    native = {"text": "x", "sampling_params": {"max_new_tokens": 1, "odd": 2}, "extra_key": "k"}
-    assert http.post("/generate", json=native).headers[HEADER] == "extra_key,sampling_params.odd"
+    native = {"text": "x", "sampling_params": {"max_new_tokens": 1, "odd": 2}, "routed_dp_rank": 3}
+    assert http.post("/generate", json=native).headers[HEADER] == "routed_dp_rank,sampling_params.odd"
 
 
 @pytest.mark.parametrize("number", [300, 2000])

@@ -144,6 +144,13 @@ PARAMETERS = (
         "Requests share the K/V of a prompt only if they have the same salt.",
         grpc("GenerationOptions.cache_salt", "string", 19),
         rest("cache_salt", "str", FieldGroup.OPENAI, FieldGroup.GENERATE),
+        rest(
+            "extra_key",
+            "str",
+            FieldGroup.OPENAI,
+            FieldGroup.GENERATE,
+            about="SGLang's other name of `cache_salt`.",
+        ),
         reader=Reader.PARAMETERS,
         default="",
         is_outer=True,

@@ -63,7 +63,8 @@ async def generate(body: NativeRequest, request: Request) -> Response:
     job = Job(prompts, sequences, parameters, surface, timeout_of(request), rids, per_prompt)
     with_text = bool(body.return_text_in_logprobs)
     if body.stream:
-        return EventStream(_stream(core, job, as_list, with_text), core.settings.keep_alive_s, headers)
+        events = _stream(core, job, as_list, with_text, bool(body.return_prompt_token_ids))
+        return EventStream(events, core.settings.keep_alive_s, headers)
     completions = await run_until_disconnect(request.receive, collect(core.generate(job), sequences))
     wanted, texts = _wanted(job), StateTexts()
     states = [one.states for one in per_prompt or [parameters] * len(batch) for _ in range(one.n or 1)]
@@ -72,6 +73,8 @@ async def generate(body: NativeRequest, request: Request) -> Response:
     ]
     for reply, one, asked in zip(replies, completions, states, strict=True):
         reply["meta_info"] |= texts.native(one, asked)
+        if body.return_prompt_token_ids:
+            reply["prompt_token_ids"] = list(one.prompt_ids)
     return await texts.reply(replies if as_list else replies[0], headers)
 
 
@@ -109,7 +112,7 @@ class _Progress:
 
 
 async def _stream(
-    core: GatewayCore, job: Job, as_list: bool, with_text: bool
+    core: GatewayCore, job: Job, as_list: bool, with_text: bool, with_prompt_ids: bool
 ) -> AsyncGenerator[dict[str, Any], None]:
     found: dict[int, _Progress] = {}
     wanted = _wanted(job)
@@ -132,6 +135,8 @@ async def _stream(
                     progress = found[index]
                     meta = _meta(core, end, job.rids[index], progress.started.seed)
                     extra = {"speculation": speculation_object(end.speculation)}
+                    if with_prompt_ids:
+                        extra["prompt_token_ids"] = list(progress.started.prompt_ids)
             prompt_ids = progress.started.prompt_ids
             meta |= native_meta(core, wanted[index], prompt_ids, progress.chunks, with_text)
             yield {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 from pydantic import Field
 
@@ -121,11 +121,6 @@ class ResponsesRequest(ResponseFields, OpenAIRequest):
     text: TextOptions | None = None
     include: list[str] | None = Field(
         None, description=f"Additional data of the response. Only {LOGPROBS!r} has an effect."
-    )
-    truncation: Literal["auto", "disabled"] | None = Field(
-        None,
-        description="With 'auto', the oldest items are left out if the input does not fit. With 'disabled', "
-        "the default, such an input is refused.",
     )
 
     previous_response_id: Neutral = None
