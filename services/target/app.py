@@ -48,7 +48,6 @@ from outrider.services.target.startup.warmup import prompt_rehearsals, run_throu
 from outrider.shared.attn.create import waits_for_device
 from outrider.shared.base.errors import OutriderError
 from outrider.shared.base.lifecycle import watch_stop_signals
-from outrider.shared.base.model_paths import model_name
 from outrider.shared.engine.current_device import use_device
 from outrider.shared.engine.device_health import ending_if_lost
 from outrider.shared.engine.graphs import GraphCache
@@ -271,8 +270,7 @@ class Target:
             engine=self.engine,
             decoder=decoder,
             limits=settings.limits(),
-            model_id=settings.served_model_id or model_name(settings.model),
-            max_running_requests=settings.running_requests,
+            settings=settings,
             describe_draft=self.drafter.describe,
             grammars=GrammarCompiler.of(settings.model, decoder.config, settings.grammar_backend),
         )

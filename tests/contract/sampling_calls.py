@@ -77,6 +77,27 @@ def test_stop_strings_and_tokens_wait_for_min_tokens(stack: Stack) -> None:
     assert ids[0] not in later["choices"][0]["token_ids"][:12]
 
 
+def test_a_stop_regex_waits_for_min_tokens_and_is_named_in_every_api(stack: Stack, sampled: Any) -> None:
+    stop = r"[a-z]{2}"
+    reply = complete(stack, max_tokens=24, stop_regex=stop)
+    assert (reply["choices"][0]["finish_reason"], reply["choices"][0]["matched_stop"]) == ("stop", stop)
+    assert reply["usage"]["completion_tokens"] < 12
+    assert complete(stack, max_tokens=24, stop_regex=stop, min_tokens=12)["usage"]["completion_tokens"] >= 12
+    chat = sampled.chat.completions.create(
+        model="target", messages=CHAT, temperature=0, max_tokens=24, extra_body={"stop_regex": [stop]}
+    )
+    assert (chat.choices[0].finish_reason, chat.choices[0].matched_stop) == ("stop", stop)
+    options = gateway_pb2.GenerationOptions(
+        max_tokens=24, stop_regex=[stop], sampling=common_pb2.SamplingOptions(temperature=0)
+    )
+    with grpc.insecure_channel(stack.grpc_address) as channel:
+        stub = gateway_pb2_grpc.InferenceStub(channel)
+        replies = list(stub.Complete(gateway_pb2.CompleteRequest(text=PROMPT, options=options), timeout=60))
+    assert replies[-1].finished.matched_text == stop
+    assert replies[-1].finished.usage.completion_tokens == reply["usage"]["completion_tokens"]
+    assert "".join(one.chunk.text for one in replies) == reply["choices"][0]["text"]
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_chat_has_logprobs_as_the_openai_client_knows_them(
     sampled: openai.OpenAI, stack: Stack, stream: bool

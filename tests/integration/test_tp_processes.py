@@ -74,6 +74,7 @@ def assert_gone(pid: int) -> None:
 
 def test_a_killed_rank_ends_the_target_with_an_error(folder: Path, tmp_path: Path) -> None:
     with running_ranks(folder, tmp_path, *CPU) as (process, stub, rank):
+        assert stub.GetInfo(target_pb2.GetInfoRequest()).tp_size == 2
         replies = stub.Generate(long_request(), timeout=60)
         next(replies)
         os.kill(rank, signal.SIGKILL)

@@ -113,7 +113,6 @@ class ResponsesRequest(ResponseFields, OpenAIRequest):
         "background": (),
         "prompt": (),
     }
-    NO_EFFECT: ClassVar[frozenset[str]] = OpenAIRequest.NO_EFFECT | {"truncation"}
 
     input: str | list[InputItem]
     instructions: str | None = None
@@ -123,7 +122,6 @@ class ResponsesRequest(ResponseFields, OpenAIRequest):
     include: list[str] | None = Field(
         None, description=f"Additional data of the response. Only {LOGPROBS!r} has an effect."
     )
-    truncation: Any = None
 
     previous_response_id: Neutral = None
     conversation: Neutral = None

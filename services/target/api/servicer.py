@@ -39,6 +39,7 @@ from outrider.services.target.settings import TargetSettings
 from outrider.shared.base.constraint import Constraint
 from outrider.shared.base.errors import InvalidRequestError, OutriderError, UnavailableError
 from outrider.shared.base.generation import FinishReason, SpeculationReport
+from outrider.shared.base.model_paths import model_name, model_path
 from outrider.shared.nn.decoder import Decoder
 from outrider.shared.obs.metrics import join_expositions
 from outrider.shared.obs.open_tracer import open_tracer
@@ -62,8 +63,7 @@ class Serving:
         engine: Generates tokens. The engine's thread must be running.
         decoder: The target model. Provides the model's configuration and the weights that a draft borrows.
         limits: The default draft shape of requests, and the caps on requested shapes.
-        model_id: Name of the model as reported to clients.
-        max_running_requests: Maximum number of sequences processed at the same time.
+        settings: The target's settings.
         describe_draft: Function that returns the draft's algorithm and the draft's model id.
         grammars: Compiles the constraints that requests put on their outputs.
     """
@@ -71,10 +71,14 @@ class Serving:
     engine: TargetEngine
     decoder: Decoder
     limits: SpeculationLimits
-    model_id: str
-    max_running_requests: int
+    settings: TargetSettings
     describe_draft: Callable[[], tuple[str, str]]
     grammars: GrammarCompiler
+
+    @property
+    def model_id(self) -> str:
+        """Name of the model as reported to clients."""
+        return self.settings.served_model_id or model_name(self.settings.model)
 
 
 def register_target(servicer: TargetServicer, server: grpc.aio.Server) -> None:
@@ -190,7 +194,7 @@ class TargetServicer(target_pb2_grpc.TargetServicer):
             dtype=str(decoder.dtype).removeprefix("torch."),
             device=str(decoder.device),
             fingerprint=decoder.fingerprint,
-            max_running_requests=serving.max_running_requests,
+            max_running_requests=serving.settings.running_requests,
             speculation=target_pb2.SpeculationInfo(
                 algorithm=algorithm,
                 draft_model=draft_model,
@@ -203,6 +207,9 @@ class TargetServicer(target_pb2_grpc.TargetServicer):
                 state=serving.engine.stats().draft_state.value,
             ),
             weight_version=decoder.fingerprint[:16],
+            model_path=model_path(serving.settings.model),
+            tp_size=serving.settings.tp,
+            page_size=serving.settings.page_size,
         )
         if serving.engine.limits.routes and config.experts is not None:
             reply.routed_layers = config.num_layers

@@ -7,7 +7,7 @@ from collections.abc import Sequence as Seq
 
 from outrider.services.target.engine.advance import Advance, advance
 from outrider.services.target.engine.output_processor import OutputProcessor
-from outrider.services.target.model.outcome import FAILED_TOKEN
+from outrider.services.target.model.outcome import FAILED_TOKEN, Outcome
 from outrider.services.target.scheduling.sequence import Sequence
 from outrider.shared.base.errors import ErrorCode, InvalidRequestError, OutriderError
 from outrider.shared.base.generation import RoundTrace
@@ -48,9 +48,10 @@ class Committer:
         trace: RoundTrace | None = None,
         logprobs: Seq[TokenLogprob] = (),
         states: TokenStates | None = None,
+        outcome: Outcome | None = None,
     ) -> None:
         """Pass accepted tokens to the client, and end the sequence if it is complete."""
-        if self._output.tokens(sequence, step, trace, logprobs, self._new(sequence, states)):
+        if self._output.tokens(sequence, step, trace, logprobs, self._new(sequence, states), outcome):
             self._forget(sequence)
 
     def emit_prompt(self, sequence: Sequence, logprobs: Seq[TokenLogprob]) -> None:

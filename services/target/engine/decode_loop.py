@@ -247,7 +247,7 @@ class DecodeLoop:
                 trace = replace(trace, reason=reason)
             logprobs = finished.round.logprobs_of(index, len(step.kept))
             states = finished.round.states_of(index, base_len - 1, len(step.kept))
-            self._committer.emit(sequence, step, trace, logprobs, states)
+            self._committer.emit(sequence, step, trace, logprobs, states, outcome)
         # 5. Feed the timings to the controller and the metrics.
         caught_up = finished.round.number in self._catching_up
         self._catching_up.discard(finished.round.number)

@@ -176,6 +176,7 @@ class LoopWorld:
         trace: RoundTrace | None = None,
         logprobs: Sequence[TokenLogprob] = (),
         states: TokenStates | None = None,
+        outcome: Outcome | None = None,
     ) -> None:
         self.log.append(f"emit {sequence.session_id} {step.kept}")
         if trace is not None:
