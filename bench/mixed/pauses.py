@@ -27,7 +27,7 @@ The warm-up is needed because a server may record a CUDA graph of a pass only af
 """
 
 
-class Pause(NamedTuple):
+class StreamPause(NamedTuple):
     """The time between two pieces of a stream: its length in seconds, and its begin (`time.perf_counter`)."""
 
     seconds: float
@@ -149,10 +149,10 @@ async def _streams_beside_prompt(
     return answers, sent, answered
 
 
-def _pauses(times: Sequence[float], begin: float, end: float) -> list[Pause]:
+def _pauses(times: Sequence[float], begin: float, end: float) -> list[StreamPause]:
     """Return the pauses between pieces that overlap with the span from `begin` to `end`."""
     return [
-        Pause(later - earlier, earlier)
+        StreamPause(later - earlier, earlier)
         for earlier, later in itertools.pairwise(times)
         if later > begin and earlier < end
     ]
