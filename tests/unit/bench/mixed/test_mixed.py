@@ -255,15 +255,15 @@ def test_a_stack_of_its_own_has_outriders_format(tmp_path: Path) -> None:
 def test_a_draft_that_is_not_ready_is_waited_for(
     gateway: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gateway.limits |= {"internal_states": [{"draft_state": "warming"}]}
+    gateway.limits |= {"internal_states": [{"draft_state": "draft_down"}]}
     monkeypatch.setattr(command, "DRAFT_WAIT_S", 0.0)
     run(gateway.url, tmp_path, "--only", "ttft")
-    with pytest.raises(UnavailableError, match="state warming"):
+    with pytest.raises(UnavailableError, match="state draft_down"):
         run(gateway.url, tmp_path, "--only", "gap:tree", "--force")
     monkeypatch.setattr(command, "DRAFT_WAIT_S", 20.0)
     monkeypatch.setattr(command, "POLL_S", 0.0)
     found = command.find_server
-    states = iter(["warming", "connecting"])
+    states = iter(["draft_down", "connecting"])
 
     def one_state_later(*arguments: Any) -> Any:
         server = found(*arguments)
