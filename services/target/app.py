@@ -321,7 +321,7 @@ class Target:
         """
         deadline = time.monotonic() + timeout_s - self._waited_s
         while (
-            self.drafter.state() in (DrafterState.CONNECTING, DrafterState.DOWN, DrafterState.WARMING)
+            self.drafter.state() in (DrafterState.CONNECTING, DrafterState.DOWN)
             and time.monotonic() < deadline
         ):
             misfit = self.drafter.refusal()

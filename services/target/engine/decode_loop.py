@@ -29,7 +29,6 @@ from dataclasses import replace
 
 from outrider.services.target.drafting.draft_source import DraftSource, ProposalWait
 from outrider.services.target.drafting.planner import DraftPlanner
-from outrider.services.target.engine.advance import Advance
 from outrider.services.target.engine.committer import Committer
 from outrider.services.target.engine.prefill import Prefill, PrefillPass
 from outrider.services.target.metrics import TargetMetrics
@@ -41,7 +40,7 @@ from outrider.services.target.policy.acceptance import SamplingKind
 from outrider.services.target.policy.controller import ExecutedEntry, ExecutedStep, SpeculationController
 from outrider.services.target.policy.cost_model import DraftPath
 from outrider.services.target.scheduling.scheduler import Scheduler, StepPlan
-from outrider.services.target.scheduling.sequence import Sequence
+from outrider.services.target.scheduling.sequence import Advance, Sequence
 from outrider.shared.base.generation import RoundTrace
 
 EMPTY_TREE, FORBIDDEN = "empty_tree", "forbidden"

@@ -7,14 +7,13 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
 from outrider.services.target.drafting.draft_sessions import DraftSessions
-from outrider.services.target.engine.advance import Advance
 from outrider.services.target.metrics import TargetMetrics
 from outrider.services.target.model.outcome import Outcome
 from outrider.services.target.policy.controller import SpeculationController
 from outrider.services.target.policy.speculation_stats import SpeculationStats
 from outrider.services.target.request import Event, EventSink, FailedEvent, FinishedEvent, TokensEvent
 from outrider.services.target.scheduling.scheduler import Scheduler
-from outrider.services.target.scheduling.sequence import Sequence
+from outrider.services.target.scheduling.sequence import Advance, Sequence
 from outrider.shared.base.errors import OutriderError
 from outrider.shared.base.generation import FinishReason, RoundTrace
 from outrider.shared.base.logit_rules import TokenLogprob

@@ -20,13 +20,14 @@ The named lengths are always in this order, which `Sequence.check` asserts:
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from enum import Enum
 
 from outrider.services.target.grammar.form import OutputForm
 from outrider.services.target.policy.controller import SequenceState
 from outrider.services.target.policy.speculation_stats import SpeculationStats
 from outrider.services.target.request import EngineRequest, EventSink
-from outrider.shared.base.generation import SpeculationMode
+from outrider.shared.base.generation import FinishReason, SpeculationMode
 from outrider.shared.kv.pages import PageLease
 from outrider.shared.spec.fence import FNV_OFFSET, Fence, extend_prefix_hash
 
@@ -49,6 +50,23 @@ class SequenceStatus(Enum):
     PREFILLING = "prefilling"
     RUNNING = "running"
     ENDED = "ended"
+
+
+@dataclass(frozen=True, slots=True)
+class Advance:
+    """Progress of one sequence in one forward pass.
+
+    Attributes:
+        kept: The tokens that are kept and emitted.
+        num_cut: Number of tokens that were dropped after a stop token or the length limit.
+        finish: The reason why the sequence ends with these tokens. None if the sequence continues.
+        matched_token: The stop token that ended the sequence. None if no stop token ended it.
+    """
+
+    kept: list[int]
+    num_cut: int
+    finish: FinishReason | None
+    matched_token: int | None
 
 
 class Sequence:
@@ -272,6 +290,23 @@ class Sequence:
         # Prefill emits the first token, and a round emits at least one. A limit of two tokens thus leaves
         # nothing to draft.
         return "length" if self.request.max_new_tokens <= 2 else "controller"
+
+    def advance(self, emitted: list[int]) -> Advance:
+        """Append the tokens that a pass has chosen, up to the first stop token or the length limit.
+
+        All later tokens are dropped. Lengths, usage and noise positions do not include dropped tokens.
+        """
+        kept, finish, matched = emitted, None, None
+        stop_ids, remaining = self.stop_ids, self.remaining
+        for index, token in enumerate(emitted):
+            if token in stop_ids:
+                kept, finish, matched = emitted[: index + 1], FinishReason.STOP, token
+                break
+            if index + 1 == remaining:
+                kept, finish = emitted[: index + 1], FinishReason.LENGTH
+                break
+        self.tokens.extend(kept)
+        return Advance(kept, len(emitted) - len(kept), finish, matched)
 
     def fence(self) -> Fence:
         """Return a fence that identifies the current state. Only tokens since the last call are hashed."""

@@ -17,7 +17,6 @@ from unittest import mock
 import torch
 from hypothesis import strategies as st
 
-from outrider.services.target.engine.advance import Advance
 from outrider.services.target.engine.committer import Committer
 from outrider.services.target.engine.inbox import Submit
 from outrider.services.target.engine.loop_plan import LoopPlan
@@ -27,6 +26,7 @@ from outrider.services.target.policy.controller import EntryBound
 from outrider.services.target.policy.cost_model import DraftPath, StepCosts
 from outrider.services.target.policy.offered_shapes import cut
 from outrider.services.target.scheduling.scheduler import PrefillChunk
+from outrider.services.target.scheduling.sequence import Advance
 from outrider.services.target.scheduling.sequence import Sequence as TargetSequence
 from outrider.shared.base.generation import RoundTrace, SamplingParams, SpeculationMode
 from outrider.shared.base.logit_rules import LogitRules, TokenLogprob

@@ -522,7 +522,7 @@ class SpeculationInfo(_message.Message):
     max_topk: _builtins.int
     max_nodes: _builtins.int
     state: _builtins.str
-    """One of: on, warming, draft_down, none."""
+    """One of: on, connecting, late, draft_down, none."""
     def __init__(
         self,
         *,
