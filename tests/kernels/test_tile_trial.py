@@ -35,9 +35,8 @@ from outrider.shared.nn.layers import linear
 from outrider.shared.nn.layers.modules import Attention, GatedMLP
 from outrider.shared.nn.open import load_decoder
 
-BF16 = torch.bfloat16
+BF16, SMS = torch.bfloat16, 132
 OTHER, H200, H100 = "Some other GPU", "NVIDIA H200", "NVIDIA H100 80GB HBM3"
-SMS = 132
 LLAMA_O = Product(Epilogue.ADD, 4096, 4096, 16, BF16)
 UNKNOWN = Product(Epilogue.ADD, 2048, 2048, 16, BF16)
 TILE = Tile(Method.DOT, 32, 64, 2, 4, 5)
@@ -61,8 +60,7 @@ def test_candidates_begin_with_the_rule_and_differ(rows: int, dtype: torch.dtype
             assert 2 <= len(tiles) == len(set(tiles)) <= 8
             assert (LIBRARY in tiles) == (dtype is not torch.float8_e4m3fn)
             for tile in tiles:
-                assert tile.block_n >= 1
-                assert tile.stages >= 1
+                assert min(tile.block_n, tile.stages) >= 1
                 assert tile.method is not Method.STAY or (rows == 1 and tile.programs <= 4 * SMS)
                 assert tile.splits == 1 or epilogue in (Epilogue.PLAIN, Epilogue.ADD)
 
@@ -87,10 +85,9 @@ def test_what_was_measured_for_this_package_stays_on_its_gpu() -> None:
     assert measured_tile(LLAMA_O, H200) == before
 
 
-@pytest.mark.parametrize("gpu", [H200, H100])
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_nothing_is_tried_for_the_8b_shape_and_its_head(ranks: int, gpu: str) -> None:
-    """On its GPU models, the package's tables cover the most common configurations, on one GPU and on two."""
+@pytest.mark.parametrize(("gpu", "ranks"), [(H200, 1), (H200, 2), (H100, 1), (H100, 2)])
+def test_nothing_is_tried_for_the_8b_shape_and_its_head(gpu: str, ranks: int) -> None:
+    """The tables of the GPU models cover the most common configurations, on one GPU and on two."""
     layer = _layer(4096, 4096, 32 // ranks, 8 // ranks, 14336 // ranks)
     uses = uses_of([layer], _empty(128256 // ranks, 4096), BF16, reduced=ranks > 1)
     if ranks == 1:
@@ -100,16 +97,15 @@ def test_nothing_is_tried_for_the_8b_shape_and_its_head(ranks: int, gpu: str) ->
 
 
 def test_each_gpu_model_uses_its_own_table_first() -> None:
-    halves = [Product(Epilogue.ROTATED, 6144, 4096, 2, BF16), Product(Epilogue.GATED, 28672, 4096, 2, BF16)]
-    assert any(measured_tile(one, H100) != measured_tile(one, H200) for one in halves)
-    wide = Product(Epilogue.PLAIN, 32000, 4096, 128, BF16)  # only in the table of the H200
-    assert measured_tile(wide, H100) == measured_tile(wide, H200) == measured_tile(wide, OTHER)
+    gated = Product(Epilogue.GATED, 28672, 4096, 1, BF16)
+    wide = Product(Epilogue.PLAIN, 32000, 4096, 128, BF16)
+    assert measured_tile(gated, H100) != measured_tile(gated, H200)
+    assert measured_tile(wide, H100) == measured_tile(wide, H200), "only the table of the H200 has it"
 
 
 def test_the_q_k_v_of_a_pair_of_states_keeps_the_rules_tiles() -> None:
-    for rows in range(1, 65):
-        product = Product(Epilogue.ROTATED, 6144, 8192, rows, BF16)
-        assert measured_tile(product, H200) == guess_tile(*product.shape, rows)
+    for one in (Product(Epilogue.ROTATED, 6144, 8192, rows, BF16) for rows in range(1, 65)):
+        assert measured_tile(one, H200) == guess_tile(*one.shape, one.rows)
 
 
 def _empty(out: int, columns: int) -> linear.Linear:
