@@ -96,7 +96,7 @@ def test_outputs_with_forms_that_do_not_draft_leave_the_drafts_of_others_on_the_
     harness = make_harness(decoder, drafter, plan=plan, max_running=6)
     drafting = [([1, 2, 3 + index], SamplingParams(0.6 * (index % 2), seed=index)) for index in range(4)]
     formed = [([9, 9 + index], SamplingParams(0.8 * index, seed=index), index + 1) for index in range(3)]
-    runner = harness.engine._loop._step_runner
+    runner = harness.engine.step_runner
     launch, mixed = runner.launch, 0
 
     def noted(entries: Sequence[Entry], draft: object) -> object:
