@@ -293,7 +293,7 @@ class Target:
         self._stages.done("kernels")
         if self._stopped():
             return
-        check_parity(runner)
+        check_parity(runner, self.engine.step_runner)
         self._stages.done("parity")
         # The graphs capture the draft's features, so the draft must be known before they are recorded.
         if graphs.enabled and self.drafter.state() is DrafterState.CONNECTING:

@@ -146,7 +146,7 @@ def busy(decoder: Decoder, drafter: Drafter, clients: list[Client]) -> Harness:
 
 def state_of(harness: Harness, drafter: InprocDrafter) -> dict[str, torch.Tensor]:
     """Return a copy of everything that a round leaves for later rounds."""
-    table = harness.engine._step_runner.table
+    table = harness.engine.step_runner.table
     state, sampling = table.state, table.sampling
     planes = {
         **{f"target plane {index}": plane for index, plane in enumerate(harness.runner.pool.planes())},

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.outputs.parity_faults import FAULTS, planted, random_model, runner_of
+from support.outputs.parity_faults import FAULTS, check, planted, random_model, runner_of
 
 from outrider.services.target.model.model_runner import ModelRunner
-from outrider.services.target.startup.parity_check import check_parity
 from outrider.shared.attn.deterministic import DeterministicAttention
 from outrider.shared.base.errors import UnavailableError
 from outrider.shared.nn.deterministic import deterministic
@@ -32,7 +31,7 @@ def runner(kind: str, seed: int, layers: int = 8) -> ModelRunner:
 @pytest.mark.parametrize("kind", KINDS)
 def test_random_weights_are_accepted(kind: str) -> None:
     for seed in range(8):
-        result = check_parity(runner(kind, seed))
+        result = check(runner(kind, seed))
         assert result is not None
         assert result.passed
         print(f"{kind}: error {result.error:.2e}, bound {result.bound:.2e}, stage {result.stage}")
@@ -40,7 +39,7 @@ def test_random_weights_are_accepted(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["bf16", "fp8 products"])
 def test_a_deep_model_is_accepted(kind: str) -> None:
-    result = check_parity(runner(kind, 1, layers=48))
+    result = check(runner(kind, 1, layers=48))
     assert result is not None
     assert result.passed
 
@@ -50,10 +49,10 @@ def test_a_deep_model_is_accepted(kind: str) -> None:
 def test_a_planted_fault_is_refused(kind: str, fault: str) -> None:
     target = runner(kind, 3)
     with planted(target, FAULTS[fault]), pytest.raises(UnavailableError) as error:
-        check_parity(target)
+        check(target)
     assert error.value.reason == "parity_check_failed"
 
 
 def test_deterministic_kernels_have_equal_bits() -> None:
     decoder = deterministic(random_model(2, "cuda", torch.bfloat16, hidden=1024))
-    assert check_parity(runner_of(decoder, DeterministicAttention())) is None
+    assert check(runner_of(decoder, DeterministicAttention())) is None

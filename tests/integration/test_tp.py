@@ -20,6 +20,7 @@ from support.engine.target_harness import (
 )
 from support.grammars.toy_grammar import ToyGrammar
 from support.models.toys import make_toy_eagle3, make_toy_target
+from support.outputs.parity_faults import FAULTS, check, planted, runner_of
 
 from outrider.services.draft.inproc import drafter_beside
 from outrider.services.draft.settings import DraftSettings
@@ -181,6 +182,16 @@ def test_pages_are_scrubbed_on_every_rank(group: RankGroup) -> None:
     assert not torch.equal(logits([7], 4), fresh)
     pool.scrub(torch.tensor(lease.pages))
     assert torch.equal(logits([7], 4), fresh)
+
+
+def test_the_parity_check_runs_on_all_ranks(group: RankGroup) -> None:
+    runner = runner_of(group.decoder)
+    result = check(runner)
+    assert result is not None
+    assert result.passed
+    for fault in ("no mask", "pages of another sequence"):
+        with planted(runner, FAULTS[fault]), pytest.raises(OutriderError, match="explains at most"):
+            check(runner)
 
 
 @pytest.mark.parametrize(

@@ -10,13 +10,12 @@ import torch
 from support.models import generic_models
 from support.models.family_models import CASES, save
 from support.models.toys import make_toy_target
-from support.outputs.parity_faults import FAULTS, planted, random_model, runner_of
+from support.outputs.parity_faults import FAULTS, check, planted, random_model, runner_of
 
 from outrider.kernels._fp8 import FP8
 from outrider.services.target import app
 from outrider.services.target.settings import TargetSettings
 from outrider.services.target.startup import parity_check
-from outrider.services.target.startup.parity_check import check_parity
 from outrider.shared.attn.deterministic import DeterministicAttention
 from outrider.shared.base.errors import UnavailableError
 from outrider.shared.nn.decoder import Decoder
@@ -78,7 +77,7 @@ KINDS: dict[str, Callable[..., Decoder]] = {
 def test_rounding_is_accepted(kind: str) -> None:
     for seed in range(SEEDS):
         runner = runner_of(KINDS[kind](seed))
-        result = check_parity(runner)
+        result = check(runner)
         assert result is not None
         assert result.passed
         assert runner.pool.allocator.held_pages == 0
@@ -86,7 +85,7 @@ def test_rounding_is_accepted(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["bf16", "fp8 products", "fp8 products as on a GPU"])
 def test_rounding_of_a_deep_model_is_accepted(kind: str) -> None:
-    result = check_parity(runner_of(KINDS[kind](1, layers=32)))
+    result = check(runner_of(KINDS[kind](1, layers=32)))
     assert result is not None
     assert result.passed
 
@@ -98,11 +97,11 @@ def test_every_family_is_accepted_and_checked(
 ) -> None:
     path = save(case, tmp_path_factory.getbasetemp() / "families")
     runner = runner_of(load_decoder(path, "cpu", dtype))
-    result = check_parity(runner)
+    result = check(runner)
     assert result is not None
     assert result.passed
     with planted(runner, FAULTS["no mask"]), pytest.raises(UnavailableError):
-        check_parity(runner)
+        check(runner)
 
 
 @pytest.mark.parametrize("case", generic_models.CASES)
@@ -111,11 +110,11 @@ def test_every_model_of_transformers_is_accepted_and_checked(
 ) -> None:
     path = generic_models.save(case, tmp_path_factory.getbasetemp() / "generic")
     runner = runner_of(load_decoder(path, "cpu", torch.bfloat16))
-    result = check_parity(runner)
+    result = check(runner)
     assert result is not None
     assert result.passed
     with planted(runner, FAULTS["no mask"]), pytest.raises(UnavailableError):
-        check_parity(runner)
+        check(runner)
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -127,9 +126,39 @@ def test_a_planted_fault_is_refused(kind: str, fault: str) -> None:
             planted(runner, FAULTS[fault]),
             pytest.raises(UnavailableError, match="explains at most") as error,
         ):
-            check_parity(runner)
+            check(runner)
         assert error.value.reason == "parity_check_failed"
         assert runner.pool.allocator.held_pages == 0
+
+
+@pytest.mark.parametrize(
+    "limits", [{"slots": 1}, {"slots": 1, "max_nodes": 4}, {"max_packed_rows": 8}], ids=str
+)
+def test_low_limits_of_rounds_leave_a_check_that_can_fail(limits: dict[str, int]) -> None:
+    runner = runner_of(KINDS["bf16"](3))
+    result = check(runner, **limits)
+    assert result is not None
+    assert result.passed
+    with planted(runner, FAULTS["no mask"]), pytest.raises(UnavailableError, match="a node of depth"):
+        check(runner, **limits)
+
+
+@pytest.mark.parametrize("limits", [{"slots": 1, "max_nodes": 1}, {"max_nodes": 1}], ids=str)
+def test_rounds_without_room_for_trees_are_checked_too(limits: dict[str, int]) -> None:
+    runner = runner_of(KINDS["bf16"](3))
+    result = check(runner, **limits)
+    assert result is not None
+    assert result.passed
+    fault = FAULTS["the newest token is invisible in rounds without trees"]
+    with planted(runner, fault), pytest.raises(UnavailableError, match="explains at most"):
+        check(runner, **limits)
+
+
+def test_an_error_in_a_round_without_a_tree_names_no_depth() -> None:
+    runner = runner_of(KINDS["bf16"](3))
+    fault = FAULTS["doubled attention scale in rounds without trees"]
+    with planted(runner, fault), pytest.raises(UnavailableError, match="of a sequence without a tree by"):
+        check(runner)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -143,7 +172,7 @@ def test_near_ties_are_accepted(kind: str, monkeypatch: pytest.MonkeyPatch) -> N
             return logits(hidden)[:, : 512 // copies].repeat(1, copies)  # type: ignore[operator]
 
         monkeypatch.setattr(decoder, "logits", tied)
-        result = check_parity(runner_of(decoder))
+        result = check(runner_of(decoder))
         assert result is not None
         assert result.passed
 
@@ -152,7 +181,7 @@ def test_near_ties_are_accepted(kind: str, monkeypatch: pytest.MonkeyPatch) -> N
 def test_deterministic_kernels_must_give_equal_bits(dtype: torch.dtype) -> None:
     decoder = deterministic(random_model(2, "cpu", dtype))
     runner = runner_of(decoder, DeterministicAttention())
-    assert check_parity(runner) is None
+    assert check(runner) is None
     forward, calls = decoder.forward, 0
 
     def nudged(*arguments: object) -> object:
@@ -166,26 +195,27 @@ def test_deterministic_kernels_must_give_equal_bits(dtype: torch.dtype) -> None:
 
     decoder.forward = nudged  # type: ignore[assignment, method-assign]
     with pytest.raises(UnavailableError, match="must yield the bits") as error:
-        check_parity(runner)
+        check(runner)
     assert error.value.reason == "parity_check_failed"
-    assert calls == 1
+    assert calls == 2, "two rounds have trees"
 
 
 def test_an_unlucky_prompt_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     runner = runner_of(KINDS["bf16"](3))
-    compare, prompts = parity_check._compare, []
+    compare, prompts = parity_check._compare, 0
 
-    def unlucky(runner: object, prompt: int, limits: object) -> tuple[torch.Tensor, torch.Tensor]:
-        found, bound = compare(runner, prompt, limits)  # type: ignore[arg-type]
-        prompts.append(prompt)
-        found[0, prompt % 4, 3] = 1.0
+    def unlucky(passes: object, limits: object) -> tuple[torch.Tensor, torch.Tensor]:
+        nonlocal prompts
+        found, bound = compare(passes, limits)  # type: ignore[arg-type]
+        found[0, prompts % 4, 3] = 1.0
+        prompts += 1
         return found, bound
 
     monkeypatch.setattr(parity_check, "_compare", unlucky)
-    result = check_parity(runner)
+    result = check(runner)
     assert result is not None
     assert result.passed
-    assert prompts == [0, 1]
+    assert prompts == 2
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -197,7 +227,7 @@ def test_invalid_logits_are_refused(value: float, monkeypatch: pytest.MonkeyPatc
     )
     runner = runner_of(decoder)
     with pytest.raises(UnavailableError) as error:
-        check_parity(runner)
+        check(runner)
     assert error.value.reason == "nan_logits"
     assert runner.pool.allocator.held_pages == 0
 

@@ -103,8 +103,9 @@ class ExchangeSource(DraftSource):
 
     def waits_for_host(self, entries: Seq[Entry]) -> bool:
         drafting = [entry for entry in entries if entry.shape.drafts]
-        # If an output must follow a grammar, the host must see the trees before they are verified.
-        formed = any(entry.sequence.form is not None for entry in entries)
+        # If an output must follow a grammar, the host must see its tree before the tree is verified. If the
+        # output has no tree, the host only finds masks, after it has read the previous round.
+        formed = any(entry.sequence.form is not None for entry in drafting)
         self._exchanges = (
             bool(drafting)
             and not formed

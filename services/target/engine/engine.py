@@ -70,6 +70,7 @@ class TargetEngine(Steppable):
         draining: True from the start of a shutdown. The engine then refuses new requests.
         recorder: Decides when CUDA graphs are recorded.
         recordings: Lists the CUDA graphs that can be recorded in advance.
+        step_runner: Owns the slots, and enqueues rounds.
     """
 
     def __init__(
@@ -103,10 +104,8 @@ class TargetEngine(Steppable):
         self._expiry = Expiry()
         plan = plan or LoopPlan()
         self._budget = PrefillBudget(plan.prefill_budget_s)
-        self._step_runner = plan.make_step_runner(runner, scheduler.limits.max_running, limits.max_model_len)
-        self._planner = DraftPlanner(
-            self._sessions, self.controller, self.metrics, self._step_runner.max_rows
-        )
+        self.step_runner = plan.make_step_runner(runner, scheduler.limits.max_running, limits.max_model_len)
+        self._planner = DraftPlanner(self._sessions, self.controller, self.metrics, self.step_runner.max_rows)
         self._source = make_draft_source(
             drafter,
             self._sessions,
@@ -114,13 +113,13 @@ class TargetEngine(Steppable):
             scheduler,
             self.controller,
             runner,
-            self._step_runner,
+            self.step_runner,
             on_device=plan.drafts_on_device,
         )
         self._output.before_end = self._source.ended
         self._loop = self._make_loop(plan)
         self.recordings = Recordings(
-            runner, self._step_runner, self._source, drafting=self._drafts, refresh=self._refresh
+            runner, self.step_runner, self._source, drafting=self._drafts, refresh=self._refresh
         )
 
     # ---- any thread
@@ -307,7 +306,7 @@ class TargetEngine(Steppable):
         if self._sessions.identity:
             self.controller.adopt(self._sessions.identity)
         if changed:
-            self._step_runner.resize_features()
+            self.step_runner.resize_features()
             for sequence in self._scheduler:
                 self._source.ended(sequence)
         return changed
@@ -332,9 +331,9 @@ class TargetEngine(Steppable):
 
     def _make_loop(self, plan: LoopPlan) -> DecodeLoop:
         committer = Committer(self._output, self._poisoned, self._forget)
-        self._prefill = Prefill(self._runner, self._step_runner.table, self._source, committer, self._budget)
+        self._prefill = Prefill(self._runner, self.step_runner.table, self._source, committer, self._budget)
         return DecodeLoop(
-            self._step_runner,
+            self.step_runner,
             self._prefill,
             self._planner,
             self._source,

@@ -7,6 +7,7 @@ the tokens that the constraints allow. On a CPU, the same code runs without grap
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 
 import torch
@@ -112,8 +113,20 @@ def verify_pass(model: StepModel, table: SlotTable, batch: PackedBatch, size: Pa
     return choose_pass(model, table, batch, size, forward_pass(model, table, batch, size))
 
 
-def forward_pass(model: StepModel, table: SlotTable, batch: PackedBatch, size: PassSize) -> ForwardResult:
-    """Run the first half of `verify_pass`, which does not depend on the tokens that forms allow."""
+def forward_pass(
+    model: StepModel,
+    table: SlotTable,
+    batch: PackedBatch,
+    size: PassSize,
+    layers: Seq[int] | None = None,
+) -> ForwardResult:
+    """Run the first half of `verify_pass`, which does not depend on the tokens that forms allow.
+
+    Args:
+        model, table, batch, size: As in `verify_pass`.
+        layers: Layers whose hidden states are captured. By default, these are the layers from which feature
+            rows are computed.
+    """
     # 1. Locate the rows.
     entries, trees, pool = batch.entries(size.rows), batch.trees(size.rows), model.pool
     state, page_table = table.state, table.page_table
@@ -132,9 +145,10 @@ def forward_pass(model: StepModel, table: SlotTable, batch: PackedBatch, size: P
     )
 
     # 2. Forward.
-    aux_layer_ids = tuple(model.projector.spec.aux_layer_ids) if size.capture and model.projector else ()
+    if layers is None:
+        layers = model.projector.spec.aux_layer_ids if size.capture and model.projector else ()
     model.attention.plan(attention_batch)
-    output = model.decoder.forward(trees.tokens, placed.positions, model.attention, pool, aux_layer_ids)
+    output = model.decoder.forward(trees.tokens, placed.positions, model.attention, pool, tuple(layers))
     sampling, logits = _sampling(placed.sampling, size.mode), None
     if size.mode is SamplingMode.FULL:
         sampling = replace(sampling, rules=_rules(table, entries.starts, trees, placed))

@@ -1,7 +1,8 @@
 """Bounds on rounding errors, i.e. on the differences between two passes that compute the same tokens.
 
 `parity_check.py` uses this module at startup. The check computes the same tokens in three ways: one at a time
-(plain decoding), as a path of a tree, and as an ordinary causal chunk with as many rows as the tree. A pass
+(plain decoding), as a path of a tree, and as an ordinary causal chunk with as many rows as the pass over the
+tree. A pass
 over several rows adds numbers in another order than a pass over one row, so the passes round differently.
 
 An *error* compares a row of one pass with the same row of another pass. It is the root mean square of the
@@ -59,6 +60,7 @@ The limits of fp16 were not measured. Its unit roundoff is an eighth of bf16's.
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 
 import torch
@@ -116,6 +118,11 @@ class Stages:
 
     layers: torch.Tensor
     logits: torch.Tensor
+
+    @classmethod
+    def joined(cls, parts: Seq[Stages]) -> Stages:
+        """Return the rows of all parts, one part after the other."""
+        return cls(torch.cat([one.layers for one in parts]), torch.cat([one.logits for one in parts]))
 
     def rows(self, index: list[int]) -> Stages:
         """Return some of the rows."""

@@ -4,8 +4,8 @@ The engine computes with torch. Before each operation, its Triton version is cal
 then reports the variant: types and alignment of the arguments, which integers are 1 or divisible by 16,
 constants, and options. Attention uses the sizes for a GPU with few multiprocessors.
 
-Run as a program, the module prints the variants that a load needs and that the plan of a start lacks, as
-JSON. It changes Triton, so it needs a process of its own.
+Run as a program, the module prints as JSON the variants that a load needs and that the plan of a start lacks,
+and those that only the parity check needs. It changes Triton, so it needs a process of its own.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from outrider.services.draft.warmup import _first_works, _further_works
 from outrider.services.target.engine.loop_plan import LoopPlan
 from outrider.services.target.model.packed_batch import SamplingMode
 from outrider.services.target.startup.graph_plan import GraphPlan, list_graphs, other_trees
+from outrider.services.target.startup.parity_check import check_parity
 from outrider.services.target.startup.warmup import prompt_rehearsals
 from outrider.shared.attn.triton import KernelAttention
 from outrider.shared.base.generation import SamplingParams
@@ -80,15 +81,15 @@ class KernelVariants:
             if getattr(module, "use_triton", None) is original and module is not _dispatch:
                 module.use_triton = self._use_triton  # type: ignore[attr-defined]
 
-    def late(self) -> list[list[str]]:
-        """Return (kernel, difference) of each variant that the stage `load` was the first to need.
+    def first_in(self, stage: str) -> list[list[str]]:
+        """Return (kernel, difference) of each variant that a stage was the first to need.
 
-        The difference is one from the most similar variant of an earlier stage.
+        The difference is one from the most similar variant of another stage.
         """
         return sorted(
             [".".join(variant[:2]), self._difference(variant)]
-            for variant, stage in self.found.items()
-            if stage == "load"
+            for variant, found in self.found.items()
+            if found == stage
         )
 
     def _difference(self, variant: Variant) -> str:
@@ -102,7 +103,7 @@ class KernelVariants:
             for theirs in (
                 _arguments(one)
                 for one, stage in self.found.items()
-                if one[:2] == variant[:2] and stage != "load"
+                if one[:2] == variant[:2] and stage != self.found[variant]
             )
         ]
         return "; ".join(min(differences, key=len)) if differences else "never planned"
@@ -242,7 +243,10 @@ def main(kind: str) -> None:
         )
     Crowd(harness, random.Random(3), most_live=RUNNING, haste=0.7).run(clients)
     rounds = harness.engine.stats().rounds
-    json.dump({"planned": planned, "rounds": rounds, "late": variants.late()}, sys.stdout)
+    variants.stage = "parity"
+    check_parity(harness.runner, harness.engine.step_runner)
+    late, of_check = variants.first_in("load"), variants.first_in("parity")
+    json.dump({"planned": planned, "rounds": rounds, "late": late, "of_check": of_check}, sys.stdout)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,9 @@ from unittest import mock
 
 import torch
 
+from outrider.services.target.engine.loop_plan import LoopPlan
 from outrider.services.target.model.model_runner import ModelRunner
+from outrider.services.target.startup.parity_check import Parity, check_parity
 from outrider.shared.attn.base import AttentionBackend, AttentionBatch
 from outrider.shared.attn.create import create_backend
 from outrider.shared.nn import dummy
@@ -19,6 +21,8 @@ from outrider.shared.nn.config.model_config import ModelConfig
 from outrider.shared.nn.decoder import Decoder
 from outrider.shared.nn.layers.modules import Attention
 
+FIRST_ROW = 1
+"""Row of the root of the parity check's tree. Another sequence has the row before."""
 NUM_NODES = 13
 """Nodes of the parity check's tree. Its path consists of the even nodes."""
 GAIN = 1.28
@@ -83,6 +87,11 @@ def runner_of(
     return ModelRunner(decoder, pool, attention or create_backend(kind, decoder.device))
 
 
+def check(runner: ModelRunner, slots: int = 4, **limits: int) -> Parity | None:
+    """Run the parity check in the rounds of an engine. `limits` are fields of `LoopPlan`."""
+    return check_parity(runner, LoopPlan(**limits).make_step_runner(runner, slots, max_model_len=64))
+
+
 Fault = Callable[[ModelRunner, ExitStack], None]
 """Changes a runner until the stack is closed."""
 
@@ -101,7 +110,7 @@ def flipped_bit(node: int, column: int) -> Fault:
     def change(batch: AttentionBatch) -> AttentionBatch:
         assert batch.ancestors is not None
         ancestors = batch.ancestors.clone()
-        ancestors[node, 0] ^= 1 << column
+        ancestors[FIRST_ROW + node, 0] ^= 1 << column
         return replace(batch, ancestors=ancestors)
 
     return _on_batch(change)
@@ -117,20 +126,47 @@ def _causal(batch: AttentionBatch) -> AttentionBatch:
     return replace(batch, ancestors=None)
 
 
-def _on_batch(change: Callable[[AttentionBatch], AttentionBatch]) -> Fault:
+def _pages_of_first(batch: AttentionBatch) -> AttentionBatch:
+    assert batch.table_rows is not None
+    return replace(batch, table_rows=torch.where(batch.table_rows < 0, -1, batch.table_rows[0]))
+
+
+def _short(batch: AttentionBatch) -> AttentionBatch:
+    return replace(batch, kv_lens=(batch.kv_lens - 1).clamp(min=0))
+
+
+When = Callable[[AttentionBatch], bool]
+"""Selects the passes in which a fault is planted."""
+
+
+def _with_trees(batch: AttentionBatch) -> bool:
+    return batch.ancestors is not None
+
+
+def _of_rounds(batch: AttentionBatch) -> bool:
+    return batch.ragged
+
+
+def _without_trees(batch: AttentionBatch) -> bool:
+    return batch.ragged and batch.ancestors is None
+
+
+def _on_batch(change: Callable[[AttentionBatch], AttentionBatch], when: When = _with_trees) -> Fault:
     def plant(runner: ModelRunner, stack: ExitStack) -> None:
         plan = runner.attention.plan
 
         def planning(batch: AttentionBatch) -> None:
-            plan(batch if batch.ancestors is None else change(batch))
+            plan(change(batch) if when(batch) else batch)
 
         stack.enter_context(mock.patch.object(runner.attention, "plan", planning))
 
     return plant
 
 
-def _on_tree_pass(change: Callable[[ModelRunner, ExitStack, torch.Tensor], torch.Tensor]) -> Fault:
-    """Change a pass over a tree: `change` takes and returns the positions."""
+def _on_pass(
+    change: Callable[[ModelRunner, ExitStack, torch.Tensor], torch.Tensor], when: When = _with_trees
+) -> Fault:
+    """Change a pass: `change` takes and returns the positions."""
 
     def plant(runner: ModelRunner, stack: ExitStack) -> None:
         forward = runner.decoder.forward
@@ -139,7 +175,7 @@ def _on_tree_pass(change: Callable[[ModelRunner, ExitStack, torch.Tensor], torch
             batch = runner.attention.batch
             assert batch is not None
             with ExitStack() as during:
-                if batch.ancestors is not None:
+                if when(batch):
                     positions = change(runner, during, positions)
                 return forward(tokens, positions, *rest)
 
@@ -173,7 +209,7 @@ def _swap(during: ExitStack, first: object, second: object, name: str) -> None:
 
 def _wrong_position(_runner: ModelRunner, _during: ExitStack, positions: torch.Tensor) -> torch.Tensor:
     positions = positions.clone()
-    positions[NUM_NODES - 1] += 1
+    positions[FIRST_ROW + NUM_NODES - 1] += 1
     return positions
 
 
@@ -184,7 +220,12 @@ FAULTS: dict[str, Fault] = {
     "the parent is invisible": flipped_bit(12, 10),
     "no mask": _on_batch(_causal),
     "a stale page": _on_batch(_stale_page),
-    "doubled attention scale": _on_tree_pass(_doubled_scale),
-    "two layers swapped": _on_tree_pass(_swapped_layers),
-    "a wrong position": _on_tree_pass(_wrong_position),
+    "doubled attention scale": _on_pass(_doubled_scale),
+    "two layers swapped": _on_pass(_swapped_layers),
+    "a wrong position": _on_pass(_wrong_position),
+    "pages of another sequence": _on_batch(_pages_of_first),
+    "the newest token is invisible in rounds without trees": _on_batch(_short, _without_trees),
+    "doubled attention scale in all rounds": _on_pass(_doubled_scale, _of_rounds),
+    "doubled attention scale in rounds without trees": _on_pass(_doubled_scale, _without_trees),
+    "two layers swapped in all rounds": _on_pass(_swapped_layers, _of_rounds),
 }

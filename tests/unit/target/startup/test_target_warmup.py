@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from unittest import mock
 
 import pytest
 import torch
-from support.engine.target_harness import FakeDrafter, Harness, make_harness, random_plan
+from support.engine.target_harness import (
+    FakeDrafter,
+    Harness,
+    generate_plain,
+    make_harness,
+    random_plan,
+)
 from support.outputs.parity_faults import FAULTS, planted
 
 from outrider.services.target.drafting.no_drafter import NoDrafter
@@ -15,6 +22,7 @@ from outrider.services.target.request import SpeculationLimits
 from outrider.services.target.scheduling.scheduler import PrefillChunk
 from outrider.services.target.startup.parity_check import check_parity
 from outrider.services.target.startup.warmup import prompt_rehearsals, warm_up_requests
+from outrider.shared.attn.base import AttentionBatch
 from outrider.shared.base.errors import OutriderError, UnavailableError
 from outrider.shared.base.generation import SpeculationMode
 from outrider.shared.nn.decoder import Decoder
@@ -29,14 +37,38 @@ def harness(decoder: Decoder) -> Harness:
 
 
 def test_the_parity_check_passes_and_can_fail(harness: Harness) -> None:
-    result = check_parity(harness.runner)
+    result = check_parity(harness.runner, harness.engine.step_runner)
     assert result is not None
     assert 0 < result.error < result.bound
     assert harness.scheduler.allocator.held_pages == 0
     with planted(harness.runner, FAULTS["no mask"]), pytest.raises(UnavailableError) as failed:
-        check_parity(harness.runner)
+        check_parity(harness.runner, harness.engine.step_runner)
     assert failed.value.reason == "parity_check_failed"
     assert harness.scheduler.allocator.held_pages == 0
+
+
+def test_the_parity_check_plans_attention_as_rounds_do(harness: Harness, decoder: Decoder) -> None:
+    attention = harness.runner.attention
+    plan, kinds = attention.plan, set[tuple[object, ...]]()
+
+    def noted(batch: AttentionBatch) -> None:
+        if batch.ragged:
+            words = None if batch.ancestors is None else batch.ancestors.shape[1]
+            kinds.add((words, batch.page_table.data_ptr(), batch.page_table.shape, batch.max_kv_len))
+        plan(batch)
+
+    with mock.patch.object(attention, "plan", noted):
+        check_parity(harness.runner, harness.engine.step_runner)
+        of_check, kinds = kinds, set()
+        for index, shape in enumerate([(3, 2, 7), (5, 4, 16), (5, 4, 16), (3, 1, 4)]):
+            mode = SpeculationMode.ON if index % 2 else SpeculationMode.OFF
+            harness.submit([1, 2, index], 20, request_id=str(index), mode=mode, shape=shape)
+        harness.run()
+    assert len(kinds) == 2, "rounds with and without trees"
+    assert kinds == of_check
+    for index in range(4):  # the check leaves nothing behind in the slots
+        plain = generate_plain(decoder, NoDrafter(), [1, 2, index], 20)
+        assert harness.sink.tokens[str(index)] == plain
 
 
 def test_the_warm_up_measures_all_shapes_of_auto_where_graphs_do_not_change_their_times() -> None:
