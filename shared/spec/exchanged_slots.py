@@ -81,13 +81,14 @@ class ExchangedSlots(Protocol):
 
     @property
     def others_s(self) -> float:
-        """Longest wait, in seconds, for trees of rows in mode `on` in a round that also has other rows."""
+        """Longest wait, in seconds, for the trees of a round that has rows in another mode than `on`."""
         ...
 
     def are_open(self) -> bool:
         """Return True if rounds can be exchanged now. Implementations must be cheap: every step calls this.
 
-        The result is False without a connection, and during the pause that follows late rounds or a fault.
+        The result is False without a connection, and during the pause that follows late rounds or a fault. It
+        is also False while rounds may wait no longer in vain.
         """
         ...
 
@@ -136,11 +137,14 @@ class ExchangedSlots(Protocol):
         """Wait until the drafter sends a message, for at most `seconds`."""
         ...
 
-    def measure(self, *, exchanged: bool) -> None:
-        """Measure the time between rounds.
+    def measure(self, number: int, waited_s: float) -> None:
+        """Judge the wait for the trees of a round.
 
-        Call this method after the host has read the results of a verify pass. `exchanged` is True if this
-        pass was a round of these slots.
+        Call this method after the host has read the results of the verify pass.
+
+        Args:
+            number: The number of the round.
+            waited_s: Seconds of drafting in this round, which include the wait.
         """
         ...
 

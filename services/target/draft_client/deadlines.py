@@ -21,9 +21,9 @@ After this time, the engine checks for new requests and cancellations, and then 
 class AnswerDeadlines:
     """Deadlines for the answers of one draft service. Engine thread only. Times are from `time.monotonic()`.
 
-    A sequence in mode `auto` waits for its tree until the deadline of the `ProposalRequest`. A sequence in
-    mode `on` waits for at most `AnswerTimes.limit_s`. If the round has other sequences, the round may start
-    without the sequence in mode `on`.
+    A sequence in mode `auto` waits for its tree until the deadline of the `ProposalRequest`, but for at most
+    `AnswerTimes.exchange_s`. A sequence in mode `on` waits for at most `AnswerTimes.limit_s`. If the round
+    has other sequences, the round may start without the sequence in mode `on`.
 
     Only one round waits for the first answer of a new session, because the draft may still be computing the
     prompt. A slow prompt at the draft therefore delays only one round.
@@ -56,9 +56,9 @@ class AnswerDeadlines:
     def answered(self, session: DraftSession, now: float) -> None:
         """Record how long the session's last requested tree took. Do not record a session's first tree."""
         if session.warm and session.wanted is not None:
-            self.times.in_time(now - session.asked_s)
+            self.times.in_time(now - session.asked_s, now)
         elif session.warm and session.owes:
-            self.times.late(now - session.asked_s)
+            self.times.late(now - session.asked_s, now)
 
     def auto_until(self, session: DraftSession, started: float, deadline_s: float) -> float:
         """Return the time until which a round waits for the tree of a sequence with a deadline (mode `auto`).
@@ -68,7 +68,7 @@ class AnswerDeadlines:
             started: Time at which the round began to wait.
             deadline_s: Longest wait, in seconds, after which a tree can still save time.
         """
-        return started if session.in_vain else started + deadline_s
+        return started if session.in_vain else started + min(deadline_s, self.times.exchange_s)
 
     def row_until(self, session: DraftSession, pong_s: float) -> float:
         """Return the time at which a sequence without a deadline (mode `on`) stops waiting for its tree.

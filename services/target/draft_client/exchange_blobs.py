@@ -88,7 +88,8 @@ class ExchangeBlobs:
             channel: Carries the states to the draft, and the trees to the target.
             feature_size, dtype: Number of elements and data type of a feature row.
             longest_s: Longest wait for the trees, in seconds.
-            least_s: Lower limit, in seconds, for a wait that `BoundedTreeExchange.exchange` shortens.
+            least_s: Lower limit, in seconds, for a wait that `BoundedTreeExchange.exchange` shortens. It is
+                positive if the draft may need more time than usual.
             refused: Ids of the sessions that cannot draft in this round.
         """
         layout = self._layout(tuple(sizes), feature_size, dtype)
@@ -136,6 +137,7 @@ class BoundedTreeExchange(TreeExchange):
     `ExchangeBlobs.round` explains the arguments.
 
     Attributes:
+        may_be_slow: True if the draft may need more time than usual for this round.
         patient: True if only sequences without a deadline (speculation mode `on`) wait for the trees.
         limit_s: Longest wait for the trees, in seconds.
     """
@@ -154,6 +156,7 @@ class BoundedTreeExchange(TreeExchange):
         self.number = message.number
         self.states = layout.states
         self.refused = refused
+        self.may_be_slow = least_s > 0
         self.patient = False
         self.limit_s = 0.0
         self._message = message

@@ -103,7 +103,7 @@ class RemoteDrafter(Drafter):
             self._deadlines,
             self._breaker,
             self._take_reply,
-            self._late_round,
+            self._fault,
         )
         self._announced: ProposalRequest | None = None
         self._draft_ms = 0.0
@@ -290,13 +290,6 @@ class RemoteDrafter(Drafter):
         if self._breaker.faults % FAULTS_TO_RECONNECT == 0 and self._connection is not None:
             _log.warning("%d faults of the draft in a row; reconnecting", self._breaker.faults)
             self._connection.close()
-
-    def _late_round(self, waited_s: float, patient: bool) -> None:
-        """Charge a wait for a round on the device that has ended without trees."""
-        if patient:
-            self._fault(waited_s)
-        else:
-            self._breaker.budget.spend(waited_s, time.monotonic())
 
     def _drain(self) -> None:
         """Switch to the link's current connection and process all messages that have arrived."""

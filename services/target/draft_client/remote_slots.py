@@ -26,7 +26,8 @@ from outrider.draft.v1 import draft_pb2
 from outrider.services.target.draft_client.breaker import Breaker, BreakerState
 from outrider.services.target.draft_client.connection import Connection
 from outrider.services.target.draft_client.deadlines import AnswerDeadlines
-from outrider.services.target.draft_client.exchange_blobs import BoundedTreeExchange, ExchangeBlobs
+from outrider.services.target.draft_client.exchange_blobs import ExchangeBlobs
+from outrider.services.target.draft_client.round_waits import RoundWaits
 from outrider.services.target.draft_client.session import DraftSession
 from outrider.services.target.draft_client.transport.exchange import Exchange
 from outrider.services.target.draft_client.trees import draft_can_grow
@@ -38,15 +39,6 @@ from outrider.shared.spec.tree import DraftShape
 
 SLOTS = 1024
 """Number of slots at the draft. A target has at most 256 slots of its own."""
-FIRST_PAUSE_S = 0.1
-"""Pause in seconds after the first late or refused round, during which rounds run through the host.
-
-Each further pause is twice as long, up to `LAST_PAUSE_S`.
-"""
-LAST_PAUSE_S = 5.0
-"""Longest pause in seconds."""
-GOOD_ROUNDS = 64
-"""Number of rounds of a series without a late round after which pauses start again at `FIRST_PAUSE_S`."""
 FIRST_LIMIT_S = 0.2
 """Shortest limit, in seconds, of the wait for trees in the first round with a combination of group sizes. The
 draft may be slow in such a round."""
@@ -75,11 +67,11 @@ class RemoteSlots(ExchangedSlots):
         dtype: Data type of the feature rows.
         sessions: The drafter's sessions.
         deadlines: Limits the waits for trees, based on measured times. Receives the times of rounds.
-        breaker: Circuit breaker that stops rounds while the draft is faulty or slow.
+        breaker: Circuit breaker that stops rounds while the draft is faulty or slow. Receives late rounds.
         take_reply: Function that waits for a message of the draft and processes it. Its argument is the
             longest wait in seconds.
-        on_late: Called when the trees of a round were late. The first argument is the wait in seconds. The
-            second argument is True if only sequences without a deadline (mode `on`) have waited.
+        on_fault: Called when sequences without a deadline (mode `on`) have waited in vain for trees in which
+            no other sequence was waiting. Its argument is the wait in seconds.
     """
 
     def __init__(
@@ -91,7 +83,7 @@ class RemoteSlots(ExchangedSlots):
         deadlines: AnswerDeadlines,
         breaker: Breaker,
         take_reply: Callable[[Connection, float], bool],
-        on_late: Callable[[float, bool], None],
+        on_fault: Callable[[float], None],
     ) -> None:
         self._blobs = ExchangeBlobs(device, vocab_size)
         self._dtype = dtype
@@ -99,7 +91,8 @@ class RemoteSlots(ExchangedSlots):
         self._deadlines = deadlines
         self._breaker = breaker
         self._take_reply = take_reply
-        self._on_late = on_late
+        self._on_fault = on_fault
+        self._waits = RoundWaits(deadlines.times, breaker, on_fault)
         self._connection: Connection | None = None
         self._accepted = False
         self._sizes: list[draft_pb2.RoundsEnter] = []
@@ -110,13 +103,8 @@ class RemoteSlots(ExchangedSlots):
         self._free: list[int] = []
         self._told: list[draft_pb2.SlotTokens] = []
         self._left: list[int] = []
-        self._round: BoundedTreeExchange | None = None
-        self._num_rounds = 0
         # Combinations of sizes that this connection has carried.
         self._known: set[tuple[GroupSize, ...]] = set()
-        self._read_at: float | None = None
-        self._pause_s = FIRST_PAUSE_S
-        self._not_before = 0.0
 
     # ---- the connection
 
@@ -154,7 +142,7 @@ class RemoteSlots(ExchangedSlots):
             if session is not None and session.live and session.fence.epoch == ready.epoch:
                 session.ready = True
         elif kind == "rounds_ended" and reply.rounds_ended.rounds == self._series and self._series:
-            self._pause(reply.rounds_ended.reason)
+            self._waits.pause(reply.rounds_ended.reason, time.monotonic())
             self._end_series()
 
     def are_open(self) -> bool:
@@ -163,16 +151,14 @@ class RemoteSlots(ExchangedSlots):
             return False
         if self._breaker.state is not BreakerState.CLOSED or connection.ended.is_set():
             return False
+        now = time.monotonic()
         if self._series and channel.broken:
-            late = self._round
-            self._pause("trees arrived late")
+            self._waits.late(None, 0.0, now)
             self._end_series()
-            if late is not None:
-                self._on_late(late.limit_s, late.patient)
         if self._last_number >= MAX_ROUND_NUMBER:
             self._restart_numbers(connection)
             return False
-        return self._series > 0 or time.monotonic() >= self._not_before
+        return self._waits.allow(now)
 
     # ---- the sessions
 
@@ -199,7 +185,7 @@ class RemoteSlots(ExchangedSlots):
         if now < self._deadlines.row_until(session, connection.last_sign_s):
             return AWAITED
         session.joining = False
-        self._on_late(now - session.asked_s, True)
+        self._on_fault(now - session.asked_s)
         return WARMING
 
     def chosen(self, session_id: int, number: int, base_len: int, tokens: Sequence[int]) -> None:
@@ -224,7 +210,7 @@ class RemoteSlots(ExchangedSlots):
 
     @property
     def others_s(self) -> float:
-        return self._deadlines.times.others_s
+        return self._deadlines.times.exchange_s
 
     def fits(self, sizes: Sequence[GroupSize]) -> bool:
         channel = self._channel
@@ -278,7 +264,7 @@ class RemoteSlots(ExchangedSlots):
                 committed_upper=[upper for _, upper in rows],
             )
         sizes = tuple(group.size for group in groups)
-        started = self._round = self._blobs.round(
+        started = self._blobs.round(
             message,
             sizes,
             self._channel,
@@ -289,23 +275,22 @@ class RemoteSlots(ExchangedSlots):
             refused=[session_id for session_id in wanted if session_id not in present],
         )
         self._known.add(sizes)
-        self._num_rounds += 1
+        self._waits.begun(started)
         return started
 
     def await_reply(self, seconds: float) -> None:
         if self._connection is not None:
             self._take_reply(self._connection, seconds)
 
-    def measure(self, *, exchanged: bool) -> None:
-        now, before = time.monotonic(), self._read_at
-        self._read_at = now if exchanged else None
-        channel = self._channel
-        if not exchanged or channel is None or channel.broken:
+    def measure(self, number: int, waited_s: float) -> None:
+        started, connection, channel = self._waits.read(number), self._connection, self._channel
+        if started is None or connection is None or channel is None or connection.ended.is_set():
             return
-        if before is not None:
-            self._deadlines.times.in_time(now - before)
-        if self._num_rounds >= GOOD_ROUNDS:
-            self._pause_s = FIRST_PAUSE_S
+        if channel.broken:
+            self._waits.late(started, waited_s, time.monotonic())
+            self._end_series()
+        else:
+            self._waits.in_time(started, waited_s, time.monotonic())
 
     def send_state(self) -> None:
         if self._channel is not None:
@@ -363,7 +348,8 @@ class RemoteSlots(ExchangedSlots):
             session.lose(RESYNC)
 
     def _drop_series(self) -> None:
-        self._series, self._num_rounds, self._round, self._read_at = 0, 0, None, None
+        self._series = 0
+        self._waits.end_series()
         self._seats.clear()
         self._told, self._left = [], []
 
@@ -378,8 +364,3 @@ class RemoteSlots(ExchangedSlots):
         self._drop_series()
         self._last_number = 0
         self._blobs.forget()
-
-    def _pause(self, reason: str) -> None:
-        _log.info("running rounds through the host for %.1f s: %s", self._pause_s, reason)
-        self._not_before = time.monotonic() + self._pause_s
-        self._pause_s = min(2 * self._pause_s, LAST_PAUSE_S)

@@ -33,7 +33,7 @@ def make_draft_source(
         sessions: The drafter's sessions.
         planner: Chooses the tree shape of each sequence.
         scheduler: Lists the sequences that decode.
-        controller: Limits the wait for trees.
+        controller: Limits the wait for trees that come through the host.
         runner: The target's model and KV pool.
         step_runner: Owns the slots and the packed trees.
         on_device: False to request all trees through the host.
@@ -45,4 +45,4 @@ def make_draft_source(
     host = HostSource(drafter, sessions, planner, scheduler, controller, step_runner)
     if slots is None:
         return host
-    return ExchangeSource(slots, host, step_runner, runner.pool, controller, planner)
+    return ExchangeSource(slots, host, step_runner, runner.pool, planner)

@@ -121,11 +121,12 @@ class DraftSource(Protocol):
         """Pass on the tokens that a round chose for a sequence that continues."""
         ...
 
-    def read(self, ended: Set[int]) -> None:
+    def read(self, ended: Set[int], draft_s: float) -> None:
         """Finish a round after all its entries were passed to `committed`, before its tokens are delivered.
 
         Args:
             ended: Ids of the drafter's sessions that end with this round and were not closed yet.
+            draft_s: Seconds of drafting on the device, which include the wait for another process.
         """
         return
 

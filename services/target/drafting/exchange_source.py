@@ -21,7 +21,7 @@ import torch
 
 from outrider.services.target.drafting.draft_source import DraftSource, PreparedDrafts, ProposalWait
 from outrider.services.target.drafting.host_source import HostSource
-from outrider.services.target.drafting.planner import DraftPlanner, bound_of
+from outrider.services.target.drafting.planner import DraftPlanner
 from outrider.services.target.drafting.shape_groups import (
     ShapeGroup,
     gather_rows,
@@ -31,7 +31,6 @@ from outrider.services.target.drafting.shape_groups import (
 from outrider.services.target.model.outcome import Outcome
 from outrider.services.target.model.packed_batch import Entry
 from outrider.services.target.model.step_runner import StepRunner
-from outrider.services.target.policy.controller import SpeculationController
 from outrider.services.target.policy.cost_model import DraftPath
 from outrider.services.target.scheduling.scheduler import PrefillChunk
 from outrider.services.target.scheduling.sequence import Sequence, SequenceStatus
@@ -58,7 +57,6 @@ class ExchangeSource(DraftSource):
         host: Drafts the rounds that cannot be exchanged.
         step_runner: Owns the target's slots and the packed trees.
         pool: The target's KV pool.
-        controller: Limits the wait for trees.
         planner: Counts the sequences that want to draft but cannot.
     """
 
@@ -68,14 +66,12 @@ class ExchangeSource(DraftSource):
         host: HostSource,
         step_runner: StepRunner,
         pool: KVPool,
-        controller: SpeculationController,
         planner: DraftPlanner,
     ) -> None:
         self._slots = slots
         self._host = host
         self._step_runner = step_runner
         self._pool = pool
-        self._controller = controller
         self._planner = planner
         self._batch_sizes = batch_buckets(step_runner.table.slots)
         # Whether the next round is exchanged, as decided by `waits_for_host`.
@@ -199,9 +195,10 @@ class ExchangeSource(DraftSource):
         if not continues:
             self._slots.left([sequence.session_id])
 
-    def read(self, ended: Set[int]) -> None:
+    def read(self, ended: Set[int], draft_s: float) -> None:
         number = self._in_flight.popleft()
-        self._slots.measure(exchanged=number > 0)
+        if number:
+            self._slots.measure(number, draft_s)
         # Do not announce a round that can be exchanged.
         self._host.learn(ended, announces=not self._slots.are_open())
         if not self._in_flight:
@@ -250,7 +247,7 @@ class ExchangeSource(DraftSource):
         members = [self._members(group, places, started.refused) for group in groups]
         for state, held in zip(started.states, members, strict=True):
             gather_rows(self._step_runner, held, state.rows)
-        started.exchange(self._wait_limit_s(len(entries)), ahead)
+        started.exchange(self._wait_limit_s(entries), ahead)
         for index, held in enumerate(members):
             pack_drafts(self._step_runner, started.trees(index), held)
         self._tried.add(tried)
@@ -263,15 +260,14 @@ class ExchangeSource(DraftSource):
         idle = [-1] * (group.size.batch_size - len(held))
         return upload(held + idle, torch.int32, self._pool.device)
 
-    def _wait_limit_s(self, batch_size: int) -> float | None:
-        """Return the limit of the wait for trees, in seconds; None if only entries in mode `on` wait."""
-        drafting = self._awaiting
-        auto = [sequence for sequence in drafting if sequence.controller_state is not None]
-        if len(auto) == len(drafting):
-            return self._controller.wait_cap_s([bound_of(sequence) for sequence in auto], batch_size)
-        # The device cannot go on without the entries in mode `on`. If the round has other entries, limit how
-        # long these wait.
-        return self._slots.others_s if batch_size > len(drafting) - len(auto) else None
+    def _wait_limit_s(self, entries: Seq[Entry]) -> float | None:
+        """Return the limit of the wait for trees, in seconds; None if all entries are in mode `on`.
+
+        The device cannot go on without the entries that await a tree. If the round has other entries than
+        those in mode `on`, limit how long these wait.
+        """
+        patient = all(entry.shape.drafts and entry.sequence.controller_state is None for entry in entries)
+        return None if patient else self._slots.others_s
 
 
 def _exchanged(group: ShapeGroup) -> ExchangedGroup:

@@ -206,7 +206,7 @@ class HostSource(DraftSource):
         self._told.setdefault(sequence.session_id, sequence.committed_len - len(kept))
         self._moved[sequence.session_id] = sequence
 
-    def read(self, ended: Set[int]) -> None:
+    def read(self, ended: Set[int], draft_s: float) -> None:
         self.learn(ended, announces=True)
 
     def learn(self, ended: Set[int], *, announces: bool) -> None:

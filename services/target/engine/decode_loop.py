@@ -228,7 +228,8 @@ class DecodeLoop:
             steps.append((index, outcome, step, base_len))
         self.num_rounds += 1
         # 2. Let the drafter begin with the next round, before anything that can wait.
-        self._drafts.read({entries[index].sequence.session_id for index, _, step, _ in steps if step.finish})
+        ended = {entries[index].sequence.session_id for index, _, step, _ in steps if step.finish}
+        self._drafts.read(ended, finished.draft_s)
         # 3. Complete the next round, before the device has ended its forward pass.
         self._complete()
         # 4. Emit the tokens.

@@ -1,4 +1,4 @@
-"""Limits how long a round waits for the proposals of its `auto` entries."""
+"""Limits how long a round waits for the proposals of its `auto` entries that come through the host."""
 
 from __future__ import annotations
 

@@ -2,134 +2,16 @@
 
 from __future__ import annotations
 
-import threading
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
-import torch
+from support.connection.clocked_slots import COLUMNS, FAULT_S, SHAPE, SIZE
+from support.connection.clocked_slots import DraftSlots as Draft
 
 from outrider.draft.v1 import draft_pb2
 from outrider.services.target.draft_client import remote_slots
-from outrider.services.target.draft_client.breaker import Breaker
-from outrider.services.target.draft_client.deadlines import AnswerDeadlines
-from outrider.services.target.draft_client.remote_slots import RemoteSlots
-from outrider.services.target.draft_client.session import DraftSession
-from outrider.shared.spec.drafter import AWAITED, FeatureSpec
-from outrider.shared.spec.exchanged_slots import ExchangedGroup, TreeExchange
-from outrider.shared.spec.fence import Fence
-from outrider.shared.spec.resident import GroupSize, StateBlob
+from outrider.services.target.draft_client.breaker import CAPACITY_S, SHARE, BreakerState
+from outrider.services.target.draft_client.round_waits import FIRST_PAUSE_S, GOOD_ROUNDS
+from outrider.shared.spec.drafter import AWAITED
 from outrider.shared.spec.tree import DraftShape
-
-CPU = torch.device("cpu")
-SHAPE, CHAIN = DraftShape(3, 2, 8), DraftShape(2, 1, 3)
-VOCAB, WIDTH, COLUMNS = 64, 4, 6
-SIZE = GroupSize(2, COLUMNS, SHAPE.max_nodes)
-FAULT_S = 2.0
-
-
-class Channel:
-    """Carries nothing; records the limits."""
-
-    def __init__(self) -> None:
-        self.broken = False
-        self.room = True
-        self.mends = True
-        self.messages: list[draft_pb2.RoundsNext] = []
-        self.limits: list[float] = []
-
-    def fits(self, state: torch.Tensor, trees: torch.Tensor) -> bool:
-        return self.room
-
-    def mend(self) -> bool:
-        self.broken = self.broken and not self.mends
-        return self.mends
-
-    def exchange(
-        self,
-        message: draft_pb2.RoundsNext,
-        state: StateBlob,
-        trees: torch.Tensor,
-        expected: torch.Tensor,
-        limit_s: float,
-        ahead: bool,
-    ) -> None:
-        self.messages.append(message)
-        self.limits.append(limit_s)
-        expected.fill_(message.number)
-
-
-class Draft:
-    """A connection whose peer is the test."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now = 100.0
-        self.late: list[tuple[float, bool]] = []
-        monkeypatch.setattr(remote_slots.time, "monotonic", lambda: self.now)
-        self.channel = Channel()
-        self.sent: list[draft_pb2.SessionRequest] = []
-        self.sessions: dict[int, DraftSession] = {}
-        self.breaker = Breaker(FAULT_S)
-        self.connection = self.connect()
-        self.slots = RemoteSlots(
-            CPU,
-            VOCAB,
-            torch.float32,
-            self.sessions,
-            AnswerDeadlines(FAULT_S),
-            self.breaker,
-            lambda _connection, _timeout_s: True,
-            lambda waited_s, patient: self.late.append((waited_s, patient)),
-        )
-        self.slots.connected(self.connection)
-        self.accept()
-
-    def connect(self) -> Any:
-        ended = threading.Event()
-        return SimpleNamespace(
-            carrier=SimpleNamespace(exchange=self.channel),
-            send=self.sent.append,
-            ended=ended,
-            close=ended.set,
-            spec=FeatureSpec(feature_size=WIDTH),
-            hello=draft_pb2.HelloAck(max_steps=5),
-            last_sign_s=0.0,
-        )
-
-    def accept(self, reason: str = "") -> None:
-        opened = draft_pb2.SlotsOpened(accepted=not reason, reason=reason)
-        self.slots.hear(draft_pb2.SessionReply(slots_opened=opened))
-
-    def open(self, session_id: int, *, ready: bool = True, epoch: int = 1) -> DraftSession:
-        made = self.sessions[session_id] = DraftSession(Fence(session_id, epoch, 6, 1234))
-        made.live = made.acked = True
-        if ready:
-            self.report(session_id, epoch)
-        return made
-
-    def report(self, session_id: int, epoch: int = 1) -> None:
-        ready = draft_pb2.SlotReady(session_id=session_id, epoch=epoch)
-        self.slots.hear(draft_pb2.SessionReply(slot_ready=ready))
-
-    def round(self, *session_ids: int, limit_s: float | None = None) -> TreeExchange | None:
-        assert self.slots.fits([SIZE])
-        group = ExchangedGroup(SHAPE, 2, COLUMNS, session_ids, [9] * len(session_ids))
-        started = self.slots.begin([group])
-        if started is not None:
-            started.exchange(limit_s, False)
-        return started
-
-    @property
-    def last(self) -> draft_pb2.RoundsNext:
-        return self.channel.messages[-1]
-
-    @property
-    def kinds(self) -> list[str | None]:
-        return [message.WhichOneof("message") for message in self.sent]
-
-    @property
-    def is_open(self) -> bool:
-        return self.slots.are_open()
 
 
 @pytest.fixture
@@ -208,7 +90,7 @@ def test_a_session_waits_for_the_report_of_its_rows(draft: Draft) -> None:
     assert draft.slots.obstacle(7, SHAPE, must_wait=True) == AWAITED
     draft.report(7)
     assert draft.slots.obstacle(7, SHAPE, must_wait=True) == ""
-    assert not draft.late
+    assert not draft.faults
     assert draft.slots.obstacle(7, DraftShape(6, 1, 7), must_wait=True) == "shape_above_draft"
     assert draft.slots.obstacle(9, SHAPE, must_wait=True) == "not_followed"
     session.lose("resync")
@@ -222,7 +104,7 @@ def test_a_draft_that_never_reports_is_faulty_after_the_deadline(draft: Draft) -
     assert draft.slots.obstacle(7, SHAPE, must_wait=True) == AWAITED
     draft.now += FAULT_S
     assert draft.slots.obstacle(7, SHAPE, must_wait=True) == "warming"
-    assert draft.late == [(FAULT_S, True)]
+    assert draft.faults == [FAULT_S]
 
 
 @pytest.mark.parametrize("limit_s", [None, 0.5])
@@ -233,12 +115,18 @@ def test_late_trees_end_the_series_and_open_its_sessions_again(draft: Draft, lim
     series = draft.last.rounds
     draft.channel.broken = True
     assert not draft.is_open
-    assert draft.late == [(FAULT_S, True) if limit_s is None else (limit_s, False)]
+    assert draft.faults == ([FAULT_S] if limit_s is None else [])
+    if limit_s is not None:  # the wait of other rows used up the budget
+        empty_s = (limit_s - CAPACITY_S) / SHARE
+        assert draft.breaker.budget.empty_s(draft.now) == pytest.approx(empty_s)
+        assert draft.breaker.state is BreakerState.OPEN
+        draft.now += empty_s
+        draft.breaker.success(draft.now)
     assert [draft.sessions[one].lost for one in (7, 8, 9)] == [True, True, False]
     draft.slots.flush()
     assert draft.kinds == ["slots_open"], "nothing of the old series is sent"
     # The next series begins after a pause, when the old waits are over.
-    draft.now += remote_slots.FIRST_PAUSE_S
+    draft.now += FIRST_PAUSE_S
     assert draft.is_open
     draft.channel.broken, draft.channel.mends = True, False
     assert not draft.slots.fits([SIZE])
@@ -260,12 +148,13 @@ def test_pauses_grow_until_rounds_were_in_time(draft: Draft) -> None:
         pauses.append(pause / 10)
     assert pauses == [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0]
     draft.open(7, epoch=9)
-    for _ in range(remote_slots.GOOD_ROUNDS):
-        draft.round(7)
-        draft.slots.measure(exchanged=True)
+    for _ in range(GOOD_ROUNDS):
+        started = draft.round(7)
+        assert started is not None
+        draft.slots.measure(started.number, 0.001)
     draft.channel.broken = True
     assert not draft.is_open
-    assert open_after(draft, remote_slots.FIRST_PAUSE_S)
+    assert open_after(draft, FIRST_PAUSE_S)
 
 
 def open_after(draft: Draft, seconds: float) -> bool:
@@ -292,7 +181,7 @@ def test_an_ended_connection_is_no_late_round(draft: Draft) -> None:
     draft.connection.close()
     draft.channel.broken = True
     assert not draft.is_open
-    assert not draft.late
+    assert not draft.faults
     draft.slots.lost()
     draft.channel.broken = False
     draft.connection = draft.connect()

@@ -214,27 +214,62 @@ def test_a_draft_that_saves_more_than_its_late_answers_cost_remains_in_use(
     assert (taken > 550) is drafts, taken
 
 
+class Answers(AnswerTimes):
+    """Answers to requests that are sent one after the other."""
+
+    def __init__(self) -> None:
+        super().__init__(fault_deadline_s=2.0)
+        self.now = 0.0
+
+    def arrive(self, *answers: float, late: bool = False) -> None:
+        """Record answers that have taken these times, in seconds."""
+        for seconds in answers:
+            self.now += seconds
+            (self.late if late else self.in_time)(seconds, self.now)
+
+
 def test_waits_follow_the_99th_percentile_between_a_floor_and_the_fault_deadline() -> None:
-    times = AnswerTimes(2.0)
-    for _answer in range(ANSWERS_TO_JUDGE - 1):
-        times.in_time(0.001)
+    times = Answers()
+    times.arrive(*[0.001] * (ANSWERS_TO_JUDGE - 1))
     assert times.limit_s == 2.0, "too few answers to judge"
-    times.in_time(0.001)
-    assert (times.limit_s, times.others_s) == (0.25, 0.01)
-    times.in_time(0.2)
-    assert (times.limit_s, times.others_s) == (0.8, 0.4)
-    times.in_time(5.0)
-    assert (times.limit_s, times.others_s) == (2.0, 2.0)
+    times.arrive(0.001)
+    assert (times.limit_s, times.others_s, times.exchange_s) == (0.25, 0.01, 0.05)
+    times.arrive(0.008)
+    assert (times.limit_s, times.others_s, times.exchange_s) == (0.25, 0.016, 0.05)
+    slow = Answers()
+    slow.arrive(*[0.2] * ANSWERS_TO_JUDGE)
+    assert (slow.limit_s, slow.others_s, slow.exchange_s) == (0.8, 0.4, 0.4)
+    slow.arrive(0.8)
+    assert (slow.limit_s, slow.others_s, slow.exchange_s) == (2.0, 1.6, 1.6)
+
+
+def test_an_answer_that_arrives_after_a_stall_makes_no_wait_longer() -> None:
+    times = Answers()
+    times.arrive(0.2, *[0.004] * 8, 0.3, *[0.004] * 20)
+    assert times.median == times.p99 == 0.004
+    times.arrive(*[0.05, 0.2, 0.004] * 200)
+    assert times.p99 == 0.004
+    times.arrive(*[0.05] * 6)
+    assert times.p99 == 0.05, "several slow answers in a row show that the draft has become slower"
+
+
+def test_one_stall_that_delays_several_answers_counts_once() -> None:
+    times = Answers()
+    times.arrive(*[0.004] * 20)
+    for _stall in range(50):
+        times.now += 0.2
+        for seconds in (0.2, 0.2, 0.19, 0.18):
+            times.in_time(seconds, times.now)
+        times.arrive(0.004)
+    assert times.p99 == 0.004
 
 
 def test_only_late_answers_in_a_row_make_waits_longer() -> None:
-    times = AnswerTimes(2.0)
-    for _answer in range(100):
-        times.in_time(0.001)
+    times = Answers()
+    times.arrive(*[0.001] * 100)
     for _period in range(100):
-        times.late(0.9)
-        times.in_time(0.001)
+        times.arrive(0.9, late=True)
+        times.arrive(0.001)
     assert times.limit_s == 0.25, "a draft that stops now and then is not a slow draft"
-    for _answer in range(6):
-        times.late(0.3)
+    times.arrive(*[0.3] * 6, late=True)
     assert times.limit_s == pytest.approx(1.2), "a draft that became slower is waited for longer"

@@ -17,7 +17,7 @@ from outrider.shared.spec.tree import DraftShape
 def source(slots: Any) -> ExchangeSource:
     nothing: Any = None
     step_runner: Any = SimpleNamespace(table=SimpleNamespace(slots=8))
-    return ExchangeSource(slots, nothing, step_runner, nothing, nothing, nothing)
+    return ExchangeSource(slots, nothing, step_runner, nothing, nothing)
 
 
 @pytest.mark.parametrize(("is_open", "path"), [(True, DraftPath.DEVICE), (False, DraftPath.HOST)])

@@ -226,7 +226,7 @@ def test_the_drafter_hears_of_every_token(decoder: Decoder, plain: list[list[int
     outcome = Outcome(1, [], [4])
     bench.source.committed(Entry(first, 1, CHAIN), [4, 5], outcome)
     bench.source.committed(Entry(second, 1, NO_DRAFT), [6], outcome)
-    bench.source.read(set())
+    bench.source.read(set(), 0.0)
     assert bench.drafter.heard == [(0, [9], False), (0, [4, 5], True)]
     bench.prepare(CHAIN, CHAIN, NO_DRAFT)
     assert bench.drafter.heard[2:] == [(1, [6], False)]
