@@ -36,6 +36,7 @@ TYPES = {
     "Field": "pydantic",
     "ExpertsStart": f"{SCHEMAS}.field_types",
     "ReasoningEffort": f"{SCHEMAS}.field_types",
+    "Truncation": f"{SCHEMAS}.field_types",
     "RequestName": f"{SCHEMAS}.field_types",
     "StartLength": f"{SCHEMAS}.field_types",
     "StopStrings": f"{SCHEMAS}.field_types",

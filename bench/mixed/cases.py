@@ -178,11 +178,46 @@ class Pairing:
 
 
 @dataclass(frozen=True, slots=True)
+class RunningStreams:
+    """A case of `gap`: streams that run while a long prompt is processed.
+
+    Attributes:
+        name: Name of the case.
+        kind: Kind of the streams and of the long prompt.
+        pause_goal_ms: Longest acceptable pause of a stream, in milliseconds. None if no goal was set.
+        ttft_goal: Largest acceptable ratio of two TTFTs of the long prompt: beside the streams, and alone.
+            None if no goal was set.
+    """
+
+    name: str
+    kind: RequestKind
+    pause_goal_ms: float | None = None
+    ttft_goal: float | None = None
+
+    def without_goals(self) -> RunningStreams:
+        """Return the same case without goals."""
+        return replace(self, pause_goal_ms=None, ttft_goal=None)
+
+
+@dataclass(frozen=True, slots=True)
 class SpeculationMix:
-    """Kinds of speculation among which the clients of the soak choose."""
+    """A case of `soak`: kinds of speculation among which the clients choose.
+
+    Attributes:
+        name: Name of the case.
+        kinds: The kinds of speculation.
+        tok_s_goal: Smallest acceptable number of tokens per second. None if no goal was set.
+        p99_goal_s: Longest acceptable 99th percentile of the latency, in seconds. None if no goal was set.
+    """
 
     name: str
     kinds: Sequence[RequestKind]
+    tok_s_goal: float | None = None
+    p99_goal_s: float | None = None
+
+    def without_goals(self) -> SpeculationMix:
+        """Return the same case without goals."""
+        return replace(self, tok_s_goal=None, p99_goal_s=None)
 
 
 NO_COST_GOAL = 0.97
@@ -224,14 +259,32 @@ RULES_GOALS: Mapping[int, float] = {1: 0.952, 16: 0.926, 64: 0.893}
 COMPARED: Mapping[str, RequestKind] = {"plain": PLAIN, "chain 3": CHAIN, "tree": TREE}
 """The kinds of requests of `form`, with and without a schema, and of `rules`, with and without penalties."""
 
-STREAMS: Mapping[str, RequestKind] = {"plain": PLAIN, "tree": TREE}
-"""The cases of `gap`: the kinds of the running streams and of the long prompt."""
+STREAMS: Sequence[RunningStreams] = (
+    RunningStreams("plain", PLAIN, pause_goal_ms=35, ttft_goal=1.5),
+    RunningStreams("tree", TREE, ttft_goal=1.5),
+)
+"""The cases of `gap`."""
+
+TTFT_GOALS_MS: Mapping[int, float] = {
+    16: 8,
+    256: 10,
+    300: 14,
+    512: 18,
+    1024: 27,
+    2048: 50,
+    8192: 222,
+    32_768: 1300,
+}
+"""Goals of `ttft` in milliseconds, by the length of the prompt. These are also the default lengths."""
 
 MIXES: Sequence[SpeculationMix] = (
     SpeculationMix("plain", (PLAIN,)),
-    SpeculationMix("off and auto", (PLAIN, AUTO, AUTO, AUTO)),
+    SpeculationMix("off and auto", (PLAIN, AUTO, AUTO, AUTO), tok_s_goal=4000, p99_goal_s=12),
     SpeculationMix(
-        "every shape", (PLAIN, AUTO, AUTO, AUTO, CHAIN, TREE, _tree(2, 3, 8), _tree(4, 2, 10).traced())
+        "every shape",
+        (PLAIN, AUTO, AUTO, AUTO, CHAIN, TREE, _tree(2, 3, 8), _tree(4, 2, 10).traced()),
+        tok_s_goal=2500,
+        p99_goal_s=18,
     ),
 )
 """The cases of `soak`. A server without the `speculation` object, or without a draft, gets only the first
@@ -240,3 +293,20 @@ case."""
 SOAK_SAMPLINGS: Sequence[Sampling] = (GREEDY, *SAMPLINGS.values())
 SOAK_PROMPTS = (1, 5, 60, 300, 700, 2000)
 SOAK_ANSWERS = (1, 2, 16, 64, 200, 500)
+LONGEST = 12_000
+
+GOAL_SIZES: Mapping[Section, Mapping[str, int | Sequence[int]]] = {
+    Section.GAP: {"prompt": 256, "longest": LONGEST, "stream": 600},
+    Section.SOAK: {
+        "clients": 120,
+        "longest": LONGEST,
+        "soak_prompts": SOAK_PROMPTS,
+        "soak_answers": SOAK_ANSWERS,
+    },
+}
+"""The only sizes for which `gap` and `soak` have goals: fields of `MixedSizes` → their default values."""
+
+GOALS_HOLD_FOR = (
+    "The goals are for an H200, a model in the shape of Llama-3.1-8B in bf16, and --max-running-requests 64."
+)
+"""Printed below the table of figures."""

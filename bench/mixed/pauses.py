@@ -8,8 +8,9 @@ import statistics
 import time
 from collections.abc import Sequence
 from contextlib import aclosing
+from typing import NamedTuple
 
-from outrider.bench.mixed.cases import PLAIN, MixedSizes, RequestKind, Section
+from outrider.bench.mixed.cases import PLAIN, MixedSizes, RequestKind, RunningStreams, Section
 from outrider.bench.mixed.client import MixedClient, together
 from outrider.bench.mixed.figures import MixedFigure
 from outrider.shared.base.errors import UnavailableError
@@ -26,24 +27,33 @@ The warm-up is needed because a server may record a CUDA graph of a pass only af
 """
 
 
-async def measure_gap(
-    client: MixedClient, name: str, kind: RequestKind, sizes: MixedSizes
-) -> list[MixedFigure]:
+class StreamPause(NamedTuple):
+    """The time between two pieces of a stream: its length in seconds, and its begin (`time.perf_counter`)."""
+
+    seconds: float
+    begin: float
+
+
+async def measure_gap(client: MixedClient, streams: RunningStreams, sizes: MixedSizes) -> list[MixedFigure]:
     """Measure the longest pause of running streams during a long prompt, and the TTFT of that prompt.
 
     Raises:
         UnavailableError: No stream received two pieces around the time of the long prompt.
     """
+    name, kind = streams.name, streams.kind
     alone = min([(await client.send(client.body(sizes.longest, 1, kind))).seconds for _ in range(LONG_ALONE)])
-    longest, usual, beside = [], [], []
+    longest, began, usual, beside = [], [], [], []
     for _ in range(sizes.pairs):
         arrivals, sent, answered = await _streams_beside_prompt(client, kind, sizes)
         pauses = [pause for times in arrivals for pause in _pauses(times, sent, answered)]
         if not pauses:
             raise UnavailableError("The streams ended too early. Raise --new-tokens.", field="--new-tokens")
-        longest.append(max(pauses))
+        worst = max(pauses)
+        longest.append(worst.seconds)
+        began.append(worst.begin - sent)
         for times in arrivals:
-            usual += _pauses([moment for moment in times if moment <= sent], 0.0, sent)
+            before = [moment for moment in times if moment <= sent]
+            usual += [pause.seconds for pause in _pauses(before, 0.0, sent)]
         beside.append(answered - sent)
     pause, usually, ttft = (statistics.median(values) for values in (longest, usual, beside))
     more = {"long_prompt": sizes.longest, "streams": NUM_STREAMS}
@@ -54,7 +64,15 @@ async def measure_gap(
             pause * 1e3,
             "ms",
             pause / usually,
-            more={**more, "usual_ms": round(usually * 1e3, 3), "runs_ms": _milliseconds(longest)},
+            streams.pause_goal_ms,
+            at_least=False,
+            limits_value=True,
+            more={
+                **more,
+                "usual_ms": round(usually * 1e3, 3),
+                "runs_ms": _milliseconds(longest),
+                "runs_at_ms": _milliseconds(began),
+            },
         ),
         MixedFigure(
             Section.GAP,
@@ -62,19 +80,29 @@ async def measure_gap(
             ttft * 1e3,
             "ms",
             ttft / alone,
+            streams.ttft_goal,
+            at_least=False,
             more={**more, "alone_ms": round(alone * 1e3, 3), "runs_ms": _milliseconds(beside)},
         ),
     ]
 
 
-async def measure_ttft(client: MixedClient, length: int) -> list[MixedFigure]:
+async def measure_ttft(client: MixedClient, length: int, goal_ms: float | None) -> list[MixedFigure]:
     """Measure the time from sending a prompt to the whole answer of one token. Blocks the event loop."""
     bodies = [client.body(length, 1, PLAIN) for _ in range(TTFT_WARM_UP + TTFT_COUNTED)]
     with client.alone() as alone:
         seconds = [alone.send(body).seconds for body in bodies][TTFT_WARM_UP:]
     more = {"prompt": length, "best_ms": round(min(seconds) * 1e3, 3), "runs_ms": _milliseconds(seconds)}
     return [
-        MixedFigure(Section.TTFT, f"prompt of {length}", statistics.median(seconds) * 1e3, "ms", more=more)
+        MixedFigure(
+            Section.TTFT,
+            f"prompt of {length}",
+            statistics.median(seconds) * 1e3,
+            "ms",
+            goal=goal_ms,
+            at_least=False,
+            more=more,
+        )
     ]
 
 
@@ -121,10 +149,12 @@ async def _streams_beside_prompt(
     return answers, sent, answered
 
 
-def _pauses(times: Sequence[float], begin: float, end: float) -> list[float]:
-    """Return the times between pieces that overlap with the span from `begin` to `end`."""
+def _pauses(times: Sequence[float], begin: float, end: float) -> list[StreamPause]:
+    """Return the pauses between pieces that overlap with the span from `begin` to `end`."""
     return [
-        later - earlier for earlier, later in itertools.pairwise(times) if later > begin and earlier < end
+        StreamPause(later - earlier, earlier)
+        for earlier, later in itertools.pairwise(times)
+        if later > begin and earlier < end
     ]
 
 

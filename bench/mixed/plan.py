@@ -14,6 +14,8 @@ from outrider.bench.mixed.cases import (
     BESIDE_FORM,
     COMPARED,
     FORM_GOALS,
+    GOAL_SIZES,
+    LONGEST,
     MIXES,
     PAIRINGS,
     PLAIN,
@@ -22,6 +24,7 @@ from outrider.bench.mixed.cases import (
     SOAK_PROMPTS,
     SOAK_SAMPLINGS,
     STREAMS,
+    TTFT_GOALS_MS,
     MixedSizes,
     RequestKind,
     Section,
@@ -34,8 +37,6 @@ from outrider.bench.mixed.soak import measure_soak
 from outrider.shared.base.errors import ConfigurationError
 
 BATCH, AUTO_BATCHES, AUTO_NEW = 32, (1, 16, 64), (256, 1500)
-LONGEST = 12_000
-TTFT = (16, 256, 300, 512, 1024, 2048, 8192, 32_768)
 SHORTEST_STREAM = 64
 UNLIMITED = 1 << 31
 """Stands for a limit that the server does not state."""
@@ -110,7 +111,7 @@ def sizes_for(wishes: Wishes, server: Server, only: Only) -> MixedSizes:
     # 1. What is given must fit.
     context, running = server.max_model_len or UNLIMITED, server.max_running or UNLIMITED
     prompt, new = wishes.prompt, wishes.new
-    answers = [length for length in SOAK_ANSWERS if length <= min(2 * new, context - prompt)]
+    answers = _fitting(SOAK_ANSWERS, min(2 * new, context - prompt))
     longest_answer = max(answers, default=1)
     checks = (
         ("--prompt-tokens plus --new-tokens", prompt + new, context),
@@ -138,7 +139,7 @@ def sizes_for(wishes: Wishes, server: Server, only: Only) -> MixedSizes:
         auto_new=wishes.auto_new or _fitting(AUTO_NEW, context - prompt),
         longest=wishes.longest or min(LONGEST, context - longest_answer),
         stream=min(max(2 * new, SHORTEST_STREAM), context - prompt),
-        ttft=wishes.ttft or _fitting(TTFT, context - 1),
+        ttft=wishes.ttft or _fitting(tuple(TTFT_GOALS_MS), context - 1),
         soak_prompts=_fitting(SOAK_PROMPTS, min(8 * prompt, context - longest_answer)),
         soak_answers=answers,
         seconds=wishes.seconds,
@@ -193,13 +194,21 @@ def _all_cases(sizes: MixedSizes, samplings: Sequence[Sampling]) -> Iterable[Mix
             yield _cost_case(Section.RULES, name, (kind, kind.ruled()), batch, goal, sizes)
     beside = partial(measure_odd, pairing=BESIDE_FORM, sizes=sizes, section=Section.FORM)
     yield MixedCase(Section.FORM, BESIDE_FORM.name, (BESIDE_FORM.usual, BESIDE_FORM.odd), beside)
-    for name, kind in STREAMS.items():
-        yield MixedCase(Section.GAP, name, (kind,), partial(measure_gap, name=name, kind=kind, sizes=sizes))
+    for streams in STREAMS:
+        case = streams if _have_goals(Section.GAP, sizes) else streams.without_goals()
+        yield MixedCase(Section.GAP, case.name, (case.kind,), partial(measure_gap, streams=case, sizes=sizes))
     for length in sizes.ttft:
-        yield MixedCase(Section.TTFT, f"prompt of {length}", (PLAIN,), partial(measure_ttft, length=length))
-    for mix in MIXES:
-        measure = partial(measure_soak, mix=mix, samplings=samplings, sizes=sizes)
-        yield MixedCase(Section.SOAK, mix.name, mix.kinds, measure)
+        measure_length = partial(measure_ttft, length=length, goal_ms=TTFT_GOALS_MS.get(length))
+        yield MixedCase(Section.TTFT, f"prompt of {length}", (PLAIN,), measure_length)
+    for one in MIXES:
+        mix = one if _have_goals(Section.SOAK, sizes) else one.without_goals()
+        measure_mix = partial(measure_soak, mix=mix, samplings=samplings, sizes=sizes)
+        yield MixedCase(Section.SOAK, mix.name, mix.kinds, measure_mix)
+
+
+def _have_goals(section: Section, sizes: MixedSizes) -> bool:
+    """Return True if the goals of a part hold for these sizes."""
+    return all(getattr(sizes, name) == size for name, size in GOAL_SIZES[section].items())
 
 
 def _cost_case(
@@ -231,8 +240,8 @@ def _hindrance(kind: RequestKind, server: Server, api: RequestFormat, omitted: C
     return None
 
 
-def _fitting(defaults: Sequence[int], limit: int) -> Sequence[int]:
-    return [size for size in defaults if size <= limit]
+def _fitting(defaults: Sequence[int], limit: int) -> tuple[int, ...]:
+    return tuple(size for size in defaults if size <= limit)
 
 
 def _check(flag: str, value: int, limit: int, what: str, fix: str) -> None:

@@ -73,11 +73,23 @@ async def measure_soak(
         "client_cpu_share": round(busy / seconds, 3),
         "client_peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
     }
-    figures = [MixedFigure(Section.SOAK, f"{mix.name}: tokens", tally.tokens / seconds, "tok/s", more=more)]
-    for name, percent in (("p50", 50), ("p99", 99), ("worst", 100)):
+    speed = tally.tokens / seconds
+    figures = [
+        MixedFigure(Section.SOAK, f"{mix.name}: tokens", speed, "tok/s", goal=mix.tok_s_goal, more=more)
+    ]
+    for name, percent, goal_s in (("p50", 50, None), ("p99", 99, mix.p99_goal_s), ("worst", 100, None)):
         if tally.latencies:
             latency = percentile(tally.latencies, percent)
-            figures.append(MixedFigure(Section.SOAK, f"{mix.name}: latency, {name}", latency, "s"))
+            figures.append(
+                MixedFigure(
+                    Section.SOAK,
+                    f"{mix.name}: latency, {name}",
+                    latency,
+                    "s",
+                    goal=goal_s,
+                    at_least=False,
+                )
+            )
     figures.append(
         MixedFigure(
             Section.SOAK,

@@ -17,7 +17,13 @@ LATENCY = tuple(f"{SESSION}/latency_{name}_h200.json" for name in ("plain", "cha
 SINGLE = "latency_h200.json"
 ROUND = "round_demo_cpu.json"
 HELDOUT = "demo_pair_heldout.json"
-MIXED = ("loop-2026-11-22/mixed_odd.json", "loop-2026-11-22/mixed_odd2.json")
+MIXED = (
+    "loop-2026-11-22/mixed_odd.json",
+    "loop-2026-11-22/mixed_odd2.json",
+    "gpu-2026-11-23/odd.json",
+    "gpu-2026-11-23-second/odd.json",
+)
+"""Runs of the part `odd` of `outrider bench mixed`, the oldest first."""
 BATCHES = (1, 4, 16, 64)
 DEEPEST = {"chain 3": 4, "chain 5": 6, "tree 5/8/32": 6}
 """Kind of round → largest accept length: the tokens of a fully accepted path, plus the bonus token."""
@@ -77,15 +83,15 @@ def speed_by_acceptance(results: Path, theme: Theme) -> str:
 
 
 def mixed_load(results: Path, theme: Theme) -> str:
-    """Return how much speed equal requests keep beside one that differs."""
+    """Return how much speed equal requests keep beside one that differs. The newest run of a case counts."""
     recorded = [_read(results, name) for name in MIXED]
-    rows = [row for one in recorded for row in one["rows"] if row["section"] == "odd"]
-    bars = [Bar(row["name"], float(row["ratio"]), row["goal"]) for row in rows]
+    newest = {row["name"]: row for one in recorded for row in one["rows"] if row["section"] == "odd"}
+    bars = [Bar(name, float(row["ratio"]), row["goal"]) for name, row in sorted(newest.items())]
     batch = recorded[0]["settings"]["batch"]
     heading = Heading(
         "Speed beside one request that differs",
         f"Tokens per second of {batch} equal requests beside it, ÷ beside one more equal request.",
-        "bench/results/loop-2026-11-22: Llama-3.1-8B shape, one H200",
+        "Llama-3.1-8B shape, one H200. The newest run of each case: docs/performance.md names its folder",
     )
     axis = Axis("speed left (marks: goals)", (0, 0.25, 0.5, 0.75, 1, 1.25))
     return bar_chart(theme, heading, axis, bars)

@@ -7,6 +7,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from outrider.services.gateway.conversation_cuts import Messages, longest_that_fits
 from outrider.services.gateway.core import GatewayCore, Job
 from outrider.services.gateway.parameters import Parameters
 from outrider.services.gateway.parsers.answer import AnswerReader, ParsedAnswer
@@ -43,6 +44,7 @@ class ChatTurn:
         options: Variables of the chat template, including the tools.
         ending: How the prompt ends.
         truncate: Number of tokens to keep from the end of the prompt. None keeps all tokens.
+        drop_oldest: Whether to leave out the oldest messages if the conversation does not fit.
         tools: The tools that the answer may call. None if the request has no tools.
         split_reasoning: Whether the reply contains the reasoning apart from the text.
     """
@@ -54,6 +56,7 @@ class ChatTurn:
     options: Mapping[str, Any] = field(default_factory=dict)
     ending: ChatEnding | None = None
     truncate: int | None = None
+    drop_oldest: bool = False
     tools: ToolOptions | None = None
     split_reasoning: bool = True
     _prompt_end: str = ""
@@ -71,6 +74,7 @@ class ChatTurn:
         options: Mapping[str, Any] | None = None,
         ending: ChatEnding | None = None,
         truncate: int | None = None,
+        drop_oldest: bool = False,
         split_reasoning: bool = True,
     ) -> ChatTurn:
         """Create a turn from the checked parts of a chat request.
@@ -85,6 +89,7 @@ class ChatTurn:
             options: Variables of the chat template that the client set.
             ending: How the prompt ends. With None, it ends with the header of the assistant's answer.
             truncate: Number of tokens to keep from the end of the prompt. None keeps all tokens.
+            drop_oldest: Whether to leave out the oldest messages if the conversation does not fit.
             split_reasoning: Whether the reply contains the reasoning apart from the text.
 
         Raises:
@@ -123,16 +128,27 @@ class ChatTurn:
             variables,
             ending,
             truncate,
+            drop_oldest,
             allowed,
             split_reasoning,
         )
 
     async def prompts(self) -> Sequence[tuple[int, ...]]:
         """Return the token ids of the prompt."""
-        ids = await self.codec.encode_chat_aside(self.messages, self.options, self.ending)
+        if self.drop_oldest:
+            ids = await longest_that_fits(self.messages, self._encode, self._fits)
+        else:
+            ids = await self._encode(self.messages)
         if self.core.parsers.reasoning != "none":
             self._prompt_end = self.codec.decode(ids[-PROMPT_END_TOKENS:], skip_special_tokens=False)
-        return [self.core.builder.truncate(ids, self.truncate, self.parameters, self.core.client.info)]
+        return [ids]
+
+    async def _encode(self, messages: Messages) -> tuple[int, ...]:
+        ids = await self.codec.encode_chat_aside(messages, self.options, self.ending)
+        return self.core.builder.truncate(ids, self.truncate, self.parameters, self.core.client.info)
+
+    def _fits(self, ids: tuple[int, ...]) -> bool:
+        return len(ids) + max(1, self.parameters.max_tokens or 1) <= self.core.client.info.max_model_len
 
     def reader(self) -> AnswerReader:
         """Return the reader of one answer. Call this after `prompts`."""

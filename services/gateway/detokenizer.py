@@ -15,6 +15,7 @@ from tokenizers.decoders import DecodeStream
 
 from outrider.services.gateway.request import Chunk, StopRules
 from outrider.services.gateway.stop import Scan, StopMatcher
+from outrider.services.gateway.stop_regex import StopSearch
 
 # A code point has at most four bytes and therefore at most four tokens. A longer undecodable run is not
 # UTF-8.
@@ -98,13 +99,13 @@ class _Pending:
 class TextAssembler:
     """Converts the tokens of one sequence to chunks of final text.
 
-    Text that may become a stop string is held back. After a match, the text is cut at the stop string. A
-    token is released together with the last character of its text. Without a tokenizer, chunks contain token
-    ids and no text.
+    Text that may become a stop string is held back. After a match, the text is cut at the stop string. After
+    a match of a stop regex, the text ends with the token that completes the match. A token is released
+    together with the last character of its text. Without a tokenizer, chunks contain token ids and no text.
 
     Attributes:
-        num_tokens: Number of tokens added so far, without the tokens after a stop string.
-        matched_stop: The stop string that matched, or None.
+        num_tokens: Number of tokens added so far, without the tokens after a match.
+        matched_stop: The stop string or stop regex that matched, or None.
     """
 
     def __init__(
@@ -114,12 +115,13 @@ class TextAssembler:
 
         Args:
             tokenizer: Decodes the tokens. With None, chunks contain token ids only.
-            rules: Stop strings and text options of the request.
+            rules: Stop strings, stop regexes and text options of the request.
             silent_token_ids: Tokens that end the sequence (EOS and stop tokens). They produce no text,
                 although the tokenizer may have text for them.
         """
         self._decoder = IncrementalDecoder(tokenizer, rules.skip_special_tokens) if tokenizer else None
         self._matcher = StopMatcher(rules.strings, rules.include_stop_string)
+        self._search = StopSearch(rules.regexes) if rules.regexes else None
         self._silent = silent_token_ids
         self._min_tokens = rules.min_tokens
         self._text = ""
@@ -129,7 +131,7 @@ class TextAssembler:
         self.matched_stop: str | None = None
 
     def push(self, token_ids: Iterable[int]) -> Chunk:
-        """Add emitted tokens and return the chunk that is now final. Ignore tokens after a stop string."""
+        """Add emitted tokens and return the chunk that is now final. Ignore tokens after a match."""
         text = ""
         released: list[int] = []
         for token_id in token_ids:
@@ -167,8 +169,12 @@ class TextAssembler:
         self._pending.append(_Pending(self._undecoded, len(self._text)))
         self._undecoded = []
         scan = self._matcher.scan(self._text)
-        if scan.matched is not None and self.num_tokens <= self._min_tokens:
-            scan = Scan(self._matcher.releasable(self._text))  # the text is too short to end here
+        pattern = self._search.push(piece) if self._search else None
+        if self.num_tokens <= self._min_tokens:
+            if scan.matched is not None:
+                scan = Scan(self._matcher.releasable(self._text))  # the text is too short to end here
+        elif pattern is not None and scan.matched is None:
+            scan = Scan(len(self._text), pattern)
         text, self._text = self._text[: scan.release], self._text[scan.release :]
         released: list[int] = []
         if scan.matched is not None:

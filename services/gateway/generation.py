@@ -71,6 +71,8 @@ class Generator:
         stream = self._client.submit(request)
         scores: deque[TokenLogprob] = deque()
         counted = 0  # tokens in the metric; they count as they arrive, because a sequence may break off
+        drafts: list[tuple[int, int]] = []
+        cached_tokens = 0
         try:
             while True:
                 event = await _next(stream, request.deadline)
@@ -105,15 +107,21 @@ class Generator:
                         yield ChoiceEvent(index, Chunk("", (), states=event.states))
                     continue
                 scores.extend(event.logprobs)
+                if not counted:
+                    cached_tokens = event.cached_tokens
+                if event.drafts is not None:
+                    drafts.append(event.drafts)
                 for token_ids, rounds in _by_round(event):
                     if texts is not None:
                         rounds = _with_texts(texts, token_ids, rounds)
                     piece = assembler.push(token_ids)
                     self._metrics.generation_tokens.inc(assembler.num_tokens - counted)
                     counted = assembler.num_tokens
-                    if rounds:
-                        piece = replace(piece, rounds=rounds)
                     if piece.text or piece.token_ids or rounds:
+                        piece = replace(
+                            piece, rounds=rounds, drafts=tuple(drafts), cached_tokens=cached_tokens
+                        )
+                        drafts.clear()
                         yield ChoiceEvent(index, _scored(piece, scores))
                     if assembler.matched_stop is not None:
                         break

@@ -33,6 +33,7 @@ from outrider.services.gateway.requested_states import NO_REQUESTED_STATES, Requ
 from outrider.services.gateway.sampling_defaults import NO_DEFAULTS, SamplingDefaults
 from outrider.services.gateway.served_target import ServedTarget, unknown_model
 from outrider.services.gateway.settings import GatewaySettings
+from outrider.services.gateway.stop_regex import compile_stops, is_plain
 from outrider.shared.base.constraint import Constraint
 from outrider.shared.base.errors import InvalidRequestError
 from outrider.shared.base.generation import MAX_SEED, SamplingParams
@@ -104,6 +105,7 @@ class Parameters:
     seed: int | None = None
     n: int | None = None
     stop: tuple[str, ...] = ()
+    stop_regex: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     include_stop_string: bool = False
@@ -202,6 +204,7 @@ class RequestBuilder:
                 field=f"{name}n",
             )
         with _named(surface):
+            compile_stops(p.stop_regex)
             p.rules.check()
         min_tokens = p.rules.min_tokens or 0
         if p.max_tokens is not None and min_tokens > p.max_tokens:
@@ -213,28 +216,26 @@ class RequestBuilder:
         return n * num_prompts
 
     def _check_stops(self, p: Parameters, name: str) -> None:
-        most = self._settings.max_stop_strings
-        if len(p.stop) > most:
-            raise InvalidRequestError(
-                f"{name}stop accepts at most {most} strings, not {len(p.stop)}.", field=f"{name}stop"
-            )
-        for stop in p.stop:
-            check_prompt_text(stop, f"{name}stop")
-            if not 1 <= len(stop) <= self._settings.max_stop_chars:
+        most, longest = self._settings.max_stop_strings, self._settings.max_stop_chars
+        for given, stops in ((f"{name}stop", p.stop), (f"{name}stop_regex", p.stop_regex)):
+            if len(stops) > most:
+                message = f"{given} accepts at most {most} strings, not {len(stops)}."
+                raise InvalidRequestError(message, field=given)
+            for stop in stops:
+                check_prompt_text(stop, given)
+                if not 1 <= len(stop) <= longest:
+                    message = f"Each string of {given} must have 1 to {longest} characters."
+                    raise InvalidRequestError(message, field=given)
+            if stops and self._settings.tokenizer is None:
                 raise InvalidRequestError(
-                    f"Each string of {name}stop must have 1 to {self._settings.max_stop_chars} characters.",
-                    field=f"{name}stop",
+                    f"{given} requires a tokenizer, and this server runs without one. Use stop_token_ids.",
+                    field=given,
+                    reason="no_tokenizer",
                 )
         if len(p.stop_token_ids) > MAX_STOP_TOKEN_IDS:
             raise InvalidRequestError(
                 f"{name}stop_token_ids accepts at most {MAX_STOP_TOKEN_IDS} ids.",
                 field=f"{name}stop_token_ids",
-            )
-        if p.stop and self._settings.tokenizer is None:
-            raise InvalidRequestError(
-                f"{name}stop requires a tokenizer, and this server runs without one. Use stop_token_ids.",
-                field=f"{name}stop",
-                reason="no_tokenizer",
             )
 
     def build(
@@ -276,6 +277,9 @@ class RequestBuilder:
         mode = parameters.speculation.mode or self._settings.speculation_mode
         seed = secrets.randbits(DRAWN_SEED_BITS) if parameters.seed is None else parameters.seed & MAX_SEED
         request_id = uuid.uuid4().hex
+        # As in SGLang, a pattern without special characters is cut off like a stop string.
+        regexes = tuple(one for one in parameters.stop_regex if not is_plain(one))
+        stops = (*parameters.stop, *(one for one in parameters.stop_regex if is_plain(one)))
         # 3. Build `n` sequences for each prompt.
         requests: list[GenerationRequest] = []
         for prompt_ids in prompts:
@@ -296,7 +300,8 @@ class RequestBuilder:
                         sampling=_sampling(parameters, seed, choice, rules),
                         speculation=replace(parameters.speculation, mode=mode),
                         stop=StopRules(
-                            strings=parameters.stop,
+                            strings=stops,
+                            regexes=regexes,
                             token_ids=frozenset(parameters.stop_token_ids),
                             ignore_eos=parameters.ignore_eos,
                             include_stop_string=parameters.include_stop_string,

@@ -118,11 +118,15 @@ def reply_speculation(completions: Sequence[Completion], trace: bool, info: Serv
     return {"speculation": speculation_object(merged, rounds), **metrics_field(merged, info)}
 
 
-def choice_extras(one: Completion, alone: bool, trace: bool, with_ids: bool) -> dict[str, Any]:
+def choice_extras(
+    one: Completion, alone: bool, trace: bool, with_ids: bool, with_prompt_ids: bool
+) -> dict[str, Any]:
     """Return the fields of a choice that OpenAI's API does not define."""
     extras: dict[str, Any] = {"matched_stop": one.finished.matched_stop}
     if with_ids:
         extras["token_ids"] = one.token_ids
+    if with_prompt_ids:
+        extras["prompt_token_ids"] = list(one.prompt_ids)
     if not alone:
         extras["speculation"] = speculation_object(one.finished.speculation, one.rounds if trace else None)
     return extras

@@ -54,10 +54,12 @@ class RequestedSpeculation:
 class StopRules:
     """Conditions, apart from the length limit, that end a sequence, and options for the sequence's text.
 
-    Within the first `min_tokens` tokens, a stop string does not end the text.
+    `regexes` are regular expressions. Within the first `min_tokens` tokens, neither a stop string nor a match
+    of a regular expression ends the text.
     """
 
     strings: tuple[str, ...] = ()
+    regexes: tuple[str, ...] = ()
     token_ids: frozenset[int] = frozenset()
     ignore_eos: bool = False
     include_stop_string: bool = False
@@ -126,7 +128,9 @@ class TargetDelta:
     If the request asked for traces or logprobs, the message also contains the tokens' rounds or logprobs.
     `prompt_logprobs` contains logprobs of prompt tokens, and `states` contains the states of tokens. Both
     continue where the previous message ended. `cached_tokens` is the number of prompt tokens whose K/V was
-    stored already. Only the first message with tokens has it.
+    stored already. Only the first message with tokens has it. `drafts` contains the numbers of draft nodes
+    that the tokens' round verified and accepted. It is None for tokens of a prefill, or if the target does
+    not report the numbers.
     """
 
     token_ids: tuple[int, ...]
@@ -135,6 +139,7 @@ class TargetDelta:
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     states: TokenStates | None = None
     cached_tokens: int = 0
+    drafts: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +181,9 @@ class Chunk:
     If the request asked for logprobs, `logprobs` has one entry per token. `prompt_logprobs` contains logprobs
     of prompt tokens. They continue where the previous chunk ended. A chunk with logprobs of the prompt also
     contains the tokens of the whole prompt. If the request asked for hidden states or routed experts,
-    `states` contains the states of the next tokens.
+    `states` contains the states of the next tokens. `drafts` contains the numbers of verified and of accepted
+    draft nodes of each round since the previous chunk. `cached_tokens` is the number of prompt tokens whose
+    K/V was stored already.
     """
 
     text: str
@@ -186,6 +193,8 @@ class Chunk:
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     prompt_ids: tuple[int, ...] = ()
     states: TokenStates | None = None
+    drafts: tuple[tuple[int, int], ...] = ()
+    cached_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,9 @@ class ServedTarget:
     answer that another target has begun. `constrains` is true if the target can enforce a form of the output.
     `reports_states` is true if it can report hidden states, routed experts and logprobs of named tokens.
     `routed_layers` and `experts_per_token` are the sizes of a token's routed experts: the number of layers
-    and the number of experts per layer. Both are 0 if the model has none.
+    and the number of experts per layer. Both are 0 if the model has none. `model_path` is the model's folder
+    or its name on the hub. `tp_size` is the number of processes that share the model, or None if it is
+    unknown. `page_size` is the number of tokens per page of the KV cache, or 0 if it is unknown.
     """
 
     model_id: str
@@ -46,6 +48,9 @@ class ServedTarget:
     hidden_size: int = 0
     routed_layers: int = 0
     experts_per_token: int = 0
+    model_path: str = ""
+    tp_size: int | None = None
+    page_size: int = 0
 
 
 @dataclass(frozen=True, slots=True)

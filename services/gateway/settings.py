@@ -152,9 +152,11 @@ class GatewaySettings(PeerSettings):
     max_choices: int = Field(16, ge=1, le=1024, description="Maximum n of a request.")
     max_batch: int = Field(512, ge=1, le=4096, description="Maximum number of prompts in a request.")
     max_stop_strings: int = Field(
-        32, ge=1, le=1024, description="Maximum number of stop strings of a request."
+        32, ge=1, le=1024, description="Maximum number of stop strings, and of stop regexes, of a request."
     )
-    max_stop_chars: int = Field(1024, ge=1, le=65536, description="Maximum length of a stop string.")
+    max_stop_chars: int = Field(
+        1024, ge=1, le=65536, description="Maximum length of a stop string or stop regex."
+    )
     max_state_bytes: int = Field(
         16 * MIB,
         ge=0,

@@ -119,6 +119,7 @@ def delta_from_proto(delta: target_pb2.TokenDelta) -> TargetDelta:
         tuple(logprob_from_proto(one) for one in delta.prompt_logprobs),
         states_from_proto(delta.states) if delta.HasField("states") else None,
         delta.cached_tokens,
+        (delta.draft_tokens, delta.accepted_tokens) if delta.HasField("draft_tokens") else None,
     )
 
 
@@ -168,6 +169,9 @@ def info_from_proto(reply: target_pb2.GetInfoReply) -> ServedTarget:
         hidden_size=reply.hidden_size,
         routed_layers=reply.routed_layers,
         experts_per_token=reply.experts_per_token,
+        model_path=reply.model_path or reply.model_id,
+        tp_size=reply.tp_size or None,
+        page_size=reply.page_size,
     )
 
 

@@ -11,13 +11,12 @@ from outrider.services.target.scheduling.scheduler import Scheduler
 from outrider.services.target.scheduling.sequence import Sequence
 from outrider.shared.kv.prefix_cache import PrefixStats
 from outrider.shared.obs.metrics import REQUEST_BUCKETS_S, STEP_BUCKETS_S, TOKEN_BUCKETS_S, Metrics
-from outrider.shared.spec.drafter import BACKING_OFF, DrafterState
+from outrider.shared.spec.drafter import BACKING_OFF, WARMING, DrafterState
 
 REASONS_OF_STATE = {
     DrafterState.ON: "on",
     DrafterState.NONE: "off",
     DrafterState.CONNECTING: "connecting",
-    DrafterState.WARMING: "warming",
     DrafterState.LATE: "late",
     DrafterState.DOWN: "draft_down",
 }
@@ -31,6 +30,7 @@ FALLBACK_REASONS = (
         if state is not DrafterState.ON and state is not DrafterState.NONE
     ),
     BACKING_OFF,
+    WARMING,
     "bad_tree",
     "budget",
     "empty_tree",

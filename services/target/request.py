@@ -180,6 +180,8 @@ class TokensEvent:
         states: The states of tokens, such as hidden states, if the client wants them. Each event continues
             after the last token of the previous event. The last emitted token has no states yet.
         cached_tokens: In the first event with tokens: `FinishedEvent.cached_tokens`. 0 in later events.
+        draft_tokens: Number of draft nodes that the tokens' round verified. None for tokens of a prefill.
+        accepted_tokens: Number of draft nodes that the round accepted.
     """
 
     request_id: str
@@ -189,6 +191,8 @@ class TokensEvent:
     prompt_logprobs: Sequence[TokenLogprob] = ()
     states: TokenStates | None = None
     cached_tokens: int = 0
+    draft_tokens: int | None = None
+    accepted_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

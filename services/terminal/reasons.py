@@ -8,7 +8,6 @@ from typing import Any
 DRAFT_STATES = {
     "none": "none",
     "connecting": "connecting",
-    "warming": "preparing",
     "on": "ready",
     "late": "slow",
     "draft_down": "does not answer",

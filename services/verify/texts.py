@@ -1,7 +1,8 @@
-"""Compares the texts of two runs for the requests with stop strings, as the gateway cuts these texts."""
+"""Compares the texts of two runs up to a stop string or stop regex, where the gateway cuts these texts."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -16,11 +17,11 @@ STOP_CHARS = 3
 
 @dataclass(frozen=True, slots=True)
 class TextComparison:
-    """The texts up to a stop string of a run with speculation, compared with those of the run without.
+    """The texts up to a stop of a run with speculation, compared with those of the run without.
 
     Attributes:
         compared: Number of texts.
-        stopped: Number of texts that end at their stop string.
+        stopped: Number of texts that end at their stop.
         different: Ids of the requests whose texts differ although their tokens are equal.
     """
 
@@ -41,15 +42,20 @@ def stop_text(tokenizer: Tokenizer, answer: Sequence[int]) -> str:
     return text[middle : middle + STOP_CHARS]
 
 
-def cut_text(tokenizer: Tokenizer, parts: Sequence[Sequence[int]], stop: str) -> tuple[str, bool]:
-    """Return the text of an answer up to its stop string, and whether it contains the stop string.
+def stop_rules(stop: str) -> tuple[StopRules, ...]:
+    """Return the rules to compare for a stop string: the string itself, and a regex that matches it."""
+    return StopRules(strings=(stop,)), StopRules(regexes=(f"(?:{re.escape(stop)})",))
+
+
+def cut_text(tokenizer: Tokenizer, parts: Sequence[Sequence[int]], rules: StopRules) -> tuple[str, bool]:
+    """Return the text of an answer up to its stop, and whether the answer contains the stop.
 
     Args:
         tokenizer: Tokenizer of the target.
         parts: The tokens of the answer, as they arrived.
-        stop: The stop string.
+        rules: The stop string or stop regex.
     """
-    assembler = TextAssembler(tokenizer, StopRules(strings=(stop,)), frozenset())
+    assembler = TextAssembler(tokenizer, rules, frozenset())
     text = "".join(assembler.push(part).text for part in parts)
     return text + assembler.finish().text, assembler.matched_stop is not None
 
@@ -68,9 +74,10 @@ def compare_texts(
     for name, stop in stops.items():
         if off.tokens.get(name) != on.tokens.get(name):
             continue  # The comparison of the tokens judges this difference.
-        compared += 1
-        texts = [cut_text(tokenizer, one.parts.get(name, ()), stop) for one in (off, on)]
-        stopped += texts[1][1]
-        if texts[0] != texts[1]:
-            different.append(name)
+        for rules in stop_rules(stop):
+            compared += 1
+            texts = [cut_text(tokenizer, one.parts.get(name, ()), rules) for one in (off, on)]
+            stopped += texts[1][1]
+            if texts[0] != texts[1] and name not in different:
+                different.append(name)
     return TextComparison(compared, stopped, different)

@@ -1,4 +1,4 @@
-"""Returns the names of model folders, and explains symbolic links in them whose destinations are missing."""
+"""Returns the names and paths of models, and explains symbolic links whose destinations are missing."""
 
 from __future__ import annotations
 
@@ -15,10 +15,20 @@ def model_name(folder: Path) -> str:
     name of any other folder is the last component of its path.
     """
     folder = folder.resolve()
+    return _hub_name(folder) or folder.name
+
+
+def model_path(folder: Path) -> str:
+    """Return the name on the hub of the model in a folder, or else the absolute path of the folder."""
+    return _hub_name(folder.resolve()) or str(folder.absolute())
+
+
+def _hub_name(folder: Path) -> str:
+    """Return ``ORG/NAME`` for a snapshot in the Hugging Face cache. Empty for any other folder."""
     repository = folder.parent.parent.name
     if folder.parent.name == "snapshots" and repository.startswith(CACHE_PREFIX):
         return repository.removeprefix(CACHE_PREFIX).replace("--", "/")
-    return folder.name
+    return ""
 
 
 def dangling_link(path: Path) -> str:

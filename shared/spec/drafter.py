@@ -24,7 +24,6 @@ class DrafterState(Enum):
 
     NONE = "none"
     CONNECTING = "connecting"
-    WARMING = "warming"
     ON = "on"
     LATE = "late"
     DOWN = "draft_down"

@@ -221,6 +221,8 @@ class FakeTarget(target_pb2_grpc.TargetServicer):
                 if cut is not None:
                     tokens, matched = tokens[: cut + 1], tokens[cut]
                 delta = target_pb2.TokenDelta(token_ids=tokens)
+                if number:
+                    delta.draft_tokens, delta.accepted_tokens = 3, 1
                 if request.logprobs.HasField("top"):
                     delta.logprobs.extend(
                         token_logprob(token, emitted + index, request.logprobs.top)
@@ -291,6 +293,9 @@ class FakeTarget(target_pb2_grpc.TargetServicer):
             dtype="float32",
             device="cpu",
             max_running_requests=16,
+            model_path="/models/toy",
+            tp_size=2,
+            page_size=16,
             speculation=target_pb2.SpeculationInfo(
                 algorithm="EAGLE3",
                 num_steps=5,

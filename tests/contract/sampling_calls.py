@@ -12,6 +12,7 @@ import httpx
 import openai
 import pytest
 from gateway_thread import Stack
+from http_calls import openai_client
 
 from outrider.common.v1 import common_pb2
 from outrider.gateway.v1 import gateway_pb2, gateway_pb2_grpc
@@ -23,7 +24,7 @@ MODES = ({"mode": "off"}, {"mode": "on", "depth": 3, "topk": 2, "max_nodes": 6})
 
 @pytest.fixture
 def sampled(stack: Stack) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{stack.base_url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+    with openai_client(stack, 60) as client:
         yield client
 
 
@@ -74,6 +75,27 @@ def test_stop_strings_and_tokens_wait_for_min_tokens(stack: Stack) -> None:
     ids = complete(stack, max_tokens=24, return_token_ids=True)["choices"][0]["token_ids"]
     later = complete(stack, max_tokens=24, stop_token_ids=ids[:1], min_tokens=12, return_token_ids=True)
     assert ids[0] not in later["choices"][0]["token_ids"][:12]
+
+
+def test_a_stop_regex_waits_for_min_tokens_and_is_named_in_every_api(stack: Stack, sampled: Any) -> None:
+    stop = r"[a-z]{2}"
+    reply = complete(stack, max_tokens=24, stop_regex=stop)
+    assert (reply["choices"][0]["finish_reason"], reply["choices"][0]["matched_stop"]) == ("stop", stop)
+    assert reply["usage"]["completion_tokens"] < 12
+    assert complete(stack, max_tokens=24, stop_regex=stop, min_tokens=12)["usage"]["completion_tokens"] >= 12
+    chat = sampled.chat.completions.create(
+        model="target", messages=CHAT, temperature=0, max_tokens=24, extra_body={"stop_regex": [stop]}
+    )
+    assert (chat.choices[0].finish_reason, chat.choices[0].matched_stop) == ("stop", stop)
+    options = gateway_pb2.GenerationOptions(
+        max_tokens=24, stop_regex=[stop], sampling=common_pb2.SamplingOptions(temperature=0)
+    )
+    with grpc.insecure_channel(stack.grpc_address) as channel:
+        stub = gateway_pb2_grpc.InferenceStub(channel)
+        replies = list(stub.Complete(gateway_pb2.CompleteRequest(text=PROMPT, options=options), timeout=60))
+    assert replies[-1].finished.matched_text == stop
+    assert replies[-1].finished.usage.completion_tokens == reply["usage"]["completion_tokens"]
+    assert "".join(one.chunk.text for one in replies) == reply["choices"][0]["text"]
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from itertools import pairwise
 from typing import Any
 
@@ -81,6 +82,41 @@ def test_a_stream_repeats_the_text_so_far(stack: Stack) -> None:
     assert "speculation" in events[-1]
 
 
+SPEC_COUNTERS = (
+    "spec_verify_ct",
+    "spec_accept_length",
+    "spec_accept_rate",
+    "spec_num_correct_drafts",
+    "spec_num_proposed_drafts",
+    "spec_correct_drafts_histogram",
+)
+
+
+def test_every_event_of_a_stream_has_the_counters_so_far(stack: Stack) -> None:
+    body = {
+        "text": "The quick brown fox jumps over the lazy dog. " * 6,
+        "sampling_params": {"max_new_tokens": 24, "temperature": 0, "ignore_eos": True},
+        "speculation": {"mode": "on"},
+    }
+    whole = post(stack, body).json()["meta_info"]
+    metas = [event["meta_info"] for event in events_of(post(stack, {**body, "stream": True}))]
+    # The second request finds the prompt of the first in the cache.
+    assert {meta["cached_tokens"] for meta in metas} == {metas[-1]["cached_tokens"]}
+    assert metas[-1]["cached_tokens"] >= whole["cached_tokens"]
+    # Only the event of the prefill comes before the first round.
+    drafted = [meta for meta in metas if "spec_verify_ct" in meta]
+    assert len(drafted) >= len(metas) - 1
+    for meta in drafted:
+        assert set(SPEC_COUNTERS) <= meta.keys()
+        assert sum(meta["spec_correct_drafts_histogram"]) == meta["spec_verify_ct"]
+        expected = meta["completion_tokens"] / meta["spec_verify_ct"]
+        assert meta["spec_accept_length"] == pytest.approx(expected, rel=1e-5)
+    counted = [meta["spec_verify_ct"] for meta in drafted]
+    assert counted == sorted(counted)
+    # The counters of the last tokens are those of the whole answer.
+    assert [drafted[-2][name] for name in SPEC_COUNTERS] == [whole[name] for name in SPEC_COUNTERS]
+
+
 def test_a_streamed_batch_is_numbered(stack: Stack) -> None:
     events = events_of(
         post(
@@ -123,6 +159,69 @@ def test_wrong_fields_are_named(stack: Stack, body: dict[str, Any], param: str) 
     assert response.json()["error"]["param"] == param
 
 
+def test_a_stop_regex_ends_the_answer_with_the_token_that_completes_a_match(stack: Stack) -> None:
+    sampling = {"max_new_tokens": 24, "temperature": 0.8, "seed": 5, "n": 2, "ignore_eos": True}
+    free = post(stack, {"text": "The quick", "sampling_params": sampling}).json()
+    # A pattern that matches inside the first answer: any four characters from its middle.
+    text = free[0]["text"]
+    middle = len(text) // 2
+    pattern = (
+        "(?:"
+        + "".join(rf"\x{ord(one):02x}" if one < "\x80" else "." for one in text[middle : middle + 4])
+        + ")"
+    )
+    expected = []
+    for reply in free:
+        ids = reply["output_ids"]
+        texts = [detokenized(stack, ids[:end]) for end in range(1, len(ids) + 1)]
+        end = next((end for end, text in enumerate(texts, 1) if re.search(pattern, text)), None)
+        expected.append((reply["text"], ids, None) if end is None else (texts[end - 1], ids[:end], pattern))
+    assert expected[0][2] == pattern
+    for mode in ("on", "off"):
+        body = {
+            "text": "The quick",
+            "sampling_params": {**sampling, "stop_regex": ["(never|ever){9}", pattern]},
+            "speculation": {"mode": mode},
+        }
+        whole = post(stack, body).json()
+        assert [ended(reply) for reply in whole] == expected
+        events = events_of(post(stack, {**body, "stream": True}))
+        for reply, index in zip(whole, range(2), strict=True):
+            mine = [event for event in events if event["index"] == index]
+            assert ended(mine[-1]) == ended(reply)
+            assert all(later["text"].startswith(earlier["text"]) for earlier, later in pairwise(mine))
+
+
+def detokenized(stack: Stack, ids: list[int]) -> str:
+    body = {"tokens": ids, "skip_special_tokens": True}
+    return httpx.post(f"{stack.base_url}/detokenize", json=body).json()["prompt"]
+
+
+def ended(reply: dict[str, Any]) -> tuple[str, list[int], Any]:
+    reason = reply["meta_info"]["finish_reason"]
+    assert reply["meta_info"]["completion_tokens"] == len(reply["output_ids"])
+    return reply["text"], reply["output_ids"], reason.get("matched")
+
+
+def test_a_stop_regex_of_plain_text_is_cut_off_as_in_sglang(stack: Stack) -> None:
+    sampling = {"max_new_tokens": 24, "temperature": 0, "ignore_eos": True}
+    text = post(stack, {"text": "The quick", "sampling_params": sampling}).json()["text"]
+    plain = next(one for one in text[3:] if one.isalnum())
+    stops = [
+        post(stack, {"text": "The quick", "sampling_params": {**sampling, name: plain}}).json()
+        for name in ("stop", "stop_regex")
+    ]
+    assert ended(stops[0]) == ended(stops[1])
+    assert stops[1]["text"] == text[: text.index(plain)]
+
+
+@pytest.mark.parametrize("pattern", ["(a", "(?=a)b", "(a{999}){999}", "", "x" * 1025, ["a"] * 33])
+def test_a_wrong_stop_regex_is_named(stack: Stack, pattern: Any) -> None:
+    asked = {"text": "a", "sampling_params": {"stop_regex": pattern}}
+    error = post(stack, asked).json()["error"]
+    assert (error["param"], error["message"].count("stop_regex")) == ("sampling_params.stop_regex", 1)
+
+
 def test_neutral_values_of_unsupported_parameters_pass(stack: Stack) -> None:
     neutral = {
         "frequency_penalty": 0.0,
@@ -142,13 +241,27 @@ def test_what_is_served_is_told(stack: Stack) -> None:
     for path in ("/get_model_info", "/model_info"):
         info = httpx.get(stack.base_url + path).json()
         assert info["is_generation"] is True
-        assert info["model_path"]
+        assert info["model_path"].startswith("/")
+        assert info["has_image_understanding"] is info["has_audio_understanding"] is False
+        assert info["preferred_sampling_params"] is None
     for path in ("/server_info", "/get_server_info"):
         told = httpx.get(stack.base_url + path).json()
         assert told["speculative_max_nodes"] >= 1
-        assert told["internal_states"][0]["auto"]["reason"]
         assert told["dtype"] == info["dtype"]
+        assert told["model_path"] == info["model_path"]
+        assert (told["served_model_name"], told["status"]) == (info["served_model_name"], "ready")
+        assert told["tp_size"] >= 1
+        assert (told["dp_size"], told["pp_size"]) == (len(told["internal_states"]), 1)
+        assert told["context_length"] == told["max_req_input_len"] + 1 == info["max_model_len"]
         assert told["last_gen_throughput"] >= 0
+        state = told["internal_states"][0]
+        assert state["auto"]["reason"]
+        assert state["last_gen_throughput"] >= 0
+        assert state["effective_max_running_requests_per_dp"] == told["max_running_requests"] >= 1
+        assert state["memory_usage"]["token_capacity"] == told["max_total_num_tokens"]
+        assert {"weight", "kvcache", "graph"} <= state["memory_usage"].keys()
+    for path in ("/weight_version", "/get_weight_version"):
+        assert httpx.get(stack.base_url + path).json() == {"weight_version": info["weight_version"]}
 
 
 def test_the_limits_are_those_of_sglang(stack: Stack) -> None:

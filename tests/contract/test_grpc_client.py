@@ -121,6 +121,7 @@ def test_a_trace_comes_round_by_round(stub) -> None:
             "invalid_value",
         ),
         (chat(stop=["a"] * 33), "options.stop", "invalid_value"),
+        (chat(stop_regex=["a", "("]), "options.stop_regex", "invalid_value"),
         (chat("word " * 5000), "messages", "context_length_exceeded"),
         (chat(max_tokens=10**6), "options.max_tokens", "context_length_exceeded"),
     ],

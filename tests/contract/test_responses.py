@@ -9,36 +9,21 @@ from typing import Any
 
 import openai
 import pytest
-from fake_target import FakeTarget
+from fake_target import MAX_MODEL_LEN, FakeTarget
 from gateway_thread import GatewayThread
+from http_calls import openai_client
 from openai.types.responses import Response
 from pydantic import BaseModel
 from tokenizers import Tokenizer
-from tool_chat import CALL, TWO_CALLS, WEATHER, answer_with, make_tool_tokenizer
+from tool_chat import CALL, TWO_CALLS, WEATHER, answer_with, prompt_of
 
 TOOLS: list[Any] = [{"type": "function", "strict": True, **WEATHER["function"]}]  # type: ignore[dict-item]
 
 
-@pytest.fixture(scope="module")
-def tool_gateway(
-    shared_fake: FakeTarget, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[GatewayThread]:
-    folder = make_tool_tokenizer(tmp_path_factory.mktemp("tools"))
-    gateway = GatewayThread(target=shared_fake.address, tokenizer=folder)
-    gateway.wait_ready()
-    yield gateway
-    gateway.close()
-
-
 @pytest.fixture
 def client(tool_gateway: GatewayThread) -> Iterator[openai.OpenAI]:
-    url = f"{tool_gateway.stack.base_url}/v1"
-    with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=30) as client:
+    with openai_client(tool_gateway.stack) as client:
         yield client
-
-
-def prompt_of(fake: FakeTarget, tokenizer: Tokenizer) -> str:
-    return str(tokenizer.decode(list(fake.seen[-1].prompt_ids), skip_special_tokens=False))
 
 
 def test_text_in_text_out(client: openai.OpenAI, fake: FakeTarget, tokenizer: Tokenizer) -> None:
@@ -52,6 +37,68 @@ def test_text_in_text_out(client: openai.OpenAI, fake: FakeTarget, tokenizer: To
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         response.model_dump()
+
+
+LONG = "The quick brown fox jumps over the lazy dog, and the dog sleeps. " * 10
+
+
+def long_conversation(turns: int) -> list[Any]:
+    """Return turns that do not fit together, except for the last two."""
+    items: list[Any] = []
+    for number in range(turns):
+        items += [
+            {"role": "user", "content": f"Question {number}. {LONG}"},
+            {"role": "assistant", "content": f"Answer {number}."},
+        ]
+    return [*items, {"role": "user", "content": "The last one."}]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_with_truncation_auto_the_oldest_turns_are_left_out(
+    client: openai.OpenAI, fake: FakeTarget, tokenizer: Tokenizer, stream: bool
+) -> None:
+    answer_with(fake, tokenizer, "Paris.")
+    reply: Any = client.responses.create(
+        model="toy",
+        instructions="Be brief.",
+        input=long_conversation(6),
+        truncation="auto",
+        max_output_tokens=20,
+        stream=stream,
+    )
+    response = list(reply)[-1].response if stream else reply
+    assert (response.output_text, response.truncation) == ("Paris.", "auto")
+    prompt = prompt_of(fake, tokenizer)
+    assert prompt.startswith("<|bos|><|system|>Be brief.<|user|>Question ")
+    assert prompt.endswith("<|user|>The last one.<|assistant|>")
+    assert "Question 0." not in prompt
+    assert "Question 5." in prompt
+    # A longer conversation would not have fitted.
+    length = len(fake.seen[-1].prompt_ids)
+    assert response.usage.input_tokens == length
+    assert length + 20 <= MAX_MODEL_LEN < length + 20 + len(tokenizer.encode(LONG).ids)
+
+
+def test_a_conversation_that_fits_stays_whole(
+    client: openai.OpenAI, fake: FakeTarget, tokenizer: Tokenizer
+) -> None:
+    answer_with(fake, tokenizer, "Paris.")
+    client.responses.create(model="toy", input=long_conversation(1), truncation="auto", max_output_tokens=20)
+    assert "Question 0." in prompt_of(fake, tokenizer)
+
+
+@pytest.mark.parametrize("truncation", [None, "disabled"])
+def test_without_truncation_a_long_conversation_is_refused(client: openai.OpenAI, truncation: Any) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.responses.create(model="toy", input=long_conversation(6), truncation=truncation)
+    assert (caught.value.param, caught.value.code) == ("input", "context_length_exceeded")
+
+
+def test_a_last_message_that_does_not_fit_is_refused(client: openai.OpenAI) -> None:
+    items: Any = [{"role": "user", "content": "Hello"}, {"role": "user", "content": LONG * 20}]
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.responses.create(model="toy", input=items, truncation="auto")
+    assert (caught.value.param, caught.value.code) == ("input", "context_length_exceeded")
 
 
 def test_an_answer_cut_off_is_incomplete(client: openai.OpenAI) -> None:
@@ -194,6 +241,7 @@ async def test_the_asynchronous_client_streams_too(
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input.0.content.0"),
         ({"input": []}, "input"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"truncation": "middle"}, "truncation"),
         ({"top_logprobs": 2}, "top_logprobs"),
         ({**LOGPROBS, "top_logprobs": 21}, "top_logprobs"),
     ],

@@ -43,8 +43,8 @@ def test_a_stream_and_the_other_routes_have_the_header_too(http: httpx.Client) -
     assert chat(http, stream=True, made_up=1).headers[HEADER] == "made_up"
     body = {"prompt": "x", "max_tokens": 1, "made_up": 1}
     assert http.post("/v1/completions", json=body).headers[HEADER] == "made_up"
-    native = {"text": "x", "sampling_params": {"max_new_tokens": 1, "odd": 2}, "extra_key": "k"}
-    assert http.post("/generate", json=native).headers[HEADER] == "extra_key,sampling_params.odd"
+    native = {"text": "x", "sampling_params": {"max_new_tokens": 1, "odd": 2}, "routed_dp_rank": 3}
+    assert http.post("/generate", json=native).headers[HEADER] == "routed_dp_rank,sampling_params.odd"
 
 
 @pytest.mark.parametrize("number", [300, 2000])
@@ -115,7 +115,11 @@ def test_samplers_and_forms_of_other_servers_are_refused(
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/generate"])
 def test_a_field_that_would_change_the_text_is_refused_on_every_route(http: httpx.Client, path: str) -> None:
-    for field, value in (("logits_processors", ["x"]), ("stop_regex", "x"), ("lora_path", "a")):
+    for field, value in (
+        ("logits_processors", ["x"]),
+        ("repetition_detection", {"size": 2}),
+        ("lora_path", "a"),
+    ):
         body = {"prompt": "x"} if path == "/v1/completions" else {"text": "x"}
         response = http.post(path, json={**body, field: value})
         assert (response.status_code, error_of(response)["param"]) == (400, field)

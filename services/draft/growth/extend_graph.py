@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -16,8 +17,8 @@ from outrider.services.draft.sessions.chunks import RowChunk, take_features
 from outrider.services.draft.sessions.session import RowSource
 from outrider.shared.attn.base import AttentionBackend
 from outrider.shared.attn.padded import PaddedRows
+from outrider.shared.engine.buckets import bucket, padded_size
 from outrider.shared.engine.graphs import GraphCache
-from outrider.shared.engine.recorded_rows import RecordedRows
 from outrider.shared.kv.pool import KVPool
 
 SIZES = (32, 64, 128, 256, 512)
@@ -27,10 +28,10 @@ LONGEST_CONTEXT = 1024
 the actual context may be shorter."""
 
 
-class ExtendGraph(RecordedRows["_Inputs"]):
+class ExtendGraph:
     """Computes the draft model's K/V for a single chunk of new rows, in one CUDA graph launch.
 
-    The chunk is padded to one of a few sizes, so that few graphs are recorded.
+    The chunk is padded to one of a few sizes, so that few graphs are recorded. Engine thread only.
 
     Args:
         model: The draft model, which has one stage.
@@ -52,21 +53,30 @@ class ExtendGraph(RecordedRows["_Inputs"]):
         graphs: GraphCache,
         sizes: Sequence[int] = SIZES,
     ) -> None:
-        super().__init__(graphs, sizes)
         self._model = model
         self._attention = attention
         self._pool = pool
         self._feature_size = feature_size
         self._dtype = dtype
+        self._graphs = graphs
+        self._sizes = tuple(sizes)
+        self._inputs: dict[int, _Inputs] = {}
 
     def takes(self, chunks: Sequence[RowChunk]) -> bool:
         """True if there is only one chunk, and a recorded graph can run it."""
-        return len(chunks) == 1 and self._takes(chunks[0].start, chunks[0].count)
+        if len(chunks) != 1:
+            return False
+        size = bucket(self._sizes, chunks[0].count)
+        return (
+            size is not None
+            and self._at(size).rows.fits(chunks[0].start, chunks[0].count)
+            and self._graphs.replays(size)
+        )
 
     @torch.inference_mode()
     def run(self, chunk: RowChunk) -> None:
         """Run a chunk that `takes` accepts, and update its session."""
-        size = self._size_for(chunk.count)
+        size = padded_size(self._sizes, chunk.count)
         session, inputs, ahead = chunk.session, self._at(size), 1 - self._model.lead
         assert session.lease is not None, "a session must be reserved before it is extended"
         # If the model's lead is 0, the row at position t pairs the feature of t with the token t + 1. The row
@@ -76,7 +86,7 @@ class ExtendGraph(RecordedRows["_Inputs"]):
             inputs.features[size - chunk.count :].copy_(
                 take_features([chunk], inputs.features.device, self._dtype)
             )
-        states = self._run(size)
+        states = self._graphs.run(size, lambda: self._pass(inputs))
         session.cached_rows += chunk.count
         session.last_state = states[-1].clone()
 
@@ -88,13 +98,16 @@ class ExtendGraph(RecordedRows["_Inputs"]):
         """
         if self._graphs.enabled:
             for size in reversed(self._sizes):
-                self._record(size)
+                inputs = self._at(size)
+                inputs.rows.make_idle()
+                self._graphs.capture(size, partial(self._pass, inputs))
 
-    def _key(self, size: int) -> int:
-        return size
-
-    def _make_inputs(self, size: int) -> _Inputs:
-        return _Inputs(size, self._pool, self._feature_size, self._dtype)
+    def _at(self, size: int) -> _Inputs:
+        found = self._inputs.get(size)
+        if found is None:
+            found = _Inputs(size, self._pool, self._feature_size, self._dtype)
+            self._inputs[size] = found
+        return found
 
     def _pass(self, inputs: _Inputs) -> torch.Tensor:
         rows = inputs.rows

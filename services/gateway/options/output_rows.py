@@ -229,9 +229,15 @@ OUTPUT_ROWS = (
     *STATE_ROWS,
     option(
         "return_token_ids",
-        "Include token ids in each choice.",
-        rest("return_token_ids", "bool", FieldGroup.OPENAI),
+        "Include the token ids of prompt and answer in each choice.",
+        rest("return_token_ids", "bool", FieldGroup.CHAT_AND_COMPLETIONS),
         only="token ids are always returned",
+    ),
+    option(
+        "return_prompt_token_ids",
+        "Include the token ids of the prompt in each choice.",
+        rest("return_prompt_token_ids", "bool", FieldGroup.CHAT_AND_COMPLETIONS, FieldGroup.GENERATE),
+        only="`Tokenize` returns the token ids of a prompt",
     ),
     option(
         "echo",

@@ -86,6 +86,12 @@ PROMPT_ROWS = (
         rest("truncate_prompt_tokens", "int", FieldGroup.OPENAI, bounds="ge=-1"),
     ),
     option(
+        "truncation",
+        "Whether the oldest items are left out if the input does not fit: auto or disabled.",
+        rest("truncation", "Truncation", FieldGroup.RESPONSES),
+        only="part of OpenAI's Responses API",
+    ),
+    option(
         "add_special_tokens",
         "Whether the tokenizer adds its special tokens. Default: only in completions.",
         grpc(
@@ -100,7 +106,7 @@ PROMPT_ROWS = (
             5,
             "Adds the tokenizer's special tokens to those of the template.",
         ),
-        rest("add_special_tokens", "bool", FieldGroup.OPENAI),
+        rest("add_special_tokens", "bool", FieldGroup.CHAT_AND_COMPLETIONS),
     ),
     option(
         "prompt",

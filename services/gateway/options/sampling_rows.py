@@ -84,6 +84,14 @@ PARAMETERS = (
         default=(),
     ),
     option(
+        "stop_regex",
+        "Regular expressions. The token that completes a match ends the answer.",
+        grpc("GenerationOptions.stop_regex", "repeated string", 24),
+        rest("stop_regex", "StopStrings", FieldGroup.SAMPLING),
+        reader=Reader.PARAMETERS,
+        default=(),
+    ),
+    option(
         "stop_token_ids",
         "Tokens that end the answer.",
         grpc("GenerationOptions.stop_token_ids", "repeated uint32", 5),
@@ -136,6 +144,13 @@ PARAMETERS = (
         "Requests share the K/V of a prompt only if they have the same salt.",
         grpc("GenerationOptions.cache_salt", "string", 19),
         rest("cache_salt", "str", FieldGroup.OPENAI, FieldGroup.GENERATE),
+        rest(
+            "extra_key",
+            "str",
+            FieldGroup.OPENAI,
+            FieldGroup.GENERATE,
+            about="SGLang's other name of `cache_salt`.",
+        ),
         reader=Reader.PARAMETERS,
         default="",
         is_outer=True,

@@ -4,7 +4,6 @@
 export const DRAFT_STATES = {
   none: 'none',
   connecting: 'connecting',
-  warming: 'preparing',
   on: 'ready',
   late: 'slow',
   draft_down: 'does not answer',

@@ -69,7 +69,14 @@ async def create_chat_completion(body: ChatRequest, request: Request) -> Respons
     rids = rids_of(body.reply_id, sequences)
     job = Job(turn.prompts, sequences, turn.parameters, CHAT, timeout_of(request), rids)
     echo = messages[-1]["content"] if body.echo and messages[-1]["role"] == "assistant" else ""
-    form = _Form(turn, job, echo, bool(body.return_token_ids), body.include_reasoning is not False)
+    form = _Form(
+        turn,
+        job,
+        echo,
+        bool(body.return_token_ids),
+        bool(body.return_token_ids or body.return_prompt_token_ids),
+        body.include_reasoning is not False,
+    )
     if body.stream:
         head = ReplyHead.new("chatcmpl", "chat.completion.chunk", model, body.reply_id, core.client.info)
         shape = StreamShape(
@@ -77,9 +84,11 @@ async def create_chat_completion(body: ChatRequest, request: Request) -> Respons
             form.opening,
             body.include_usage,
             form.with_ids,
-            body.continuous_usage,
-            turn.reader,
-            chunk_logprobs(core, job),
+            form.with_prompt_ids,
+            one_prompt=True,
+            continuous_usage=body.continuous_usage,
+            reader=turn.reader,
+            logprobs=chunk_logprobs(core, job),
         )
         return EventStream(stream_chunks(core, job, head, shape), core.settings.keep_alive_s, headers)
     completions = await run_until_disconnect(request.receive, collect(core.generate(job), sequences))
@@ -111,6 +120,7 @@ class _Form:
     job: Job
     echo: str
     with_ids: bool
+    with_prompt_ids: bool
     with_reasoning: bool
 
     def opening(self, index: int) -> dict[str, Any]:
@@ -148,7 +158,7 @@ class _Form:
                 "message": self._message(answer),
                 "logprobs": chat_reply_logprobs(self.turn.core, self.job, one),
                 "finish_reason": finish_name(one.finished, answer),
-                **choice_extras(one, len(completions) == 1, trace, self.with_ids),
+                **choice_extras(one, len(completions) == 1, trace, self.with_ids, self.with_prompt_ids),
                 **choice_states(one, self.job.parameters.states),
             }
             for index, (one, answer) in enumerate(zip(completions, answers, strict=True))
@@ -158,6 +168,7 @@ class _Form:
             choices=choices,
             usage=usage_object(usage, sum(answer.reasoning_tokens for answer in answers)),
             **prompt_logprobs_field(self.turn.core, self.job, completions[0]),
+            **({"prompt_token_ids": list(completions[0].prompt_ids)} if self.with_prompt_ids else {}),
             **reply_speculation(completions, trace, self.turn.core.client.info),
             metadata=metadata_object(self.turn.core.client.info, completions[0].seed),
         )

@@ -76,6 +76,7 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
     job = Job(prompts, sequences, parameters, COMPLETIONS, timeout_of(request), rids)
     head = ReplyHead.new("cmpl", "text_completion", model, body.reply_id, core.client.info)
     with_ids = bool(body.return_token_ids) or core.codec is None
+    with_prompt_ids = bool(body.return_token_ids or body.return_prompt_token_ids)
     # 3. Answer with a stream or with one reply. With `best_of`, the reply has only the best choices.
     if body.stream:
         shape = StreamShape(
@@ -83,7 +84,8 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
             opening,
             body.include_usage,
             with_ids,
-            body.continuous_usage,
+            with_prompt_ids,
+            continuous_usage=body.continuous_usage,
             logprobs=completion_chunk_logprobs(core, job),
         )
         return EventStream(stream_chunks(core, job, head, shape), core.settings.keep_alive_s, headers)
@@ -94,7 +96,8 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
     completions = [completions[index] for index in kept]
     texts = [(echoes[index] if echoes else "") + one.text for index, one in enumerate(completions)]
     scored = body.logprobs is not None
-    return JsonResponse(_reply(core, job, head, completions, texts, usage, with_ids, scored), headers=headers)
+    ids = (with_ids, with_prompt_ids)
+    return JsonResponse(_reply(core, job, head, completions, texts, usage, ids, scored), headers=headers)
 
 
 def best_choices(completions: Sequence[Completion], generated: int, wanted: int) -> list[int]:
@@ -164,7 +167,7 @@ def _reply(
     completions: list[Completion],
     texts: list[str],
     usage: Usage,
-    with_ids: bool,
+    ids: tuple[bool, bool],
     scored: bool,
 ) -> dict[str, Any]:
     trace = job.parameters.speculation.trace
@@ -172,7 +175,7 @@ def _reply(
         _choice(index, Text(texts[index]), finish_name(one.finished, ParsedAnswer()))
         | {"logprobs": completion_reply_logprobs(core, job, one) if scored else None}
         | prompt_logprobs_field(core, job, one)
-        | choice_extras(one, len(completions) == 1, trace, with_ids)
+        | choice_extras(one, len(completions) == 1, trace, *ids)
         | choice_states(one, job.parameters.states)
         for index, one in enumerate(completions)
     ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass, field
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -24,11 +25,13 @@ from outrider.services.gateway.routes.logprobs import native_meta
 from outrider.services.gateway.routes.states import StateTexts
 from outrider.services.gateway.schemas.completions import as_batch
 from outrider.services.gateway.schemas.native import NativeRequest
-from outrider.services.gateway.served_target import TargetStats
+from outrider.services.gateway.served_target import ServedTarget, TargetStats
 from outrider.services.gateway.sse import EventStream, run_until_disconnect
-from outrider.shared.base.generation import FinishReason, SpeculationMode
+from outrider.shared.base.generation import FinishReason, SpeculationMode, SpeculationReport
 from outrider.shared.base.logit_rules import LogprobParams
 from outrider.shared.base.version import installed_version
+
+GIB = 1024**3
 
 router = APIRouter(route_class=ParsedBodyRoute)
 
@@ -60,7 +63,8 @@ async def generate(body: NativeRequest, request: Request) -> Response:
     job = Job(prompts, sequences, parameters, surface, timeout_of(request), rids, per_prompt)
     with_text = bool(body.return_text_in_logprobs)
     if body.stream:
-        return EventStream(_stream(core, job, as_list, with_text), core.settings.keep_alive_s, headers)
+        events = _stream(core, job, as_list, with_text, bool(body.return_prompt_token_ids))
+        return EventStream(events, core.settings.keep_alive_s, headers)
     completions = await run_until_disconnect(request.receive, collect(core.generate(job), sequences))
     wanted, texts = _wanted(job), StateTexts()
     states = [one.states for one in per_prompt or [parameters] * len(batch) for _ in range(one.n or 1)]
@@ -69,52 +73,78 @@ async def generate(body: NativeRequest, request: Request) -> Response:
     ]
     for reply, one, asked in zip(replies, completions, states, strict=True):
         reply["meta_info"] |= texts.native(one, asked)
+        if body.return_prompt_token_ids:
+            reply["prompt_token_ids"] = list(one.prompt_ids)
     return await texts.reply(replies if as_list else replies[0], headers)
 
 
+@dataclass(slots=True)
+class _Progress:
+    """The part of one sequence that has arrived, and the counters of its rounds."""
+
+    started: Started
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    chunks: list[Chunk] = field(default_factory=list)
+    draft_tokens: int = 0
+    accepted_histogram: list[int] = field(default_factory=list)
+
+    def add(self, chunk: Chunk) -> None:
+        """Append a chunk."""
+        self.chunks.append(chunk)
+        self.text += chunk.text
+        self.token_ids += chunk.token_ids
+        for drafted, accepted in chunk.drafts:
+            self.draft_tokens += drafted
+            self.accepted_histogram += [0] * (accepted + 1 - len(self.accepted_histogram))
+            self.accepted_histogram[accepted] += 1
+
+    @property
+    def speculation(self) -> SpeculationReport:
+        """The counters so far."""
+        histogram = tuple(self.accepted_histogram)
+        return SpeculationReport(
+            rounds=sum(histogram),
+            draft_tokens=self.draft_tokens,
+            accepted_tokens=sum(accepted * rounds for accepted, rounds in enumerate(histogram)),
+            accepted_histogram=histogram,
+        )
+
+
 async def _stream(
-    core: GatewayCore, job: Job, as_list: bool, with_text: bool
+    core: GatewayCore, job: Job, as_list: bool, with_text: bool, with_prompt_ids: bool
 ) -> AsyncGenerator[dict[str, Any], None]:
-    texts: dict[int, str] = {}
-    ids: dict[int, list[int]] = {}
-    started: dict[int, Started] = {}
-    chunks: dict[int, list[Chunk]] = {}
+    found: dict[int, _Progress] = {}
     wanted = _wanted(job)
     async with aclosing(core.generate(job)) as events:
         async for one in events:
             index = one.index
-            numbered = {"index": index} if as_list else {}
             match one.event:
                 case Started() as start:
-                    started[index], texts[index], ids[index] = start, "", []
-                    chunks[index] = []
+                    found[index] = _Progress(start)
                     continue
-                case Chunk(text=text, token_ids=token_ids, rounds=rounds) as chunk:
-                    chunks[index].append(chunk)
-                    if not (text or token_ids or rounds):
+                case Chunk() as chunk:
+                    progress = found[index]
+                    progress.add(chunk)
+                    if not (chunk.text or chunk.token_ids or chunk.rounds):
                         continue
-                    texts[index] += text
-                    ids[index] += token_ids
-                    meta = {
-                        "id": job.rids[index],
-                        "finish_reason": None,
-                        "prompt_tokens": started[index].prompt_tokens,
-                        "completion_tokens": len(ids[index]),
-                        "weight_version": core.client.info.weight_version,
-                    }
-                    extra = (
-                        {"speculation": {"trace": [trace_object(each) for each in rounds]}} if rounds else {}
-                    )
+                    meta = _meta_so_far(core, progress, job.rids[index])
+                    traced = [trace_object(each) for each in chunk.rounds]
+                    extra: dict[str, Any] = {"speculation": {"trace": traced}} if traced else {}
                 case Finished() as end:
-                    meta = _meta(core, end, job.rids[index], started[index].seed)
+                    progress = found[index]
+                    meta = _meta(core, end, job.rids[index], progress.started.seed)
                     extra = {"speculation": speculation_object(end.speculation)}
-            meta |= native_meta(core, wanted[index], started[index].prompt_ids, chunks[index], with_text)
+                    if with_prompt_ids:
+                        extra["prompt_token_ids"] = list(progress.started.prompt_ids)
+            prompt_ids = progress.started.prompt_ids
+            meta |= native_meta(core, wanted[index], prompt_ids, progress.chunks, with_text)
             yield {
-                "text": texts[index],
-                "output_ids": list(ids[index]),
+                "text": progress.text,
+                "output_ids": list(progress.token_ids),
                 "meta_info": meta,
                 **extra,
-                **numbered,
+                **({"index": index} if as_list else {}),
             }
 
 
@@ -158,11 +188,7 @@ def _reply(
 
 
 def _meta(core: GatewayCore, end: Finished, rid: str, seed: int) -> dict[str, Any]:
-    """Return SGLang's `meta_info`.
-
-    SGLang defines the accept length as completion tokens per verify pass. The completion tokens include the
-    token that the prefill emits.
-    """
+    """Return SGLang's `meta_info` of a finished sequence."""
     usage = end.usage
     return {
         "id": rid,
@@ -173,18 +199,34 @@ def _meta(core: GatewayCore, end: Finished, rid: str, seed: int) -> dict[str, An
         "weight_version": core.client.info.weight_version,
         "e2e_latency": round(end.e2e_s, 6),
         "seed": seed,
-        **_spec_meta(end),
+        **_spec_meta(end.speculation, usage.completion_tokens),
     }
 
 
-def _spec_meta(end: Finished) -> dict[str, Any]:
-    """Return SGLang's fields on speculation. Empty if nothing was drafted."""
-    stats, usage = end.speculation, end.usage
+def _meta_so_far(core: GatewayCore, progress: _Progress, rid: str) -> dict[str, Any]:
+    """Return SGLang's `meta_info` of a sequence that continues."""
+    return {
+        "id": rid,
+        "finish_reason": None,
+        "prompt_tokens": progress.started.prompt_tokens,
+        "completion_tokens": len(progress.token_ids),
+        "cached_tokens": progress.chunks[-1].cached_tokens,
+        "weight_version": core.client.info.weight_version,
+        **_spec_meta(progress.speculation, len(progress.token_ids)),
+    }
+
+
+def _spec_meta(stats: SpeculationReport, completion_tokens: int) -> dict[str, Any]:
+    """Return SGLang's fields on speculation. Empty if nothing was drafted.
+
+    SGLang defines the accept length as completion tokens per verify pass. The completion tokens include the
+    token that the prefill emits.
+    """
     if not stats.draft_tokens:
         return {}
     return {
         "spec_verify_ct": stats.rounds,
-        "spec_accept_length": round(usage.completion_tokens / stats.rounds, 6) if stats.rounds else 0.0,
+        "spec_accept_length": round(completion_tokens / stats.rounds, 6) if stats.rounds else 0.0,
         "spec_accept_rate": round(stats.accepted_tokens / stats.draft_tokens, 6),
         "spec_num_correct_drafts": stats.accepted_tokens,
         "spec_num_proposed_drafts": stats.draft_tokens,
@@ -205,16 +247,17 @@ def _finish_reason(end: Finished) -> dict[str, Any]:
 @router.get("/get_model_info", responses=ERROR_RESPONSES)
 @router.get("/model_info", responses=ERROR_RESPONSES)
 async def model_info(request: Request) -> Response:
-    """Describe the served model."""
+    """Describe the served model, under SGLang's names."""
     core = core_of(request)
     info = core.client.info
     return JsonResponse(
         {
-            "model_path": info.model_id,
-            "served_model_name": core.model_names[0],
-            "tokenizer_path": str(core.settings.tokenizer) if core.settings.tokenizer else None,
+            **_model_paths(core, info),
             "is_generation": True,
+            "preferred_sampling_params": None,
             "weight_version": info.weight_version,
+            "has_image_understanding": False,
+            "has_audio_understanding": False,
             "architectures": [info.architecture],
             "max_model_len": info.max_model_len,
             "vocab_size": info.vocab_size,
@@ -224,23 +267,48 @@ async def model_info(request: Request) -> Response:
     )
 
 
+@router.get("/get_weight_version", responses=ERROR_RESPONSES)
+@router.get("/weight_version", responses=ERROR_RESPONSES)
+async def weight_version(request: Request) -> Response:
+    """Return the version of the weights."""
+    return JsonResponse({"weight_version": core_of(request).client.info.weight_version})
+
+
 @router.get("/server_info", responses=ERROR_RESPONSES)
 @router.get("/get_server_info", responses=ERROR_RESPONSES)
 async def server_info(request: Request) -> Response:
-    """Return the speculation settings, under SGLang's names, and the current load."""
+    """Return the settings, under SGLang's names, and the current load."""
     core = core_of(request)
     found = [one for one in await core.targets.refresh(core.targets.members) if one is not None]
     if not found:
         raise core.targets.unavailable()
-    info = found[0][0]
+    info, stats = found[0]
+    throughput = core.metrics.recent.throughput()
     return JsonResponse(
         {
             "version": installed_version(),
-            "model_path": info.model_id,
+            "status": "ready" if core.ready else "not ready",
+            **_model_paths(core, info),
             "weight_version": info.weight_version,
+            "is_embedding": False,
+            "skip_tokenizer_init": core.codec is None,
+            "host": core.settings.host,
+            "port": core.settings.port,
+            "device": info.device,
             "dtype": info.dtype,
+            "tp_size": info.tp_size,
+            "dp_size": len(found),
+            "pp_size": 1,
+            "disaggregation_mode": "null",
+            "tool_call_parser": core.parsers.tools,
+            "reasoning_parser": core.parsers.reasoning,
+            "context_length": info.max_model_len,
             "max_model_len": info.max_model_len,
-            "last_gen_throughput": core.metrics.recent.throughput(),
+            # At least one token must be left for the answer.
+            "max_req_input_len": info.max_model_len - 1,
+            "page_size": info.page_size,
+            "max_total_num_tokens": stats.pages_total * info.page_size,
+            "last_gen_throughput": throughput,
             "speculative_algorithm": info.algorithm or None,
             "speculative_draft_model_path": info.draft_model or None,
             "speculation_mode": _default_mode(core.settings.speculation_mode).value,
@@ -251,9 +319,18 @@ async def server_info(request: Request) -> Response:
             "speculative_max_topk": info.max_topk,
             "speculative_max_nodes": info.max_nodes,
             "max_running_requests": info.max_running_requests,
-            "internal_states": [_load(stats) for _, stats in found],
+            "max_queued_requests": core.settings.max_queued_requests,
+            "internal_states": [_load(one, its_stats, throughput) for one, its_stats in found],
         }
     )
+
+
+def _model_paths(core: GatewayCore, info: ServedTarget) -> dict[str, Any]:
+    return {
+        "model_path": info.model_path,
+        "served_model_name": core.model_names[0],
+        "tokenizer_path": str(core.settings.tokenizer) if core.settings.tokenizer else None,
+    }
 
 
 def _default_mode(mode: SpeculationMode) -> SpeculationMode:
@@ -262,11 +339,21 @@ def _default_mode(mode: SpeculationMode) -> SpeculationMode:
     return mode if caller is None else caller.mode(None, mode)
 
 
-def _load(stats: TargetStats) -> dict[str, Any]:
-    """Return the current load of one target."""
+def _load(info: ServedTarget, stats: TargetStats, throughput: float) -> dict[str, Any]:
+    """Return the current load and the memory of one target. SGLang's sizes are in GiB."""
+    resources = stats.resources
     return {
+        # The gateway counts the tokens of all targets together.
+        "last_gen_throughput": throughput,
         "num_running_reqs": stats.running,
         "num_waiting_reqs": stats.waiting,
+        "effective_max_running_requests_per_dp": info.max_running_requests,
+        "memory_usage": {
+            "weight": round(resources.weight_bytes / GIB, 2),
+            "kvcache": round(resources.kv_bytes / GIB, 2),
+            "graph": round(resources.graph_bytes / GIB, 2),
+            "token_capacity": stats.pages_total * info.page_size,
+        },
         "draft_state": stats.draft_state,
         "avg_spec_accept_length": stats.accept_length,
         "kv_pages_total": stats.pages_total,

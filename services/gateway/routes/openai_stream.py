@@ -34,6 +34,9 @@ class StreamShape:
         include_usage: Whether the stream ends with a usage chunk. All other chunks then contain
             ``usage: null``.
         with_ids: Whether chunks include token ids.
+        with_prompt_ids: Whether the first chunk of each choice includes the token ids of the prompt.
+        one_prompt: Whether all choices have the same prompt. The token ids of the prompt then also stand
+            beside the choices, as in vLLM's chats.
         continuous_usage: Whether every chunk contains the usage so far. Requires `include_usage`.
         reader: Function that returns a new reader for one answer. It is called once per sequence, when the
             sequence has started.
@@ -45,6 +48,8 @@ class StreamShape:
     opening: Callable[[int], dict[str, Any] | None]
     include_usage: bool
     with_ids: bool
+    with_prompt_ids: bool = False
+    one_prompt: bool = False
     continuous_usage: bool = False
     reader: Callable[[], AnswerReader] = plain_reader
     logprobs: LogprobsOf | None = None
@@ -85,15 +90,20 @@ async def stream_chunks(
     seeds: dict[int, int] = {}
     ends: dict[int, Finished] = {}
     readers: dict[int, AnswerReader] = {}
+    prompts: dict[int, dict[str, Any]] = {}
     async with aclosing(core.generate(job)) as events:
         async for one in events:
             match one.event:
-                case Started(prompt_tokens=prompt_tokens, seed=seed):
+                case Started(prompt_tokens=prompt_tokens, seed=seed, prompt_ids=prompt_ids):
                     seeds[one.index] = seed
+                    if shape.with_prompt_ids:
+                        prompts[one.index] = {"prompt_token_ids": list(prompt_ids)}
                     readers[one.index] = shape.reader()
                     usage.started(one.index, prompt_tokens)
                     if (opening := shape.opening(one.index)) is not None:
-                        yield head.object_of(choices=[opening], **usage.fields())
+                        first = prompts.pop(one.index, {})
+                        top = first if shape.one_prompt else {}
+                        yield head.object_of(choices=[opening | first], **usage.fields(), **top)
                 case Chunk() as chunk:
                     usage.add(len(chunk.token_ids))
                     pieces = readers[one.index].push(chunk.text, len(chunk.token_ids))
@@ -102,7 +112,7 @@ async def stream_chunks(
                         continue
                     # If a chunk of tokens becomes several pieces, the first contains ids, logprobs and trace.
                     for piece in pieces or [EMPTY]:
-                        choice = shape.choice(one.index, piece, None) | extras[0]
+                        choice = shape.choice(one.index, piece, None) | extras[0] | prompts.pop(one.index, {})
                         yield head.object_of(choices=[choice], **usage.fields(), **extras[1])
                         extras = ({}, {})
                 case Finished() as end:
@@ -111,7 +121,8 @@ async def stream_chunks(
                     for piece in reader.finish():
                         yield head.object_of(choices=[shape.choice(one.index, piece, None)], **usage.fields())
                     choice = shape.choice(one.index, EMPTY, finish_name(end, reader.answer)) | {
-                        "matched_stop": end.matched_stop
+                        "matched_stop": end.matched_stop,
+                        **prompts.pop(one.index, {}),
                     }
                     yield head.object_of(
                         choices=[choice],

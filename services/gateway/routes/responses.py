@@ -54,6 +54,7 @@ async def create_response(body: ResponsesRequest, request: Request) -> Response:
         parallel=body.parallel_tool_calls is not False,
         options=body.template_options(),
         truncate=body.truncate_prompt_tokens,
+        drop_oldest=body.truncation == "auto",
     )
     core.builder.check(turn.parameters, RESPONSES, 1)
     job = Job(turn.prompts, 1, turn.parameters, RESPONSES, timeout_of(request), rids_of(body.reply_id, 1))
@@ -157,7 +158,7 @@ class _Response:
             "tools": [{"strict": False, **tool.model_dump(exclude_unset=True)} for tool in body.tools or []],
             "top_logprobs": body.top_logprobs or 0,
             "top_p": body.top_p,
-            "truncation": "disabled",
+            "truncation": body.truncation or "disabled",
             "usage": None,
         }
         if end is not None:

@@ -29,4 +29,5 @@ TokenIds = Annotated[list[int], BeforeValidator(_one_id_or_many, json_schema_inp
 StartLength = Annotated[int, Field(ge=-1)]
 ExpertsStart = Annotated[int, Field(ge=0, le=(1 << 31) - 1)]
 RequestName = Annotated[str, Field(max_length=128)]
+Truncation = Literal["auto", "disabled"]
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]

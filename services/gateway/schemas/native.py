@@ -26,13 +26,11 @@ class NativeSamplingParams(NeutralOnly, GenerateSamplingFields, SamplingFields, 
 
     NEUTRAL: ClassVar[dict[str, tuple[Any, ...]]] = {
         "structural_tag": (),
-        "stop_regex": ([],),
         "spaces_between_special_tokens": (True,),
         "custom_params": ({},),
     }
 
     structural_tag: Neutral = None
-    stop_regex: Neutral = None
     spaces_between_special_tokens: Neutral = None
     custom_params: Neutral = None
 

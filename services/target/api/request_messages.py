@@ -136,6 +136,8 @@ def event_to_proto(event: Event) -> target_pb2.GenerateReply:
             prompt_logprobs=[logprob_to_proto(one) for one in event.prompt_logprobs],
             states=states_to_proto(event.states),
             cached_tokens=event.cached_tokens,
+            draft_tokens=event.draft_tokens,
+            accepted_tokens=event.accepted_tokens,
         )
         return target_pb2.GenerateReply(request_id=event.request_id, delta=delta)
     if isinstance(event, FinishedEvent):

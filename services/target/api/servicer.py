@@ -39,10 +39,11 @@ from outrider.services.target.settings import TargetSettings
 from outrider.shared.base.constraint import Constraint
 from outrider.shared.base.errors import InvalidRequestError, OutriderError, UnavailableError
 from outrider.shared.base.generation import FinishReason, SpeculationReport
+from outrider.shared.base.model_paths import model_name, model_path
 from outrider.shared.nn.decoder import Decoder
 from outrider.shared.obs.metrics import join_expositions
 from outrider.shared.obs.open_tracer import open_tracer
-from outrider.shared.obs.tracing import TRACEPARENT, Tracer, checked_traceparent
+from outrider.shared.obs.tracing import Tracer, traceparent_of
 from outrider.shared.rpc.common_messages import report_to_proto
 from outrider.shared.rpc.target_version import offer_to
 from outrider.shared.rpc.tensors import split_tensor
@@ -62,8 +63,7 @@ class Serving:
         engine: Generates tokens. The engine's thread must be running.
         decoder: The target model. Provides the model's configuration and the weights that a draft borrows.
         limits: The default draft shape of requests, and the caps on requested shapes.
-        model_id: Name of the model as reported to clients.
-        max_running_requests: Maximum number of sequences processed at the same time.
+        settings: The target's settings.
         describe_draft: Function that returns the draft's algorithm and the draft's model id.
         grammars: Compiles the constraints that requests put on their outputs.
     """
@@ -71,10 +71,14 @@ class Serving:
     engine: TargetEngine
     decoder: Decoder
     limits: SpeculationLimits
-    model_id: str
-    max_running_requests: int
+    settings: TargetSettings
     describe_draft: Callable[[], tuple[str, str]]
     grammars: GrammarCompiler
+
+    @property
+    def model_id(self) -> str:
+        """Name of the model as reported to clients."""
+        return self.settings.served_model_id or model_name(self.settings.model)
 
 
 def register_target(servicer: TargetServicer, server: grpc.aio.Server) -> None:
@@ -156,7 +160,8 @@ class TargetServicer(target_pb2_grpc.TargetServicer):
         handle = 0  # The sink needs the handle, but `submit`, which returns the handle, needs the sink.
         sink = StreamSink(lambda paused: engine.pause(handle) if paused else engine.resume(handle))
         spans = RequestSpans(self._tracer, serving.model_id)
-        handle = engine.submit(spans.begin(parsed, request.traceparent or _traceparent(context)), sink)
+        parent = request.traceparent or traceparent_of(context.invocation_metadata())
+        handle = engine.submit(spans.begin(parsed, parent), sink)
         try:
             async for events in sink.batches():
                 for event in events:
@@ -189,7 +194,7 @@ class TargetServicer(target_pb2_grpc.TargetServicer):
             dtype=str(decoder.dtype).removeprefix("torch."),
             device=str(decoder.device),
             fingerprint=decoder.fingerprint,
-            max_running_requests=serving.max_running_requests,
+            max_running_requests=serving.settings.running_requests,
             speculation=target_pb2.SpeculationInfo(
                 algorithm=algorithm,
                 draft_model=draft_model,
@@ -202,6 +207,9 @@ class TargetServicer(target_pb2_grpc.TargetServicer):
                 state=serving.engine.stats().draft_state.value,
             ),
             weight_version=decoder.fingerprint[:16],
+            model_path=model_path(serving.settings.model),
+            tp_size=serving.settings.tp,
+            page_size=serving.settings.page_size,
         )
         if serving.engine.limits.routes and config.experts is not None:
             reply.routed_layers = config.num_layers
@@ -370,8 +378,3 @@ def _cancelled(request: EngineRequest) -> FinishedEvent:
         prefill_s=0.0,
         decode_s=0.0,
     )
-
-
-def _traceparent(context: grpc.aio.ServicerContext[Any, Any]) -> str:
-    """Return the caller's span from the metadata of a call, or an empty string."""
-    return checked_traceparent(dict(context.invocation_metadata() or ()).get(TRACEPARENT))

@@ -9,11 +9,11 @@ import torch
 
 from outrider.draft.v1 import draft_pb2
 from outrider.services.target.draft_client.connection import Connection
-from outrider.services.target.draft_client.fences import fence_from_proto, fence_to_proto
 from outrider.services.target.draft_client.trees import check_tree
 from outrider.shared.base.errors import ProtocolError
+from outrider.shared.rpc.fence_messages import fence_from_proto, fence_to_proto
 from outrider.shared.rpc.version import Feature
-from outrider.shared.spec.drafter import AWAITED, Commit, ProposalRow, SequenceOpen
+from outrider.shared.spec.drafter import AWAITED, WARMING, Commit, ProposalRow, SequenceOpen
 from outrider.shared.spec.fence import Fence
 from outrider.shared.spec.trees import HostTree
 
@@ -122,7 +122,7 @@ class DraftSession:
 
     def give_up(self) -> None:
         """Stop to wait for the requested tree."""
-        self.reason = "late" if self.warm else "warming"
+        self.reason = "late" if self.warm else WARMING
         self.wanted = None
         self.in_vain, self.owes = not self.warm, True
 

@@ -11,7 +11,7 @@ from outrider.kernels.packed_round import GroupRows, gather_group, pack_trees
 from outrider.services.target.model.packed_batch import Entry
 from outrider.services.target.model.step_runner import StepRunner
 from outrider.services.target.scheduling.sequence import Sequence
-from outrider.shared.engine.buckets import bucket
+from outrider.shared.engine.buckets import padded_size
 from outrider.shared.spec.resident import GroupSize
 from outrider.shared.spec.tree import DraftBatch, DraftShape
 
@@ -57,8 +57,7 @@ def shape_groups(drafting: Seq[Entry], batch_sizes: Seq[int]) -> list[ShapeGroup
     groups: list[ShapeGroup] = []
     for shape in sorted(by_shape, key=lambda shape: (shape.topk, shape.depth, shape.max_nodes)):
         sequences = by_shape[shape]
-        batch_size = bucket(batch_sizes, len(sequences))
-        assert batch_size is not None, "a round has at most as many entries as there are slots"
+        batch_size = padded_size(batch_sizes, len(sequences))
         columns = max(shape.columns, *(sequence.fresh_columns for sequence in sequences))
         groups.append(ShapeGroup(shape, sequences, GroupSize(batch_size, columns, shape.max_nodes)))
     return groups

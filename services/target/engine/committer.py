@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
-from outrider.services.target.engine.advance import Advance, advance
 from outrider.services.target.engine.output_processor import OutputProcessor
-from outrider.services.target.model.outcome import FAILED_TOKEN
-from outrider.services.target.scheduling.sequence import Sequence
+from outrider.services.target.model.outcome import FAILED_TOKEN, Outcome
+from outrider.services.target.scheduling.sequence import Advance, Sequence
 from outrider.shared.base.errors import ErrorCode, InvalidRequestError, OutriderError
 from outrider.shared.base.generation import RoundTrace
 from outrider.shared.base.logit_rules import TokenLogprob
@@ -39,7 +38,7 @@ class Committer:
         if emitted[-1] == FAILED_TOKEN:
             self._poisoned(sequence)
             return None
-        return advance(sequence, list(emitted))
+        return sequence.advance(list(emitted))
 
     def emit(
         self,
@@ -48,9 +47,10 @@ class Committer:
         trace: RoundTrace | None = None,
         logprobs: Seq[TokenLogprob] = (),
         states: TokenStates | None = None,
+        outcome: Outcome | None = None,
     ) -> None:
         """Pass accepted tokens to the client, and end the sequence if it is complete."""
-        if self._output.tokens(sequence, step, trace, logprobs, self._new(sequence, states)):
+        if self._output.tokens(sequence, step, trace, logprobs, self._new(sequence, states), outcome):
             self._forget(sequence)
 
     def emit_prompt(self, sequence: Sequence, logprobs: Seq[TokenLogprob]) -> None:

@@ -29,7 +29,6 @@ from dataclasses import replace
 
 from outrider.services.target.drafting.draft_source import DraftSource, ProposalWait
 from outrider.services.target.drafting.planner import DraftPlanner
-from outrider.services.target.engine.advance import Advance
 from outrider.services.target.engine.committer import Committer
 from outrider.services.target.engine.prefill import Prefill, PrefillPass
 from outrider.services.target.metrics import TargetMetrics
@@ -41,7 +40,7 @@ from outrider.services.target.policy.acceptance import SamplingKind
 from outrider.services.target.policy.controller import ExecutedEntry, ExecutedStep, SpeculationController
 from outrider.services.target.policy.cost_model import DraftPath
 from outrider.services.target.scheduling.scheduler import Scheduler, StepPlan
-from outrider.services.target.scheduling.sequence import Sequence
+from outrider.services.target.scheduling.sequence import Advance, Sequence
 from outrider.shared.base.generation import RoundTrace
 
 EMPTY_TREE, FORBIDDEN = "empty_tree", "forbidden"
@@ -247,7 +246,7 @@ class DecodeLoop:
                 trace = replace(trace, reason=reason)
             logprobs = finished.round.logprobs_of(index, len(step.kept))
             states = finished.round.states_of(index, base_len - 1, len(step.kept))
-            self._committer.emit(sequence, step, trace, logprobs, states)
+            self._committer.emit(sequence, step, trace, logprobs, states, outcome)
         # 5. Feed the timings to the controller and the metrics.
         caught_up = finished.round.number in self._catching_up
         self._catching_up.discard(finished.round.number)

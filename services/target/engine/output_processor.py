@@ -7,13 +7,13 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
 from outrider.services.target.drafting.draft_sessions import DraftSessions
-from outrider.services.target.engine.advance import Advance
 from outrider.services.target.metrics import TargetMetrics
+from outrider.services.target.model.outcome import Outcome
 from outrider.services.target.policy.controller import SpeculationController
 from outrider.services.target.policy.speculation_stats import SpeculationStats
 from outrider.services.target.request import Event, EventSink, FailedEvent, FinishedEvent, TokensEvent
 from outrider.services.target.scheduling.scheduler import Scheduler
-from outrider.services.target.scheduling.sequence import Sequence
+from outrider.services.target.scheduling.sequence import Advance, Sequence
 from outrider.shared.base.errors import OutriderError
 from outrider.shared.base.generation import FinishReason, RoundTrace
 from outrider.shared.base.logit_rules import TokenLogprob
@@ -71,8 +71,12 @@ class OutputProcessor:
         trace: RoundTrace | None,
         logprobs: Seq[TokenLogprob] = (),
         states: TokenStates | None = None,
+        outcome: Outcome | None = None,
     ) -> bool:
-        """Emit the tokens that a prefill or round kept. Return True if these tokens ended the sequence."""
+        """Emit the tokens that a prefill or round kept. Return True if these tokens ended the sequence.
+
+        `outcome` is the outcome of the round. None for a prefill.
+        """
         now = time.monotonic()
         cached_tokens = 0
         if not sequence.first_token_at:
@@ -86,7 +90,14 @@ class OutputProcessor:
         rounds = () if trace is None else (trace,)
         request_id = sequence.request.request_id
         event = TokensEvent(
-            request_id, step.kept, rounds, logprobs, states=states, cached_tokens=cached_tokens
+            request_id,
+            step.kept,
+            rounds,
+            logprobs,
+            states=states,
+            cached_tokens=cached_tokens,
+            draft_tokens=None if outcome is None else outcome.num_nodes - 1,
+            accepted_tokens=0 if outcome is None else len(outcome.accepted),
         )
         self._put(sequence, event)
         if step.finish is None:

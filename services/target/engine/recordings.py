@@ -11,6 +11,7 @@ from outrider.services.target.model.model_runner import ModelRunner
 from outrider.services.target.model.packed_batch import WIDTHS, SamplingMode, width_class
 from outrider.services.target.model.step_runner import StepRunner
 from outrider.services.target.model.verify_pass import PassSize
+from outrider.shared.engine.buckets import padded_size
 from outrider.shared.spec.tree import DraftShape
 
 USUAL_MODES = (SamplingMode.NOISE, SamplingMode.GREEDY)
@@ -128,7 +129,7 @@ def round_recordings(
         nodes = bounded.max_nodes if shape.drafts else 1
         if batch_size * nodes > step_runner.max_rows:
             continue
-        rows = step_runner.buckets.size_for(batch_size * nodes)
+        rows = padded_size(step_runner.buckets, batch_size * nodes)
         for capture in (True, False) if captures and not shape.drafts else (captures,):
             for mode in modes:
                 size = PassSize(rows, width_class(nodes), mode, capture)
@@ -147,7 +148,7 @@ def mixed_recordings(step_runner: StepRunner, *, captures: bool) -> Iterator[Rec
         captures: True if feature rows are stored for a drafter.
     """
     most = min(MOST_MIXED_ROWS, step_runner.max_rows)
-    for rows in reversed(step_runner.buckets.sizes):
+    for rows in reversed(step_runner.buckets):
         if 1 < rows <= most and (rows <= DENSE_ROWS or rows in WIDE_ROWS):
             for mode in (SamplingMode.FILTERED, *USUAL_MODES):
                 for width in WIDTHS[1:]:
@@ -163,7 +164,7 @@ def masked_recordings(step_runner: StepRunner, *, captures: bool, drafting: bool
         drafting: True if requests may draft.
     """
     most = min(MOST_MASKED_ROWS, step_runner.max_rows)
-    for rows in reversed(step_runner.buckets.sizes):
+    for rows in reversed(step_runner.buckets):
         if rows <= most and (rows <= DENSE_ROWS or rows in WIDE_ROWS):
             for width in WIDTHS if drafting and rows > 1 else WIDTHS[:1]:
                 for capture in (True, False) if captures and width == 1 else (captures,):

@@ -1,4 +1,4 @@
-"""Buffers at fixed addresses for the inputs and results of rounds, and the sizes that rounds are padded to.
+"""Buffers at fixed addresses for the inputs and results of rounds.
 
 One set of buffers serves rounds of all sizes. A round of M packed rows uses the first M elements. The host
 writes the entries of a round with one copy in stream order. A round in flight therefore does not see the
@@ -16,7 +16,7 @@ import torch
 
 from outrider.kernels.packed_round import Entries, PackedTrees
 from outrider.services.target.scheduling.sequence import Sequence
-from outrider.shared.engine.buckets import bucket, power_of_2
+from outrider.shared.engine.buckets import power_of_2
 from outrider.shared.spec.tree import DraftShape, mask_words
 
 
@@ -87,31 +87,7 @@ class Entry:
     @property
     def void(self) -> bool:
         """True if the sequence has left the slot since the round was planned."""
-        return self.sequence.residence != self.residence or self.sequence.slot < 0
-
-
-@dataclass(frozen=True, slots=True)
-class RowBuckets:
-    """Numbers of packed rows to which rounds are padded, ascending."""
-
-    sizes: tuple[int, ...]
-
-    @classmethod
-    def up_to(cls, most: int) -> RowBuckets:
-        """Return the numbers of packed rows, up to `most`, that rounds are padded to.
-
-        These buckets are 1, 2, 4, the multiples of 8 up to 128, the multiples of 16 up to 256, and larger
-        steps above 256. The last bucket is `most`.
-        """
-        sizes = [1, 2, 4, *range(8, 128, 8), *range(128, 256, 16), *range(256, 512, 64)]
-        sizes += [*range(512, 1024, 128), *range(1024, 4097, 512)]
-        return cls((*[size for size in sizes if size < most], most))
-
-    def size_for(self, rows: int) -> int:
-        """Return the smallest bucket for this number of rows."""
-        size = bucket(self.sizes, rows)
-        assert size is not None, "the planner keeps rounds within the largest bucket"
-        return size
+        return self.sequence.has_left(self.residence)
 
 
 WIDTHS = (1, 8, 64)

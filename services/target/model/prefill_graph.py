@@ -32,7 +32,7 @@ from outrider.shared.attn.base import AttentionBackend, AttentionBatch
 from outrider.shared.attn.chunks import ChunkAttention
 from outrider.shared.attn.triton import KernelAttention
 from outrider.shared.attn.whole_prompt import WholePromptAttention
-from outrider.shared.engine.buckets import bucket
+from outrider.shared.engine.buckets import bucket, padded_size
 from outrider.shared.engine.graphs import GraphCache
 from outrider.shared.kv.pool import KVPool
 
@@ -116,8 +116,7 @@ class PrefillGraph:
             ``[n, hidden_size]``, the last hidden states of the n chunks that complete their prompts, in
             order. Valid until the next recorded pass.
         """
-        size = bucket(self._sizes, sum(chunk.stop - chunk.start for chunk in chunks))
-        assert size is not None, "no pass is this large; call `takes` first"
+        size = padded_size(self._sizes, sum(chunk.stop - chunk.start for chunk in chunks))
         for chunk in chunks:
             self._table.hold(chunk.sequence)
         self._table.flush()

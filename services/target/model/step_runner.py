@@ -33,7 +33,6 @@ from outrider.services.target.model.model_runner import ModelRunner
 from outrider.services.target.model.packed_batch import (
     Entry,
     PackedBatch,
-    RowBuckets,
     SamplingMode,
     width_class,
 )
@@ -56,6 +55,7 @@ from outrider.services.target.model.verify_pass import (
     forward_pass,
     verify_pass,
 )
+from outrider.shared.engine.buckets import padded_size, row_buckets
 from outrider.shared.engine.recorded_graph import Parts
 from outrider.shared.nn.layers.routes import recording_routes
 
@@ -95,7 +95,7 @@ class StepRunner:
     ) -> None:
         self.table = SlotTable(slots, columns, runner.pool, pages, runner.decoder.config.vocab_size)
         runner.use_slots(self.table)
-        self.buckets = RowBuckets.up_to(max_rows)
+        self.buckets = row_buckets(max_rows)
         self.batch = PackedBatch(max_rows, slots, columns, max_nodes, runner.device)
         self._forms = TreeForms(self.batch, runner.decoder.config.vocab_size)
         self._runner = runner
@@ -117,7 +117,7 @@ class StepRunner:
 
     def size_of(self, entries: Seq[Entry]) -> PassSize:
         """Return the size of the verify pass of these entries."""
-        rows = self.buckets.size_for(sum(entry.rows for entry in entries))
+        rows = padded_size(self.buckets, sum(entry.rows for entry in entries))
         return PassSize(
             rows,
             width_class(max(entry.rows for entry in entries)),
@@ -239,8 +239,7 @@ class StepRunner:
 
         Running idle rows as padding takes less time than launching the kernels of a round one by one.
         """
-        sizes = self.buckets.sizes
-        for rows in sizes[bisect_left(sizes, size.rows) :]:
+        for rows in self.buckets[bisect_left(self.buckets, size.rows) :]:
             if rows > MOST_PADDING * size.rows or not self._graphs.enabled:
                 return None
             if self._graphs.replays(self._key(padded := replace(size, rows=rows))):

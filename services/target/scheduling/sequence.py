@@ -20,13 +20,14 @@ The named lengths are always in this order, which `Sequence.check` asserts:
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from enum import Enum
 
 from outrider.services.target.grammar.form import OutputForm
 from outrider.services.target.policy.controller import SequenceState
 from outrider.services.target.policy.speculation_stats import SpeculationStats
 from outrider.services.target.request import EngineRequest, EventSink
-from outrider.shared.base.generation import RoundTrace, SpeculationMode
+from outrider.shared.base.generation import FinishReason, SpeculationMode
 from outrider.shared.kv.pages import PageLease
 from outrider.shared.spec.fence import FNV_OFFSET, Fence, extend_prefix_hash
 
@@ -49,6 +50,23 @@ class SequenceStatus(Enum):
     PREFILLING = "prefilling"
     RUNNING = "running"
     ENDED = "ended"
+
+
+@dataclass(frozen=True, slots=True)
+class Advance:
+    """Progress of one sequence in one forward pass.
+
+    Attributes:
+        kept: The tokens that are kept and emitted.
+        num_cut: Number of tokens that were dropped after a stop token or the length limit.
+        finish: The reason why the sequence ends with these tokens. None if the sequence continues.
+        matched_token: The stop token that ended the sequence. None if no stop token ended it.
+    """
+
+    kept: list[int]
+    num_cut: int
+    finish: FinishReason | None
+    matched_token: int | None
 
 
 class Sequence:
@@ -98,7 +116,6 @@ class Sequence:
         "charged_len",
         "controller_state",
         "drafted",
-        "emitted_len",
         "epoch",
         "feature_len",
         "first_token_at",
@@ -112,8 +129,6 @@ class Sequence:
         "page_size",
         "passes_ahead",
         "paused_at",
-        "pending_rounds",
-        "pending_tokens",
         "prefix_hash",
         "prompt_len",
         "prompt_scored",
@@ -157,7 +172,6 @@ class Sequence:
         self.prompt_len = len(request.prompt_ids)
         self.cached_len = 0
         self.charged_len = self.prompt_len
-        self.emitted_len = 0
         self.page_size = page_size
         self.lease: PageLease | None = None
         self.wants_drafts = follow and self.speculates
@@ -191,8 +205,6 @@ class Sequence:
         self.states_len = request.states.start
         self.prompt_scored = max(1, request.logprobs.prompt_start)
         self.stats = SpeculationStats()
-        self.pending_tokens: list[int] = []
-        self.pending_rounds: list[RoundTrace] = []
         self.resumptions = 0
         self.submitted_at = time.monotonic()
         self.admitted_at = 0.0
@@ -279,12 +291,33 @@ class Sequence:
         # nothing to draft.
         return "length" if self.request.max_new_tokens <= 2 else "controller"
 
+    def advance(self, emitted: list[int]) -> Advance:
+        """Append the tokens that a pass has chosen, up to the first stop token or the length limit.
+
+        All later tokens are dropped. Lengths, usage and noise positions do not include dropped tokens.
+        """
+        kept, finish, matched = emitted, None, None
+        stop_ids, remaining = self.stop_ids, self.remaining
+        for index, token in enumerate(emitted):
+            if token in stop_ids:
+                kept, finish, matched = emitted[: index + 1], FinishReason.STOP, token
+                break
+            if index + 1 == remaining:
+                kept, finish = emitted[: index + 1], FinishReason.LENGTH
+                break
+        self.tokens.extend(kept)
+        return Advance(kept, len(emitted) - len(kept), finish, matched)
+
     def fence(self) -> Fence:
         """Return a fence that identifies the current state. Only tokens since the last call are hashed."""
         if self._hashed_len < len(self.tokens):
             self.prefix_hash = extend_prefix_hash(self.prefix_hash, self.tokens[self._hashed_len :])
             self._hashed_len = len(self.tokens)
         return Fence(self.session_id, self.epoch, len(self.tokens), self.prefix_hash)
+
+    def has_left(self, residence: int) -> bool:
+        """Return True if the sequence has left the slot that it had during this residence."""
+        return self.residence != residence or self.slot < 0
 
     def check(self) -> None:
         """Assert that the lengths are in the order of the module docstring."""

@@ -15,7 +15,8 @@ from outrider.shared.base.token_states import TokenStates
 class Collector:
     """An `EventSink` that stores the events of each request.
 
-    It checks that the first event with tokens tells the number of cached prompt tokens as the end does.
+    It checks that the first event with tokens and the last event report the same number of cached tokens, and
+    that the events report the draft nodes of all rounds that the last event counts.
     """
 
     tokens: dict[str, list[int]] = field(default_factory=dict)
@@ -26,6 +27,7 @@ class Collector:
     prompt_logprobs: dict[str, list[TokenLogprob]] = field(default_factory=dict)
     states: dict[str, list[TokenStates]] = field(default_factory=dict)
     cached_tokens: dict[str, int] = field(default_factory=dict)
+    drafts: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
     deliveries: int = 0
 
     def deliver(self, events: Sequence[Event]) -> None:
@@ -38,6 +40,9 @@ class Collector:
                 if event.token_ids:
                     told = self.cached_tokens.setdefault(event.request_id, event.cached_tokens)
                     assert event.cached_tokens in (0, told), "only the first event with tokens tells it"
+                if event.draft_tokens is not None:
+                    counts = (event.draft_tokens, event.accepted_tokens)
+                    self.drafts.setdefault(event.request_id, []).append(counts)
                 self.rounds.setdefault(event.request_id, []).extend(event.rounds)
                 self.logprobs.setdefault(event.request_id, []).extend(event.logprobs)
                 self.prompt_logprobs.setdefault(event.request_id, []).extend(event.prompt_logprobs)
@@ -46,5 +51,9 @@ class Collector:
             elif isinstance(event, FinishedEvent):
                 self.finished[event.request_id] = event
                 assert self.cached_tokens.get(event.request_id, event.cached_tokens) == event.cached_tokens
+                drafts, counted = self.drafts.get(event.request_id, []), event.speculation
+                assert len(drafts) == counted.rounds
+                assert sum(verified for verified, _ in drafts) == counted.draft_tokens
+                assert sum(accepted for _, accepted in drafts) == counted.accepted_tokens
             else:
                 self.failed[event.request_id] = event

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from outrider.services.target.drafting.draft_source import PreparedDrafts, ProposalWait
-from outrider.services.target.engine.advance import Advance, advance
 from outrider.services.target.engine.decode_loop import DecodeLoop
 from outrider.services.target.engine.prefill import PrefillPass
 from outrider.services.target.model.outcome import FAILED_TOKEN, Outcome
@@ -20,6 +19,7 @@ from outrider.services.target.model.verify_pass import PassSize
 from outrider.services.target.policy.controller import ExecutedStep
 from outrider.services.target.policy.cost_model import DraftPath
 from outrider.services.target.scheduling.scheduler import PrefillChunk, StepPlan
+from outrider.services.target.scheduling.sequence import Advance
 from outrider.services.target.scheduling.sequence import Sequence as EngineSequence
 from outrider.shared.base.generation import RoundTrace
 from outrider.shared.base.logit_rules import TokenLogprob
@@ -167,7 +167,7 @@ class LoopWorld:
         if emitted[-1] == FAILED_TOKEN:
             sequence.slot = -1
             return None
-        return advance(sequence, list(emitted))
+        return sequence.advance(list(emitted))
 
     def emit(
         self,
@@ -176,6 +176,7 @@ class LoopWorld:
         trace: RoundTrace | None = None,
         logprobs: Sequence[TokenLogprob] = (),
         states: TokenStates | None = None,
+        outcome: Outcome | None = None,
     ) -> None:
         self.log.append(f"emit {sequence.session_id} {step.kept}")
         if trace is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -179,3 +180,30 @@ def test_no_stop_string_ends_a_text_that_is_too_short(tokenizer: Tokenizer) -> N
     assert patient.num_tokens > early
     assert chunk.text.count("two") == 1
     assert list(chunk.token_ids) == ids[: patient.num_tokens]
+
+
+@pytest.mark.parametrize("step", [1, 3, 50])
+def test_a_text_ends_with_the_token_that_completes_a_stop_regex(tokenizer: Tokenizer, step: int) -> None:
+    ids = tokenizer.encode("one 12 two 345 three", add_special_tokens=False).ids
+    pattern = r"\d{3}|\bnever"
+    rules = StopRules(strings=("three",), regexes=(pattern,))
+    assembler, chunks = assemble(tokenizer, ids, rules, step=step)
+    first = next(at for at in range(1, len(ids) + 1) if re.search(pattern, tokenizer.decode(ids[:at])))
+    assert (assembler.matched_stop, assembler.num_tokens) == (pattern, first)
+    assert "".join(chunk.text for chunk in chunks) == tokenizer.decode(ids[:first])
+    assert [token for chunk in chunks for token in chunk.token_ids] == ids[:first]
+
+
+def test_a_stop_string_in_the_same_token_wins_over_a_stop_regex(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("one two", add_special_tokens=False).ids
+    assembler, chunks = assemble(tokenizer, ids, StopRules(strings=("two",), regexes=("t.o",)))
+    assert assembler.matched_stop == "two"
+    assert "".join(chunk.text for chunk in chunks) == "one "
+
+
+def test_no_stop_regex_ends_a_text_that_is_too_short(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("one two one two one", add_special_tokens=False).ids
+    early = next(at for at in range(1, len(ids) + 1) if "two" in tokenizer.decode(ids[:at]))
+    patient = TextAssembler(tokenizer, StopRules(regexes=("tw.",), min_tokens=early), frozenset())
+    assert patient.push(ids).text.count("two") == 2
+    assert (patient.matched_stop, patient.num_tokens > early) == ("tw.", True)

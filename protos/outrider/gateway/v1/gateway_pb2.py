@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from outrider.common.v1 import common_pb2 as outrider_dot_common_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!outrider/gateway/v1/gateway.proto\x12\x13outrider.gateway.v1\x1a\x1foutrider/common/v1/common.proto\"\x92\x01\n\x07Message\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\x14\n\x0ctool_call_id\x18\x04 \x01(\t\x12\x31\n\ntool_calls\x18\x05 \x03(\x0b\x32\x1d.outrider.gateway.v1.ToolCall\x12\x11\n\treasoning\x18\x06 \x01(\t\"7\n\x08ToolCall\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x11\n\targuments\x18\x03 \x01(\t\"=\n\x04Tool\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\t\x12\x12\n\nparameters\x18\x03 \x01(\t\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xf8\x04\n\x11GenerationOptions\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x35\n\x08sampling\x18\x02 \x01(\x0b\x32#.outrider.common.v1.SamplingOptions\x12;\n\x0bspeculation\x18\x03 \x01(\x0b\x32&.outrider.common.v1.SpeculationOptions\x12\x0c\n\x04stop\x18\x04 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x05 \x03(\r\x12\x12\n\nignore_eos\x18\x06 \x01(\x08\x12 \n\x13skip_special_tokens\x18\x07 \x01(\x08H\x01\x88\x01\x01\x12\x11\n\tbad_words\x18\x08 \x03(\t\x12\x34\n\x08logprobs\x18\t \x01(\x0b\x32\".outrider.common.v1.LogprobOptions\x12\x0e\n\x01n\x18\x10 \x01(\rH\x02\x88\x01\x01\x12\x10\n\x08priority\x18\x11 \x01(\x05\x12\x1b\n\x13include_stop_string\x18\x12 \x01(\x08\x12\x12\n\ncache_salt\x18\x13 \x01(\t\x12\x0b\n\x03rid\x18\x14 \x01(\t\x12\x32\n\nconstraint\x18\x15 \x01(\x0b\x32\x1e.outrider.common.v1.Constraint\x12#\n\x16truncate_prompt_tokens\x18\x16 \x01(\x11H\x03\x88\x01\x01\x12\x30\n\x06states\x18\x17 \x01(\x0b\x32 .outrider.common.v1.StateOptionsB\r\n\x0b_max_tokensB\x16\n\x14_skip_special_tokensB\x04\n\x02_nB\x19\n\x17_truncate_prompt_tokens\"\xb9\x01\n\nChatPrompt\x12\x17\n\x0ftemplate_kwargs\x18\x01 \x01(\t\x12\x18\n\x10reasoning_effort\x18\x02 \x01(\t\x12\"\n\x15\x61\x64\x64_generation_prompt\x18\x03 \x01(\x08H\x00\x88\x01\x01\x12\x1e\n\x16\x63ontinue_final_message\x18\x04 \x01(\x08\x12\x1a\n\x12\x61\x64\x64_special_tokens\x18\x05 \x01(\x08\x42\x18\n\x16_add_generation_prompt\"\xdf\x02\n\x0b\x43hatRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12.\n\x08messages\x18\x02 \x03(\x0b\x32\x1c.outrider.gateway.v1.Message\x12\x37\n\x07options\x18\x03 \x01(\x0b\x32&.outrider.gateway.v1.GenerationOptions\x12(\n\x05tools\x18\x04 \x03(\x0b\x32\x19.outrider.gateway.v1.Tool\x12 \n\x13parallel_tool_calls\x18\x05 \x01(\x08H\x00\x88\x01\x01\x12\x16\n\x0ejoin_reasoning\x18\x06 \x01(\x08\x12\x16\n\x0eomit_reasoning\x18\x07 \x01(\x08\x12/\n\x06prompt\x18\x08 \x01(\x0b\x32\x1f.outrider.gateway.v1.ChatPrompt\x12\x13\n\x0btool_choice\x18\t \x01(\tB\x16\n\x14_parallel_tool_calls\"\xdf\x01\n\x0f\x43ompleteRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12\x32\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x1d.outrider.gateway.v1.TokenIdsH\x00\x12\x37\n\x07options\x18\x04 \x01(\x0b\x32&.outrider.gateway.v1.GenerationOptions\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x05 \x01(\x08H\x01\x88\x01\x01\x42\x08\n\x06promptB\x15\n\x13_add_special_tokens\"\xd1\x02\n\x05\x43hunk\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12.\n\x06rounds\x18\x03 \x03(\x0b\x32\x1e.outrider.common.v1.RoundTrace\x12\x32\n\x08logprobs\x18\x04 \x03(\x0b\x32 .outrider.common.v1.TokenLogprob\x12\x39\n\x0fprompt_logprobs\x18\x05 \x03(\x0b\x32 .outrider.common.v1.TokenLogprob\x12/\n\x06states\x18\x06 \x01(\x0b\x32\x1f.outrider.common.v1.TokenStates\x12\r\n\x05index\x18\x10 \x01(\r\x12\x11\n\treasoning\x18\x11 \x01(\t\x12\x35\n\ttool_call\x18\x12 \x01(\x0b\x32\".outrider.gateway.v1.ToolCallDelta\"K\n\rToolCallDelta\x12\r\n\x05index\x18\x01 \x01(\r\x12\n\n\x02id\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\x11\n\targuments\x18\x04 \x01(\t\"\xff\x01\n\x08\x46inished\x12\x30\n\x06reason\x18\x01 \x01(\x0e\x32 .outrider.common.v1.FinishReason\x12\x16\n\x0cmatched_text\x18\x02 \x01(\tH\x00\x12\x17\n\rmatched_token\x18\x03 \x01(\rH\x00\x12(\n\x05usage\x18\x04 \x01(\x0b\x32\x19.outrider.common.v1.Usage\x12\x39\n\x0bspeculation\x18\x05 \x01(\x0b\x32$.outrider.common.v1.SpeculationStats\x12\x0c\n\x04seed\x18\x06 \x01(\x04\x12\r\n\x05index\x18\x10 \x01(\rB\x0e\n\x0cmatched_stop\"t\n\tChatReply\x12+\n\x05\x63hunk\x18\x01 \x01(\x0b\x32\x1a.outrider.gateway.v1.ChunkH\x00\x12\x31\n\x08\x66inished\x18\x02 \x01(\x0b\x32\x1d.outrider.gateway.v1.FinishedH\x00\x42\x07\n\x05\x65vent\"x\n\rCompleteReply\x12+\n\x05\x63hunk\x18\x01 \x01(\x0b\x32\x1a.outrider.gateway.v1.ChunkH\x00\x12\x31\n\x08\x66inished\x18\x02 \x01(\x0b\x32\x1d.outrider.gateway.v1.FinishedH\x00\x42\x07\n\x05\x65vent\"\x13\n\x11ListModelsRequest\"*\n\x05Model\x12\n\n\x02id\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\"=\n\x0fListModelsReply\x12*\n\x06models\x18\x01 \x03(\x0b\x32\x1a.outrider.gateway.v1.Model\"\x88\x02\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x03 \x01(\x08H\x00\x88\x01\x01\x12.\n\x08messages\x18\x04 \x03(\x0b\x32\x1c.outrider.gateway.v1.Message\x12(\n\x05tools\x18\x05 \x03(\x0b\x32\x19.outrider.gateway.v1.Tool\x12/\n\x06prompt\x18\x06 \x01(\x0b\x32\x1f.outrider.gateway.v1.ChatPrompt\x12\x15\n\rreturn_tokens\x18\x07 \x01(\x08\x42\x15\n\x13_add_special_tokens\"I\n\rTokenizeReply\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x0e\n\x06tokens\x18\x02 \x03(\t\x12\x15\n\rmax_model_len\x18\x03 \x01(\r\"R\n\x11\x44\x65tokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x1b\n\x13skip_special_tokens\x18\x03 \x01(\x08\"\x1f\n\x0f\x44\x65tokenizeReply\x12\x0c\n\x04text\x18\x01 \x01(\t\"(\n\x0c\x41\x62ortRequest\x12\x0b\n\x03rid\x18\x01 \x01(\t\x12\x0b\n\x03\x61ll\x18\x02 \x01(\x08\"\x1d\n\nAbortReply\x12\x0f\n\x07\x61\x62orted\x18\x01 \x01(\r2\x8a\x04\n\tInference\x12J\n\x04\x43hat\x12 .outrider.gateway.v1.ChatRequest\x1a\x1e.outrider.gateway.v1.ChatReply0\x01\x12V\n\x08\x43omplete\x12$.outrider.gateway.v1.CompleteRequest\x1a\".outrider.gateway.v1.CompleteReply0\x01\x12Z\n\nListModels\x12&.outrider.gateway.v1.ListModelsRequest\x1a$.outrider.gateway.v1.ListModelsReply\x12T\n\x08Tokenize\x12$.outrider.gateway.v1.TokenizeRequest\x1a\".outrider.gateway.v1.TokenizeReply\x12Z\n\nDetokenize\x12&.outrider.gateway.v1.DetokenizeRequest\x1a$.outrider.gateway.v1.DetokenizeReply\x12K\n\x05\x41\x62ort\x12!.outrider.gateway.v1.AbortRequest\x1a\x1f.outrider.gateway.v1.AbortReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!outrider/gateway/v1/gateway.proto\x12\x13outrider.gateway.v1\x1a\x1foutrider/common/v1/common.proto\"\x92\x01\n\x07Message\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\x14\n\x0ctool_call_id\x18\x04 \x01(\t\x12\x31\n\ntool_calls\x18\x05 \x03(\x0b\x32\x1d.outrider.gateway.v1.ToolCall\x12\x11\n\treasoning\x18\x06 \x01(\t\"7\n\x08ToolCall\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x11\n\targuments\x18\x03 \x01(\t\"=\n\x04Tool\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\t\x12\x12\n\nparameters\x18\x03 \x01(\t\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\x8c\x05\n\x11GenerationOptions\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x35\n\x08sampling\x18\x02 \x01(\x0b\x32#.outrider.common.v1.SamplingOptions\x12;\n\x0bspeculation\x18\x03 \x01(\x0b\x32&.outrider.common.v1.SpeculationOptions\x12\x0c\n\x04stop\x18\x04 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x05 \x03(\r\x12\x12\n\nignore_eos\x18\x06 \x01(\x08\x12 \n\x13skip_special_tokens\x18\x07 \x01(\x08H\x01\x88\x01\x01\x12\x11\n\tbad_words\x18\x08 \x03(\t\x12\x34\n\x08logprobs\x18\t \x01(\x0b\x32\".outrider.common.v1.LogprobOptions\x12\x0e\n\x01n\x18\x10 \x01(\rH\x02\x88\x01\x01\x12\x10\n\x08priority\x18\x11 \x01(\x05\x12\x1b\n\x13include_stop_string\x18\x12 \x01(\x08\x12\x12\n\ncache_salt\x18\x13 \x01(\t\x12\x0b\n\x03rid\x18\x14 \x01(\t\x12\x32\n\nconstraint\x18\x15 \x01(\x0b\x32\x1e.outrider.common.v1.Constraint\x12#\n\x16truncate_prompt_tokens\x18\x16 \x01(\x11H\x03\x88\x01\x01\x12\x30\n\x06states\x18\x17 \x01(\x0b\x32 .outrider.common.v1.StateOptions\x12\x12\n\nstop_regex\x18\x18 \x03(\tB\r\n\x0b_max_tokensB\x16\n\x14_skip_special_tokensB\x04\n\x02_nB\x19\n\x17_truncate_prompt_tokens\"\xb9\x01\n\nChatPrompt\x12\x17\n\x0ftemplate_kwargs\x18\x01 \x01(\t\x12\x18\n\x10reasoning_effort\x18\x02 \x01(\t\x12\"\n\x15\x61\x64\x64_generation_prompt\x18\x03 \x01(\x08H\x00\x88\x01\x01\x12\x1e\n\x16\x63ontinue_final_message\x18\x04 \x01(\x08\x12\x1a\n\x12\x61\x64\x64_special_tokens\x18\x05 \x01(\x08\x42\x18\n\x16_add_generation_prompt\"\xdf\x02\n\x0b\x43hatRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12.\n\x08messages\x18\x02 \x03(\x0b\x32\x1c.outrider.gateway.v1.Message\x12\x37\n\x07options\x18\x03 \x01(\x0b\x32&.outrider.gateway.v1.GenerationOptions\x12(\n\x05tools\x18\x04 \x03(\x0b\x32\x19.outrider.gateway.v1.Tool\x12 \n\x13parallel_tool_calls\x18\x05 \x01(\x08H\x00\x88\x01\x01\x12\x16\n\x0ejoin_reasoning\x18\x06 \x01(\x08\x12\x16\n\x0eomit_reasoning\x18\x07 \x01(\x08\x12/\n\x06prompt\x18\x08 \x01(\x0b\x32\x1f.outrider.gateway.v1.ChatPrompt\x12\x13\n\x0btool_choice\x18\t \x01(\tB\x16\n\x14_parallel_tool_calls\"\xdf\x01\n\x0f\x43ompleteRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12\x32\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x1d.outrider.gateway.v1.TokenIdsH\x00\x12\x37\n\x07options\x18\x04 \x01(\x0b\x32&.outrider.gateway.v1.GenerationOptions\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x05 \x01(\x08H\x01\x88\x01\x01\x42\x08\n\x06promptB\x15\n\x13_add_special_tokens\"\xd1\x02\n\x05\x43hunk\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12.\n\x06rounds\x18\x03 \x03(\x0b\x32\x1e.outrider.common.v1.RoundTrace\x12\x32\n\x08logprobs\x18\x04 \x03(\x0b\x32 .outrider.common.v1.TokenLogprob\x12\x39\n\x0fprompt_logprobs\x18\x05 \x03(\x0b\x32 .outrider.common.v1.TokenLogprob\x12/\n\x06states\x18\x06 \x01(\x0b\x32\x1f.outrider.common.v1.TokenStates\x12\r\n\x05index\x18\x10 \x01(\r\x12\x11\n\treasoning\x18\x11 \x01(\t\x12\x35\n\ttool_call\x18\x12 \x01(\x0b\x32\".outrider.gateway.v1.ToolCallDelta\"K\n\rToolCallDelta\x12\r\n\x05index\x18\x01 \x01(\r\x12\n\n\x02id\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\x11\n\targuments\x18\x04 \x01(\t\"\xff\x01\n\x08\x46inished\x12\x30\n\x06reason\x18\x01 \x01(\x0e\x32 .outrider.common.v1.FinishReason\x12\x16\n\x0cmatched_text\x18\x02 \x01(\tH\x00\x12\x17\n\rmatched_token\x18\x03 \x01(\rH\x00\x12(\n\x05usage\x18\x04 \x01(\x0b\x32\x19.outrider.common.v1.Usage\x12\x39\n\x0bspeculation\x18\x05 \x01(\x0b\x32$.outrider.common.v1.SpeculationStats\x12\x0c\n\x04seed\x18\x06 \x01(\x04\x12\r\n\x05index\x18\x10 \x01(\rB\x0e\n\x0cmatched_stop\"t\n\tChatReply\x12+\n\x05\x63hunk\x18\x01 \x01(\x0b\x32\x1a.outrider.gateway.v1.ChunkH\x00\x12\x31\n\x08\x66inished\x18\x02 \x01(\x0b\x32\x1d.outrider.gateway.v1.FinishedH\x00\x42\x07\n\x05\x65vent\"x\n\rCompleteReply\x12+\n\x05\x63hunk\x18\x01 \x01(\x0b\x32\x1a.outrider.gateway.v1.ChunkH\x00\x12\x31\n\x08\x66inished\x18\x02 \x01(\x0b\x32\x1d.outrider.gateway.v1.FinishedH\x00\x42\x07\n\x05\x65vent\"\x13\n\x11ListModelsRequest\"*\n\x05Model\x12\n\n\x02id\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\"=\n\x0fListModelsReply\x12*\n\x06models\x18\x01 \x03(\x0b\x32\x1a.outrider.gateway.v1.Model\"\x88\x02\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x03 \x01(\x08H\x00\x88\x01\x01\x12.\n\x08messages\x18\x04 \x03(\x0b\x32\x1c.outrider.gateway.v1.Message\x12(\n\x05tools\x18\x05 \x03(\x0b\x32\x19.outrider.gateway.v1.Tool\x12/\n\x06prompt\x18\x06 \x01(\x0b\x32\x1f.outrider.gateway.v1.ChatPrompt\x12\x15\n\rreturn_tokens\x18\x07 \x01(\x08\x42\x15\n\x13_add_special_tokens\"I\n\rTokenizeReply\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x0e\n\x06tokens\x18\x02 \x03(\t\x12\x15\n\rmax_model_len\x18\x03 \x01(\r\"R\n\x11\x44\x65tokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x1b\n\x13skip_special_tokens\x18\x03 \x01(\x08\"\x1f\n\x0f\x44\x65tokenizeReply\x12\x0c\n\x04text\x18\x01 \x01(\t\"(\n\x0c\x41\x62ortRequest\x12\x0b\n\x03rid\x18\x01 \x01(\t\x12\x0b\n\x03\x61ll\x18\x02 \x01(\x08\"\x1d\n\nAbortReply\x12\x0f\n\x07\x61\x62orted\x18\x01 \x01(\r2\x8a\x04\n\tInference\x12J\n\x04\x43hat\x12 .outrider.gateway.v1.ChatRequest\x1a\x1e.outrider.gateway.v1.ChatReply0\x01\x12V\n\x08\x43omplete\x12$.outrider.gateway.v1.CompleteRequest\x1a\".outrider.gateway.v1.CompleteReply0\x01\x12Z\n\nListModels\x12&.outrider.gateway.v1.ListModelsRequest\x1a$.outrider.gateway.v1.ListModelsReply\x12T\n\x08Tokenize\x12$.outrider.gateway.v1.TokenizeRequest\x1a\".outrider.gateway.v1.TokenizeReply\x12Z\n\nDetokenize\x12&.outrider.gateway.v1.DetokenizeRequest\x1a$.outrider.gateway.v1.DetokenizeReply\x12K\n\x05\x41\x62ort\x12!.outrider.gateway.v1.AbortRequest\x1a\x1f.outrider.gateway.v1.AbortReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -41,41 +41,41 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TOKENIDS']._serialized_start=360
   _globals['_TOKENIDS']._serialized_end=383
   _globals['_GENERATIONOPTIONS']._serialized_start=386
-  _globals['_GENERATIONOPTIONS']._serialized_end=1018
-  _globals['_CHATPROMPT']._serialized_start=1021
-  _globals['_CHATPROMPT']._serialized_end=1206
-  _globals['_CHATREQUEST']._serialized_start=1209
-  _globals['_CHATREQUEST']._serialized_end=1560
-  _globals['_COMPLETEREQUEST']._serialized_start=1563
-  _globals['_COMPLETEREQUEST']._serialized_end=1786
-  _globals['_CHUNK']._serialized_start=1789
-  _globals['_CHUNK']._serialized_end=2126
-  _globals['_TOOLCALLDELTA']._serialized_start=2128
-  _globals['_TOOLCALLDELTA']._serialized_end=2203
-  _globals['_FINISHED']._serialized_start=2206
-  _globals['_FINISHED']._serialized_end=2461
-  _globals['_CHATREPLY']._serialized_start=2463
-  _globals['_CHATREPLY']._serialized_end=2579
-  _globals['_COMPLETEREPLY']._serialized_start=2581
-  _globals['_COMPLETEREPLY']._serialized_end=2701
-  _globals['_LISTMODELSREQUEST']._serialized_start=2703
-  _globals['_LISTMODELSREQUEST']._serialized_end=2722
-  _globals['_MODEL']._serialized_start=2724
-  _globals['_MODEL']._serialized_end=2766
-  _globals['_LISTMODELSREPLY']._serialized_start=2768
-  _globals['_LISTMODELSREPLY']._serialized_end=2829
-  _globals['_TOKENIZEREQUEST']._serialized_start=2832
-  _globals['_TOKENIZEREQUEST']._serialized_end=3096
-  _globals['_TOKENIZEREPLY']._serialized_start=3098
-  _globals['_TOKENIZEREPLY']._serialized_end=3171
-  _globals['_DETOKENIZEREQUEST']._serialized_start=3173
-  _globals['_DETOKENIZEREQUEST']._serialized_end=3255
-  _globals['_DETOKENIZEREPLY']._serialized_start=3257
-  _globals['_DETOKENIZEREPLY']._serialized_end=3288
-  _globals['_ABORTREQUEST']._serialized_start=3290
-  _globals['_ABORTREQUEST']._serialized_end=3330
-  _globals['_ABORTREPLY']._serialized_start=3332
-  _globals['_ABORTREPLY']._serialized_end=3361
-  _globals['_INFERENCE']._serialized_start=3364
-  _globals['_INFERENCE']._serialized_end=3886
+  _globals['_GENERATIONOPTIONS']._serialized_end=1038
+  _globals['_CHATPROMPT']._serialized_start=1041
+  _globals['_CHATPROMPT']._serialized_end=1226
+  _globals['_CHATREQUEST']._serialized_start=1229
+  _globals['_CHATREQUEST']._serialized_end=1580
+  _globals['_COMPLETEREQUEST']._serialized_start=1583
+  _globals['_COMPLETEREQUEST']._serialized_end=1806
+  _globals['_CHUNK']._serialized_start=1809
+  _globals['_CHUNK']._serialized_end=2146
+  _globals['_TOOLCALLDELTA']._serialized_start=2148
+  _globals['_TOOLCALLDELTA']._serialized_end=2223
+  _globals['_FINISHED']._serialized_start=2226
+  _globals['_FINISHED']._serialized_end=2481
+  _globals['_CHATREPLY']._serialized_start=2483
+  _globals['_CHATREPLY']._serialized_end=2599
+  _globals['_COMPLETEREPLY']._serialized_start=2601
+  _globals['_COMPLETEREPLY']._serialized_end=2721
+  _globals['_LISTMODELSREQUEST']._serialized_start=2723
+  _globals['_LISTMODELSREQUEST']._serialized_end=2742
+  _globals['_MODEL']._serialized_start=2744
+  _globals['_MODEL']._serialized_end=2786
+  _globals['_LISTMODELSREPLY']._serialized_start=2788
+  _globals['_LISTMODELSREPLY']._serialized_end=2849
+  _globals['_TOKENIZEREQUEST']._serialized_start=2852
+  _globals['_TOKENIZEREQUEST']._serialized_end=3116
+  _globals['_TOKENIZEREPLY']._serialized_start=3118
+  _globals['_TOKENIZEREPLY']._serialized_end=3191
+  _globals['_DETOKENIZEREQUEST']._serialized_start=3193
+  _globals['_DETOKENIZEREQUEST']._serialized_end=3275
+  _globals['_DETOKENIZEREPLY']._serialized_start=3277
+  _globals['_DETOKENIZEREPLY']._serialized_end=3308
+  _globals['_ABORTREQUEST']._serialized_start=3310
+  _globals['_ABORTREQUEST']._serialized_end=3350
+  _globals['_ABORTREPLY']._serialized_start=3352
+  _globals['_ABORTREPLY']._serialized_end=3381
+  _globals['_INFERENCE']._serialized_start=3384
+  _globals['_INFERENCE']._serialized_end=3906
 # @@protoc_insertion_point(module_scope)

@@ -157,6 +157,7 @@ class GenerationOptions(_message.Message):
     CONSTRAINT_FIELD_NUMBER: _builtins.int
     TRUNCATE_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     STATES_FIELD_NUMBER: _builtins.int
+    STOP_REGEX_FIELD_NUMBER: _builtins.int
     max_tokens: _builtins.int
     ignore_eos: _builtins.bool
     skip_special_tokens: _builtins.bool
@@ -191,6 +192,8 @@ class GenerationOptions(_message.Message):
     def states(self) -> _common_pb2.StateOptions:
         """The states of tokens to report."""
 
+    @_builtins.property
+    def stop_regex(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     def __init__(
         self,
         *,
@@ -211,10 +214,11 @@ class GenerationOptions(_message.Message):
         constraint: _common_pb2.Constraint | None = ...,
         truncate_prompt_tokens: _builtins.int | None = ...,
         states: _common_pb2.StateOptions | None = ...,
+        stop_regex: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "_n", b"_n", "_skip_special_tokens", b"_skip_special_tokens", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "constraint", b"constraint", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "n", b"n", "sampling", b"sampling", "skip_special_tokens", b"skip_special_tokens", "speculation", b"speculation", "states", b"states", "truncate_prompt_tokens", b"truncate_prompt_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "_n", b"_n", "_skip_special_tokens", b"_skip_special_tokens", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "bad_words", b"bad_words", "cache_salt", b"cache_salt", "constraint", b"constraint", "ignore_eos", b"ignore_eos", "include_stop_string", b"include_stop_string", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "n", b"n", "priority", b"priority", "rid", b"rid", "sampling", b"sampling", "skip_special_tokens", b"skip_special_tokens", "speculation", b"speculation", "states", b"states", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "truncate_prompt_tokens", b"truncate_prompt_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "_n", b"_n", "_skip_special_tokens", b"_skip_special_tokens", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "bad_words", b"bad_words", "cache_salt", b"cache_salt", "constraint", b"constraint", "ignore_eos", b"ignore_eos", "include_stop_string", b"include_stop_string", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "n", b"n", "priority", b"priority", "rid", b"rid", "sampling", b"sampling", "skip_special_tokens", b"skip_special_tokens", "speculation", b"speculation", "states", b"states", "stop", b"stop", "stop_regex", b"stop_regex", "stop_token_ids", b"stop_token_ids", "truncate_prompt_tokens", b"truncate_prompt_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_tokens: _TypeAlias = _typing.Literal["max_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_tokens: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens"]  # noqa: Y015

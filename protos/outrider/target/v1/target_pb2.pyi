@@ -243,10 +243,17 @@ class TokenDelta(_message.Message):
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     STATES_FIELD_NUMBER: _builtins.int
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
+    ACCEPTED_TOKENS_FIELD_NUMBER: _builtins.int
     cached_tokens: _builtins.int
     """Number of prompt tokens whose K/V was stored already. Only in the first message with tokens. A gateway needs
     this number if it loses the target before Finish arrives.
     """
+    draft_tokens: _builtins.int
+    """Number of draft nodes that the round of these tokens verified, and number of nodes that it accepted. Absent
+    for tokens of a prefill, and in releases that do not report the numbers.
+    """
+    accepted_tokens: _builtins.int
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -276,12 +283,16 @@ class TokenDelta(_message.Message):
         prompt_logprobs: _abc.Iterable[_common_pb2.TokenLogprob] | None = ...,
         states: _common_pb2.TokenStates | None = ...,
         cached_tokens: _builtins.int = ...,
+        draft_tokens: _builtins.int | None = ...,
+        accepted_tokens: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["states", b"states"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_draft_tokens", b"_draft_tokens", "draft_tokens", b"draft_tokens", "states", b"states"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "rounds", b"rounds", "states", b"states", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_draft_tokens", b"_draft_tokens", "accepted_tokens", b"accepted_tokens", "cached_tokens", b"cached_tokens", "draft_tokens", b"draft_tokens", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "rounds", b"rounds", "states", b"states", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__draft_tokens: _TypeAlias = _typing.Literal["draft_tokens"]  # noqa: Y015
+    _WhichOneofArgType__draft_tokens: _TypeAlias = _typing.Literal["_draft_tokens", b"_draft_tokens"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__draft_tokens) -> _WhichOneofReturnType__draft_tokens | None: ...
 
 Global___TokenDelta: _TypeAlias = TokenDelta  # noqa: Y015
 
@@ -417,6 +428,9 @@ class GetInfoReply(_message.Message):
     FEATURES_FIELD_NUMBER: _builtins.int
     ROUTED_LAYERS_FIELD_NUMBER: _builtins.int
     EXPERTS_PER_TOKEN_FIELD_NUMBER: _builtins.int
+    MODEL_PATH_FIELD_NUMBER: _builtins.int
+    TP_SIZE_FIELD_NUMBER: _builtins.int
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
     model_id: _builtins.str
     architecture: _builtins.str
     vocab_size: _builtins.int
@@ -436,6 +450,15 @@ class GetInfoReply(_message.Message):
     routed_layers: _builtins.int
     """Layers and experts per token in the routed experts that requests may ask for; 0 if the model has none."""
     experts_per_token: _builtins.int
+    model_path: _builtins.str
+    """Folder of the model, or ORG/NAME if the folder is a snapshot of the Hugging Face hub. Empty in releases that
+    do not report it.
+    """
+    tp_size: _builtins.int
+    """Number of processes that share the model (tensor parallelism), and number of tokens per page of the KV cache.
+    Both are 0 in releases that do not report them.
+    """
+    page_size: _builtins.int
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -463,10 +486,13 @@ class GetInfoReply(_message.Message):
         features: _abc.Iterable[Global___TargetFeature.ValueType] | None = ...,
         routed_layers: _builtins.int = ...,
         experts_per_token: _builtins.int = ...,
+        model_path: _builtins.str = ...,
+        tp_size: _builtins.int = ...,
+        page_size: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["speculation", b"speculation"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "device", b"device", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "experts_per_token", b"experts_per_token", "features", b"features", "fingerprint", b"fingerprint", "hidden_size", b"hidden_size", "max_model_len", b"max_model_len", "max_running_requests", b"max_running_requests", "max_version", b"max_version", "min_version", b"min_version", "model_id", b"model_id", "num_layers", b"num_layers", "routed_layers", b"routed_layers", "speculation", b"speculation", "vocab_size", b"vocab_size", "weight_version", b"weight_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "device", b"device", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "experts_per_token", b"experts_per_token", "features", b"features", "fingerprint", b"fingerprint", "hidden_size", b"hidden_size", "max_model_len", b"max_model_len", "max_running_requests", b"max_running_requests", "max_version", b"max_version", "min_version", b"min_version", "model_id", b"model_id", "model_path", b"model_path", "num_layers", b"num_layers", "page_size", b"page_size", "routed_layers", b"routed_layers", "speculation", b"speculation", "tp_size", b"tp_size", "vocab_size", b"vocab_size", "weight_version", b"weight_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -496,7 +522,7 @@ class SpeculationInfo(_message.Message):
     max_topk: _builtins.int
     max_nodes: _builtins.int
     state: _builtins.str
-    """One of: on, warming, draft_down, none."""
+    """One of: on, connecting, late, draft_down, none."""
     def __init__(
         self,
         *,

@@ -26,6 +26,7 @@ class GenerateFields(BaseModel):
     cache_salt: str | None = Field(
         default=None, description="Requests share the K/V of a prompt only if they have the same salt."
     )
+    extra_key: str | None = Field(default=None, description="SGLang's other name of `cache_salt`.")
     speculation: SpeculationOptions | None = Field(
         default=None, description="Whether the server drafts, and how large the trees are."
     )
@@ -53,6 +54,9 @@ class GenerateFields(BaseModel):
     )
     routed_experts_start_len: ExpertsStart | None = Field(
         default=None, description="Index of the first token whose experts are returned. Default: 0."
+    )
+    return_prompt_token_ids: bool | None = Field(
+        default=None, description="Include the token ids of the prompt in each choice."
     )
 
 

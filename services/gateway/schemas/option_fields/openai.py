@@ -8,7 +8,7 @@ from pydantic import BaseModel, Field
 
 from outrider.services.gateway.schemas.chat_messages import Message
 from outrider.services.gateway.schemas.constraint_types import JsonSchema, ResponseFormat, StructuredOutputs
-from outrider.services.gateway.schemas.field_types import ExpertsStart, ReasoningEffort
+from outrider.services.gateway.schemas.field_types import ExpertsStart, ReasoningEffort, Truncation
 from outrider.services.gateway.schemas.option_fields.speculation import SpeculationOptions
 from outrider.services.gateway.schemas.stream_options import StreamOptions
 from outrider.services.gateway.schemas.tools import Tool, ToolChoice
@@ -58,6 +58,7 @@ class OpenAIFields(BaseModel):
     cache_salt: str | None = Field(
         default=None, description="Requests share the K/V of a prompt only if they have the same salt."
     )
+    extra_key: str | None = Field(default=None, description="SGLang's other name of `cache_salt`.")
     min_tokens: int | None = Field(
         default=None,
         description="Number of tokens before which no stop token or stop string ends the answer.",
@@ -68,15 +69,10 @@ class OpenAIFields(BaseModel):
     return_tokens_as_token_ids: bool | None = Field(
         default=None, description="Write the tokens of logprobs as token_id:N."
     )
-    return_token_ids: bool | None = Field(default=None, description="Include token ids in each choice.")
     truncate_prompt_tokens: int | None = Field(
         default=None,
         ge=-1,
         description="Keep only this many tokens at the end of the prompt; -1: as many as fit.",
-    )
-    add_special_tokens: bool | None = Field(
-        default=None,
-        description="Whether the tokenizer adds its special tokens. Default: only in completions.",
     )
 
 
@@ -94,6 +90,16 @@ class ChatAndCompletionFields(BaseModel):
     )
     routed_experts_start_len: ExpertsStart | None = Field(
         default=None, description="Index of the first token whose experts are returned. Default: 0."
+    )
+    return_token_ids: bool | None = Field(
+        default=None, description="Include the token ids of prompt and answer in each choice."
+    )
+    return_prompt_token_ids: bool | None = Field(
+        default=None, description="Include the token ids of the prompt in each choice."
+    )
+    add_special_tokens: bool | None = Field(
+        default=None,
+        description="Whether the tokenizer adds its special tokens. Default: only in completions.",
     )
 
 
@@ -165,6 +171,10 @@ class ResponseFields(BaseModel):
         default=None,
         description="Number of alternatives per token, 0 to 20. Requires 'message.output_text.logprobs' in "
         "include.",
+    )
+    truncation: Truncation | None = Field(
+        default=None,
+        description="Whether the oldest items are left out if the input does not fit: auto or disabled.",
     )
     chat_template_kwargs: dict[str, Any] | None = Field(
         default=None, description="Allowed keys: enable_thinking, thinking, reasoning_effort."

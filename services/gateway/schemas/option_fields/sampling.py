@@ -43,6 +43,9 @@ class SamplingFields(BaseModel):
     sampling_seed: int | None = Field(default=None, description="SGLang's name of `seed`.")
     n: int | None = Field(default=None, description="Number of answers to each prompt.")
     stop: StopStrings | None = Field(default=None, description="Texts that end the answer.")
+    stop_regex: StopStrings | None = Field(
+        default=None, description="Regular expressions. The token that completes a match ends the answer."
+    )
     stop_token_ids: TokenIds | None = Field(default=None, description="Tokens that end the answer.")
     ignore_eos: bool | None = Field(
         default=None, description="Whether the answer continues after the model's end-of-sequence tokens."

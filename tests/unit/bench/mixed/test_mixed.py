@@ -15,8 +15,7 @@ from support.services.fake_openai import FakeServer
 from typer.testing import CliRunner
 
 from outrider.bench.mixed import command, pauses, ratios, soak
-from outrider.bench.mixed.cases import AUTO, MIXES, PAIRINGS, PLAIN, Section
-from outrider.bench.mixed.figures import MixedFigure
+from outrider.bench.mixed.cases import AUTO, MIXES, PAIRINGS, PLAIN
 from outrider.services.cli.commands import app
 from outrider.services.stack.options import StackOptions
 from outrider.shared.base.errors import ConfigurationError, OutriderError, UnavailableError
@@ -143,9 +142,9 @@ async def test_pairs_alternate_their_order_and_give_medians() -> None:
 
 def test_pauses_are_those_that_overlap_with_the_long_prompt() -> None:
     times = [1.0, 2.0, 5.0, 6.0, 9.0]
-    assert pauses._pauses(times, 2.5, 5.5) == [3.0, 1.0]
+    assert pauses._pauses(times, 2.5, 5.5) == [(3.0, 2.0), (1.0, 5.0)]
     assert pauses._pauses(times, 0.0, 1.0) == []
-    assert pauses._pauses(times, 3.0, 4.0) == [3.0]
+    assert pauses._pauses(times, 3.0, 4.0) == [(3.0, 2.0)]
 
 
 def test_streams_that_end_are_followed_by_others(gateway: FakeServer, tmp_path: Path) -> None:
@@ -164,14 +163,9 @@ def test_streams_that_end_are_followed_by_others(gateway: FakeServer, tmp_path: 
     assert written["settings"]["stream"] == 15
     pause, ttft = written["rows"]
     assert pause["ratio"] == pytest.approx(pause["value"] / pause["usual_ms"], rel=0.05)
+    assert len(pause["runs_at_ms"]) == 1
+    assert pause["goal"] is ttft["goal"] is None, "the goals hold for other sizes"
     assert ttft["ratio"] == pytest.approx(ttft["value"] / ttft["alone_ms"], rel=0.05)
-
-
-def test_goals_are_limits_from_either_side() -> None:
-    assert MixedFigure(Section.ODD, "a", 100.0, "tok/s", 0.96, 0.95).met is True
-    assert MixedFigure(Section.ODD, "a", 100.0, "tok/s", 0.94, 0.95).met is False
-    assert MixedFigure(Section.SOAK, "a", 1.0, "requests", goal=0, at_least=False).met is False
-    assert MixedFigure(Section.TTFT, "a", 1.0, "ms").met is None
 
 
 def test_a_case_that_fails_leaves_the_others(gateway: FakeServer, tmp_path: Path) -> None:
@@ -261,15 +255,15 @@ def test_a_stack_of_its_own_has_outriders_format(tmp_path: Path) -> None:
 def test_a_draft_that_is_not_ready_is_waited_for(
     gateway: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gateway.limits |= {"internal_states": [{"draft_state": "warming"}]}
+    gateway.limits |= {"internal_states": [{"draft_state": "draft_down"}]}
     monkeypatch.setattr(command, "DRAFT_WAIT_S", 0.0)
     run(gateway.url, tmp_path, "--only", "ttft")
-    with pytest.raises(UnavailableError, match="state warming"):
+    with pytest.raises(UnavailableError, match="state draft_down"):
         run(gateway.url, tmp_path, "--only", "gap:tree", "--force")
     monkeypatch.setattr(command, "DRAFT_WAIT_S", 20.0)
     monkeypatch.setattr(command, "POLL_S", 0.0)
     found = command.find_server
-    states = iter(["warming", "connecting"])
+    states = iter(["draft_down", "connecting"])
 
     def one_state_later(*arguments: Any) -> Any:
         server = found(*arguments)

@@ -29,6 +29,7 @@ VALUES: dict[str, Any] = {
     "seed": 9,
     "n": 2,
     "stop": ["x", "y"],
+    "stop_regex": ["x+", "[yz]"],
     "stop_token_ids": [4, 5],
     "ignore_eos": True,
     "include_stop_string": True,

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import Result
+from support.outputs.verify_coverage import COVERED, NOT_COMPARED
 from tokenizers import Tokenizer
 from typer.testing import CliRunner
 
@@ -22,7 +23,6 @@ from outrider.services.gateway.options.table import OPTIONS as REQUEST_OPTIONS
 from outrider.services.target.request import EngineRequest
 from outrider.services.verify import command
 from outrider.services.verify.cases import OPTIONS, requests_of, ways, without_speculation
-from outrider.services.verify.coverage import COVERED, NOT_COMPARED
 from outrider.services.verify.law import chi_square
 from outrider.services.verify.logprobs import compare_logprobs
 from outrider.services.verify.pair_engine import Answers, PairEngine
@@ -67,7 +67,7 @@ def test_the_embedded_pair_passes_with_every_option(tmp_path: Path, monkeypatch:
     assert [run["name"] for run in report["runs"]] == ["chain", "tree", "auto", "mixed"]
     for run in report["runs"]:
         assert run["requests"] == 2 * (len(OPTIONS) - 1)
-        assert (run["texts"]["compared"], run["texts"]["stopped"], run["texts"]["different"]) == (2, 2, [])
+        assert (run["texts"]["compared"], run["texts"]["stopped"], run["texts"]["different"]) == (4, 4, [])
         assert run["differences"] == []
         assert run["logprobs"]["holds"]
         assert run["logprobs"]["compared"] > 2 * 8 * (6 + 21)
@@ -150,7 +150,7 @@ def test_texts_are_cut_at_a_stop_string_however_the_tokens_arrive() -> None:
     off = Answers({"a": tokens}, parts={"a": [[token] for token in tokens]})
     on = Answers({"a": tokens}, parts={"a": [tokens[:4], tokens[4:]]})
     found = compare_texts(tokenizer, {"a": stop}, off, on)
-    assert (found.compared, found.stopped, found.holds) == (1, 1, True)
+    assert (found.compared, found.stopped, found.holds) == (2, 2, True)
     on.parts["a"] = [tokens[:2]]
     assert compare_texts(tokenizer, {"a": stop}, off, on).different == ["a"]
 

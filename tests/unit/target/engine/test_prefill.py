@@ -14,7 +14,6 @@ from support.models.toys import make_toy_target
 
 from outrider.services.target.drafting.no_drafter import NoDrafter
 from outrider.services.target.engine import prefill as prefill_module
-from outrider.services.target.engine.advance import advance
 from outrider.services.target.engine.prefill import Prefill
 from outrider.services.target.model.outcome import FAILED_TOKEN
 from outrider.services.target.scheduling.scheduler import PrefillChunk
@@ -76,7 +75,7 @@ class Kitchen:
         return Chosen(self, self.tokens)
 
     def _accept(self, sequence: Sequence, emitted: list[int]) -> object:
-        return None if emitted[-1] == FAILED_TOKEN else advance(sequence, emitted)
+        return None if emitted[-1] == FAILED_TOKEN else sequence.advance(emitted)
 
     def waiting(self, session_id: int, length: int, **options: Any) -> Sequence:
         """Return an admitted sequence whose prompt is not stored yet."""

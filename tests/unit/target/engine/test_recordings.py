@@ -16,8 +16,9 @@ from outrider.services.target.engine.recordings import (
     mixed_recordings,
     round_recordings,
 )
-from outrider.services.target.model.packed_batch import RowBuckets, SamplingMode
+from outrider.services.target.model.packed_batch import SamplingMode
 from outrider.services.target.model.verify_pass import PassSize
+from outrider.shared.engine.buckets import row_buckets
 from outrider.shared.spec.tree import NO_DRAFT, DraftShape
 
 TREE, CHAIN = DraftShape(3, 2, 7), DraftShape(3, 1, 4)
@@ -30,7 +31,7 @@ class Recorder:
 
     def __init__(self, max_rows: int = 64) -> None:
         self.max_rows = max_rows
-        self.buckets = RowBuckets.up_to(max_rows)
+        self.buckets = row_buckets(max_rows)
         self.made: list[Any] = []
 
     def capture(self, *what: Any) -> None:
@@ -149,7 +150,7 @@ def test_rounds_with_forms_are_recorded_in_every_width() -> None:
 
 
 def test_rounds_with_forms_are_listed_unless_there_are_several_ranks() -> None:
-    step_runner: Any = SimpleNamespace(buckets=RowBuckets.up_to(4), max_rows=4)
+    step_runner: Any = SimpleNamespace(buckets=row_buckets(4), max_rows=4)
     runner: Any = SimpleNamespace(captures=False, graphs=SimpleNamespace(observed=False))
     recordings = Recordings(runner, step_runner, None, drafting=False, refresh=lambda: None)
     listed = [description for description, _record in recordings.masked()]

@@ -1,4 +1,4 @@
-"""Entries of packed rounds: buckets of row counts, sampling modes, padding, and uploads."""
+"""Entries of packed rounds: sampling modes, padding, and uploads."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from support.suite.compute_device import DEVICE
 from outrider.services.target.model.packed_batch import (
     Entry,
     PackedBatch,
-    RowBuckets,
     SamplingMode,
     width_class,
 )
@@ -35,26 +34,6 @@ def batch() -> PackedBatch:
 
 def entry(sequence: Sequence, shape: DraftShape = NO_DRAFT) -> Entry:
     return Entry(sequence, sequence.residence, shape)
-
-
-def test_buckets_start_fine_and_end_at_the_limit() -> None:
-    buckets = RowBuckets.up_to(2048)
-    assert buckets.sizes[:5] == (1, 2, 4, 8, 16)
-    assert buckets.sizes[-1] == 2048
-    assert list(buckets.sizes) == sorted(set(buckets.sizes))
-    assert [buckets.size_for(rows) for rows in (1, 3, 5, 33, 129, 257, 600, 1025)] == [
-        1, 4, 8, 40, 144, 320, 640, 1536,
-    ]  # fmt: skip
-    for rows in range(64, 2049):
-        assert rows <= buckets.size_for(rows) < 1.5 * rows, "padding must stay below a half"
-
-
-@pytest.mark.parametrize("most", [1, 2, 5, 8, 100, 128, 2000, 5000])
-def test_the_largest_bucket_is_the_limit_itself(most: int) -> None:
-    buckets = RowBuckets.up_to(most)
-    assert buckets.size_for(most) == most
-    with pytest.raises(AssertionError):
-        buckets.size_for(most + 1)
 
 
 def test_widths_fall_into_few_classes() -> None:

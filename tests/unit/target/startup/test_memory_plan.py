@@ -16,7 +16,6 @@ from outrider.services.draft.build import Build
 from outrider.services.draft.settings import DraftSettings
 from outrider.services.target import app
 from outrider.services.target.engine.recordings import Recordings
-from outrider.services.target.model.packed_batch import RowBuckets
 from outrider.services.target.model.prefill_graph import PREFILL_SIZES
 from outrider.services.target.settings import TargetSettings
 from outrider.services.target.startup import cache_planner
@@ -35,6 +34,7 @@ from outrider.services.target.startup.memory_plan import (
     working_bytes,
 )
 from outrider.shared.base.errors import ConfigurationError
+from outrider.shared.engine.buckets import row_buckets
 
 GIB = 1 << 30
 CPU = torch.device("cpu")
@@ -193,7 +193,7 @@ def test_all_graphs_that_are_recorded_are_counted(requests: int, shape: dict[str
     assert plan.prefills == PREFILL_SIZES
     made: set[object] = set()
     rows = max(requests, min(plan.loop.max_packed_rows, requests * plan.loop.max_nodes))
-    step_runner: Any = SimpleNamespace(buckets=RowBuckets.up_to(rows), max_rows=rows, capture=made.add)
+    step_runner: Any = SimpleNamespace(buckets=row_buckets(rows), max_rows=rows, capture=made.add)
     runner: Any = SimpleNamespace(
         captures=True, capture_prefill=lambda *size: made.add(size), graphs=SimpleNamespace(observed=False)
     )

@@ -1,4 +1,4 @@
-"""Maps the request options of the APIs to the options of `outrider verify`, or to why they need none."""
+"""Lists which options of `outrider verify` test each request option, and which need no test."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ COVERED: Mapping[str, tuple[str, ...]] = {
     "choice_index": ("n",),
     "best_of": ("best_of",),
     "stop": ("stop",),
+    "stop_regex": ("stop",),
     "stop_token_ids": ("stop_token_ids", "sampled stop"),
     "ignore_eos": ("end of text",),
     "presence_penalty": ("penalties",),
@@ -55,6 +56,7 @@ NOT_COMPARED: Mapping[str, str] = {
     "token_ids": _PROMPT,
     "prompt": _PROMPT,
     "truncate_prompt_tokens": _PROMPT,
+    "truncation": _PROMPT,
     "add_special_tokens": _PROMPT,
     "template_kwargs": _PROMPT,
     "reasoning_effort": _PROMPT,
@@ -69,6 +71,7 @@ NOT_COMPARED: Mapping[str, str] = {
     "return_tokens_as_token_ids": _FORMAT,
     "return_text_in_logprobs": _FORMAT,
     "return_token_ids": _FORMAT,
+    "return_prompt_token_ids": _FORMAT,
     "echo": _FORMAT,
     "separate_reasoning": _FORMAT,
     "include_reasoning": _FORMAT,
