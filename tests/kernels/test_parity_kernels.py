@@ -1,4 +1,4 @@
-"""The parity check at start on the Triton kernels of rounds: faults in the work lists of rounds are refused."""
+"""The parity check at start on the Triton kernels of rounds: faults in work lists are refused."""
 
 from __future__ import annotations
 

@@ -25,6 +25,7 @@ from outrider.services.target.startup.rounding_bounds import Stages
 from outrider.services.target.startup.trial_sequences import release, trial_sequence
 from outrider.shared.attn.base import build_batch
 from outrider.shared.base.errors import UnavailableError
+from outrider.shared.engine.buckets import padded_size
 from outrider.shared.kv.upload import upload
 from outrider.shared.nn.decoder import DecoderOutput
 from outrider.shared.spec.tree import NO_DRAFT, DraftBatch, DraftShape
@@ -110,7 +111,7 @@ class TrialRounds:
 
     def padded_rows(self, rows: int) -> int:
         """Return the number of rows of the pass of a round with `rows` nodes, including padding."""
-        return self._step_runner.buckets.size_for(rows)
+        return padded_size(self._step_runner.buckets, rows)
 
     def _stages(self, output: DecoderOutput, rows: list[int]) -> Stages:
         """Return copies of some rows of the results of a pass."""

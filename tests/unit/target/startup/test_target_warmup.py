@@ -7,13 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
-from support.engine.target_harness import (
-    FakeDrafter,
-    Harness,
-    generate_plain,
-    make_harness,
-    random_plan,
-)
+from support.engine.target_harness import FakeDrafter, Harness, generate_plain, make_harness, random_plan
 from support.outputs.parity_faults import FAULTS, planted
 
 from outrider.services.target.drafting.no_drafter import NoDrafter
