@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from outrider.services.target.grammar.matcher import Grammar, Mask, token_mask_words
+from outrider.services.target.grammar.matcher import Grammar, Mask, Matcher, token_mask_words
 from outrider.shared.base.constraint import Constraint
 
 PROMPT_END_TOKENS = 8
@@ -110,6 +110,11 @@ class OutputForm:
             self._matcher.fill(mask)
             if self._may_open and self._opening is not None:
                 mask.view("uint32")[self._opening // 32] |= 1 << self._opening % 32
+
+    @property
+    def matcher(self) -> Matcher | None:
+        """The matcher that alone decides which tokens may come next, or None if there is no such matcher."""
+        return None if self.dead or self._tail is not None or self._may_open else self._matcher
 
     def next_mask(self) -> Mask:
         """Return the allowed next tokens as a new array, ``[words] int32``."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence as Seq
+from functools import cache
 from typing import Any
 
 import llguidance
@@ -125,9 +127,14 @@ class GuidanceMatcher(Matcher):
         if count:
             self._matcher.rollback(count)
 
+    @property
+    def is_open(self) -> bool:
+        """True if the output has not ended, and its work has not exceeded the library's limits."""
+        return not self._ended and not self._matcher.is_error()
+
     def fill(self, mask: Mask) -> None:
         """Write the allowed next tokens."""
-        if self._ended or (self._matcher.is_error()):
+        if not self.is_open:
             mask.fill(0)
         else:
             mask[:] = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.int32)[: len(mask)]
@@ -143,6 +150,27 @@ class GuidanceMatcher(Matcher):
         forked = GuidanceMatcher(self._matcher.deep_copy(), self._ends)
         forked._ended = self._ended
         return forked
+
+
+def fill_together(work: Seq[tuple[GuidanceMatcher, Mask]]) -> None:
+    """Write the allowed next tokens of different matchers.
+
+    The library finds them on several threads, without the interpreter's lock.
+    """
+    if len(work) < 2:
+        for matcher, mask in work:
+            matcher.fill(mask)
+        return
+    found = np.zeros((len(work), len(work[0][1])), dtype=np.int32)
+    pairs = [(matcher._matcher, row) for row, (matcher, _) in enumerate(work) if matcher.is_open]
+    _executor().unsafe_compute_mask_ptr(pairs, found.ctypes.data, found.strides[0], len(work))
+    for row, (matcher, mask) in zip(found, work, strict=True):
+        mask[:] = row if matcher.is_open else 0
+
+
+@cache
+def _executor() -> llguidance.LLExecutor:
+    return llguidance.LLExecutor()
 
 
 def _invalid(message: str, constraint: Constraint) -> InvalidRequestError:

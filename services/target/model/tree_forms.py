@@ -8,16 +8,15 @@ tokens of short lists, such as the values of an enum.
 
 from __future__ import annotations
 
-import os
+from collections.abc import Collection, Iterator
 from collections.abc import Sequence as Seq
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import cached_property
 
 import numpy as np
 import torch
 
 from outrider.kernels.packed_round import pack_trees
+from outrider.services.target.grammar.fill import fill_all
 from outrider.services.target.grammar.form import OutputForm
 from outrider.services.target.grammar.matcher import Mask, token_mask_words
 from outrider.services.target.model.mask_buffer import MaskBuffer
@@ -32,8 +31,6 @@ MOST_FITTED = 64
 
 The device is idle while trees are fitted. In larger rounds, a tree is fitted only if the form forces the text
 after its root. In the other trees, the masks exclude the forbidden nodes."""
-MASK_THREADS = 16
-"""Largest number of threads that find masks. A grammar library releases the interpreter's lock meanwhile."""
 
 
 @dataclass(slots=True)
@@ -68,10 +65,6 @@ class TreeForms:
         self._words = token_mask_words(vocab_size)
         self._buffer: MaskBuffer | None = None
         self._fetched: FetchedTrees | None = None
-
-    @cached_property
-    def _threads(self) -> ThreadPoolExecutor:
-        return ThreadPoolExecutor(_num_threads(), "outrider-masks")
 
     def allocate(self) -> MaskBuffer:
         """Allocate the masks unless they exist. Servers without constrained outputs need no masks."""
@@ -128,35 +121,23 @@ class TreeForms:
         """
         masks = self.allocate()
         masks.clear()
-        work: list[tuple[OutputForm, HostTree, Mask, Seq[int]]] = []
+        work: list[tuple[OutputForm, Mask]] = []
         for one in formed:
             tree = one.tree or self._tree_of(one)
             rows = masks.rows(one.start, one.start + len(tree.tokens))
             for node, mask in one.known.items():
                 rows[node] = mask
-            work.append((one.form, tree, rows, [node for node in range(len(rows)) if node not in one.known]))
-        share = max(1, -(-sum(len(nodes) for *_, nodes in work) // _num_threads()))
-        parts = [
-            (form, tree, rows, nodes[first : first + share])
-            for form, tree, rows, nodes in work
-            for first in range(0, len(nodes), share)
-        ]
-        if len(parts) > 1:
-            forked = [(form.fork(), *rest) for form, *rest in parts]
-            list(self._threads.map(lambda part: fill_masks(*part), forked))
-        else:
-            for part in parts:
-                fill_masks(*part)
+            nodes = [node for node in range(len(rows)) if node not in one.known]
+            work += [(form, rows[node]) for form, node in forms_at(one.form, tree, nodes)]
+        fill_all(work)
         masks.upload()
 
     def _find_roots(self, drafted: Seq[FormedEntry]) -> None:
         """Find the masks of the roots of drafted trees, while the device still drafts."""
-        if len(drafted) == 1:
-            drafted[0].known[0] = drafted[0].form.next_mask()
-            return
-        found: list[Future[Mask]] = [self._threads.submit(one.form.fork().next_mask) for one in drafted]
+        found = np.zeros((len(drafted), self._words), dtype=np.int32)
+        fill_all([(one.form, mask) for one, mask in zip(drafted, found, strict=True)])
         for one, mask in zip(drafted, found, strict=True):
-            one.known[0] = mask.result()
+            one.known[0] = mask
 
     def _tree_of(self, one: FormedEntry) -> HostTree:
         assert self._fetched is not None, "drafted trees are fetched"
@@ -247,35 +228,31 @@ def prompt_masks(sequences: Seq[Sequence], device: torch.device) -> torch.Tensor
     return upload(masks.reshape(-1), torch.int32, device).view(masks.shape)
 
 
-def fill_masks(form: OutputForm, tree: HostTree, masks: Mask, nodes: Seq[int]) -> None:
-    """Write the masks of the tokens that a constrained output allows after some nodes of a tree.
+def forms_at(form: OutputForm, tree: HostTree, nodes: Collection[int]) -> Iterator[tuple[OutputForm, int]]:
+    """Yield copies of a form that have followed the path to some nodes of a tree, each with its node.
 
-    No masks are written for nodes that the form forbids, nodes whose tokens end the output, and nodes below
-    these. Forbidden nodes are never accepted, and tokens after the end of the output are dropped.
+    Nodes that the form forbids, nodes whose tokens end the output, and nodes below these are left out.
+    Forbidden nodes are never accepted, and tokens after the end of the output are dropped.
 
     Args:
         form: The form of the output, i.e. the constraint on its tokens. It has followed the root.
         tree: The tree.
-        masks: ``[nodes, words] int32``, one bit per token.
-        nodes: The nodes whose masks are written.
+        nodes: The wanted nodes.
     """
-    children, wanted = children_of(tree), set(nodes)
-    passed: set[int] = set()  # the nodes on the way to them
+    children = children_of(tree)
+    passed: set[int] = set()  # the nodes on the way to the wanted ones
     for node in nodes:
         while node >= 0 and node not in passed:
             passed.add(node)
             node = tree.parents[node]
 
-    def visit(node: int) -> None:
-        if node in wanted:
-            form.fill(masks[node])
+    def visit(node: int) -> Iterator[tuple[OutputForm, int]]:
+        if node in nodes:
+            yield form.fork(), node
         for child in children[node]:
-            if child in passed and tree.tokens[child] not in form.ends and form.accept(tree.tokens[child]):
-                visit(child)
+            token = tree.tokens[child]
+            if child in passed and token not in form.ends and form.accept(token):
+                yield from visit(child)
                 form.rollback()
 
-    visit(0)
-
-
-def _num_threads() -> int:
-    return min(MASK_THREADS, os.cpu_count() or 1)
+    return visit(0)

@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 from support.grammars.grammar_rig import ENDS, SIZE, allows
 from tokenizers import Tokenizer
 
 from outrider.services.target.grammar import backend
 from outrider.services.target.grammar.backend import GrammarBackend, compile_grammar, versions_of
+from outrider.services.target.grammar.fill import fill_all
+from outrider.services.target.grammar.form import OutputForm
 from outrider.services.target.grammar.guidance import GuidanceGrammar
-from outrider.services.target.grammar.matcher import Grammar
+from outrider.services.target.grammar.matcher import Grammar, token_mask_words
 from outrider.services.target.grammar.vocabulary import Vocabulary
 from outrider.services.target.grammar.xgrammar import XGrammar
 from outrider.shared.base.constraint import Constraint, ConstraintKind
@@ -157,3 +160,21 @@ def test_a_forked_matcher_goes_its_own_way(compiled: Compile, tokenizer: Tokeniz
     assert not allows(matcher, c)
     forked.rollback(3)
     assert allows(forked, b)
+
+
+def test_masks_found_together_are_those_found_one_by_one(compiled: Compile, tokenizer: Tokenizer) -> None:
+    """Also if a form has ended, forbids everything, or is in its free part."""
+    grammar = compiled(KINDS.JSON_SCHEMA, SCHEMA)
+    forms = [OutputForm(grammar) for _ in range(9)]
+    for length, form in enumerate(forms):
+        text = tokenizer.encode('{"a": 12}', add_special_tokens=False).ids
+        form.settle([*text, ENDS[0]][:length])
+    forms.append(OutputForm(grammar))
+    forms[-1].settle(tokenizer.encode("x", add_special_tokens=False).ids)
+    forms.append(OutputForm(grammar, Constraint(KINDS.JSON_SCHEMA, SCHEMA, begins_after="</think>")))
+    together = np.zeros((len(forms), token_mask_words(SIZE)), dtype=np.int32)
+    fill_all(list(zip(forms, together, strict=True)))
+    for form, mask in zip(forms, together, strict=True):
+        assert (form.fork().next_mask() == mask).all()
+    assert forms[-2].dead
+    assert len({mask.tobytes() for mask in together}) > 4

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
 from support.grammars.toy_grammar import ToyGrammar, drawn_tree
 
+from outrider.services.target.grammar.fill import fill_all
 from outrider.services.target.grammar.form import OutputForm
-from outrider.services.target.grammar.matcher import token_mask_words
+from outrider.services.target.grammar.matcher import Mask, token_mask_words
 from outrider.services.target.model.tree_fit import fitted
-from outrider.services.target.model.tree_forms import fill_masks
+from outrider.services.target.model.tree_forms import forms_at
 from outrider.shared.base.constraint import Constraint, ConstraintKind
+from outrider.shared.spec.trees import HostTree
 
 VOCAB, ENDS = 48, (5, 9)
 ANY = Constraint(ConstraintKind.GRAMMAR, "x")
+
+
+def fill_masks(form: OutputForm, tree: HostTree, masks: Mask, nodes: Sequence[int]) -> None:
+    fill_all([(one, masks[node]) for one, node in forms_at(form, tree, nodes)])
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -66,6 +73,6 @@ def test_parts_of_a_tree_get_the_masks_of_the_whole(seed: int) -> None:
     fill_masks(form, tree, whole, nodes)
     for first in range(3):
         wanted, before = nodes[first::3], parts.copy()
-        fill_masks(form.fork(), tree, parts, wanted)
+        fill_masks(form, tree, parts, wanted)
         assert (np.delete(parts, wanted, axis=0) == np.delete(before, wanted, axis=0)).all()
     assert (parts == whole).all()
