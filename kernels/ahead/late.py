@@ -11,7 +11,7 @@ _log = logging.getLogger("outrider.kernels")
 
 
 def log_late_compilations() -> None:
-    """Log the name of each Triton kernel that this process compiles from now on, and how long this takes.
+    """Log the name and the constants of each Triton kernel that this process compiles from now on, and its time.
 
     Such a compilation stops the thread that launches the kernel, and therefore all requests. Kernels from
     Triton's cache, and kernels that the worker processes of `compile_ahead` compile, are not logged.
@@ -29,4 +29,11 @@ def log_late_compilations() -> None:
 
 def _compiled(*, src: Any, times: Any, cache_hit: bool, **_more: Any) -> None:
     if not cache_hit:
-        _log.info("kernel %s was compiled when it was launched, in %.2f s", src.name, times.total / 1e6)
+        names = src.fn.arg_names
+        constants = {names[path[0]]: value for path, value in src.constants.items() if len(path) == 1}
+        _log.info(
+            "kernel %s was compiled when it was launched, in %.2f s, with %s",
+            src.name,
+            times.total / 1e6,
+            ", ".join(f"{name}={value}" for name, value in constants.items()),
+        )

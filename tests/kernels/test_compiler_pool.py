@@ -54,6 +54,9 @@ def test_a_kernel_that_is_compiled_at_its_launch_is_logged(
     caplog.set_level(logging.INFO, "outrider.kernels")
     times = knobs.CompileTimes(1_000, [("ttir", 9_000), ("cubin", 400_000)], 10_000)
     for name, cached in (("_norm", False), ("_merge", True)):
-        source: Any = SimpleNamespace(name=name)
+        kernel = SimpleNamespace(arg_names=["x", "BLOCK", "SPLIT"])
+        source: Any = SimpleNamespace(name=name, fn=kernel, constants={(1,): 64, (2,): False})
         listener(src=source, metadata={}, metadata_group={}, times=times, cache_hit=cached)
-    assert caplog.messages == ["kernel _norm was compiled when it was launched, in 0.42 s"]
+    assert caplog.messages == [
+        "kernel _norm was compiled when it was launched, in 0.42 s, with BLOCK=64, SPLIT=False"
+    ]
