@@ -11,7 +11,7 @@ _log = logging.getLogger("outrider.kernels")
 
 
 def log_late_compilations() -> None:
-    """Log the name and the constants of each Triton kernel that this process compiles from now on, and its time.
+    """Log name, constants and time of each compilation of a Triton kernel in this process from now on.
 
     Such a compilation stops the thread that launches the kernel, and therefore all requests. Kernels from
     Triton's cache, and kernels that the worker processes of `compile_ahead` compile, are not logged.
