@@ -28,7 +28,6 @@ from outrider.bench.options import (
     choice,
     device_and_dtype,
     draft_folder,
-    leave_on_terminate,
     numbers,
     result_file,
 )
@@ -36,6 +35,7 @@ from outrider.bench.plot.command import plot
 from outrider.services.hub.pair import DEMO_TARGET
 from outrider.services.stack.options import Transport
 from outrider.shared.base.errors import ConfigurationError
+from outrider.shared.base.lifecycle import leave_on_terminate
 from outrider.shared.obs.progress import importing
 from outrider.shared.rpc.polling import watch_sockets
 

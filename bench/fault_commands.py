@@ -15,7 +15,6 @@ from outrider.bench.options import (
     StackTransport,
     TargetDir,
     draft_folder,
-    leave_on_terminate,
     numbers,
     own_stack,
     result_file,
@@ -23,6 +22,7 @@ from outrider.bench.options import (
 from outrider.services.hub.pair import DEMO_TARGET
 from outrider.services.stack.options import Transport
 from outrider.shared.base.errors import ConfigurationError
+from outrider.shared.base.lifecycle import leave_on_terminate
 
 
 def soak(

@@ -15,12 +15,12 @@ from outrider.bench.options import (
     Output,
     StackTransport,
     TargetDir,
-    leave_on_terminate,
     own_stack,
     result_file,
 )
 from outrider.services.stack.options import Transport
 from outrider.shared.base.errors import ConfigurationError
+from outrider.shared.base.lifecycle import leave_on_terminate
 
 
 def forms(

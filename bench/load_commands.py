@@ -16,13 +16,13 @@ from outrider.bench.options import (
     StackTransport,
     TargetDir,
     choice,
-    leave_on_terminate,
     numbers,
     own_stack,
     result_file,
 )
 from outrider.services.stack.options import Transport
 from outrider.shared.base.errors import ConfigurationError
+from outrider.shared.base.lifecycle import leave_on_terminate
 
 OMITTABLE = ("ignore_eos", "min_p", "seed", "speculation", "stream_options", "top_k", "top_p")
 ApiKey = Annotated[

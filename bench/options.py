@@ -6,8 +6,6 @@ The helpers resolve devices, dtypes, draft folders and lists of numbers.
 from __future__ import annotations
 
 import os
-import signal
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -191,8 +189,3 @@ def draft_folder(target: Path | None, draft: str | None) -> Path | None:
     if draft is None:
         return DEMO_DRAFT if target is None else None
     return None if draft == "none" else Path(draft)
-
-
-def leave_on_terminate() -> None:
-    """Turn SIGTERM into an ordinary exit, so that the process stops its child processes before it ends."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))

@@ -10,6 +10,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from page_section import replaced, update_page
+
 from outrider.services.gateway.options.rows import FieldGroup, RequestOption
 from outrider.services.gateway.options.table import OPTIONS, grpc_path
 
@@ -51,14 +53,8 @@ def _rest_names(option: RequestOption) -> Iterator[str]:
 
 def main(arguments: list[str]) -> int:
     """Write the table into the page. With ``--check``, only return 1 if the page's table is out of date."""
-    page = PAGE.read_text()
-    before, _, rest = page.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    made = before + BEGIN + "\n" + table() + "\n" + END + after
-    if "--check" in arguments:
-        return int(made != page)
-    PAGE.write_text(made)
-    return 0
+    page = replaced(PAGE.read_text(encoding="utf-8"), BEGIN, END, f"\n{table()}\n")
+    return update_page(PAGE, page, arguments)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from page_section import replaced, update_page
+
 from outrider.services.gateway.schemas.anthropic import MessagesRequest
 from outrider.services.gateway.schemas.base import OpenModel
 from outrider.services.gateway.schemas.chat import ChatRequest
@@ -175,14 +177,8 @@ def _marked(name: str, apis: dict[str, list[str]]) -> str:
 
 def main(arguments: list[str]) -> int:
     """Write the table into the page. With ``--check``, only return 1 if the page's table is out of date."""
-    page = PAGE.read_text()
-    before, _, rest = page.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    made = before + BEGIN + "\n" + table() + "\n" + END + after
-    if "--check" in arguments:
-        return int(made != page)
-    PAGE.write_text(made)
-    return 0
+    page = replaced(PAGE.read_text(encoding="utf-8"), BEGIN, END, f"\n{table()}\n")
+    return update_page(PAGE, page, arguments)
 
 
 if __name__ == "__main__":

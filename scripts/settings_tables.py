@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from page_section import replaced, update_page
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
@@ -52,22 +53,13 @@ def updated(page: str) -> str:
     """Return the page with new tables between its markers."""
     for service, settings_type in SERVICES.items():
         begin, end = f"<!-- {service}: begin -->\n", f"<!-- {service}: end -->\n"
-        before, found, rest = page.partition(begin)
-        _old, closed, after = rest.partition(end)
-        if not (found and closed):
-            raise SystemExit(f"{PAGE} has no place for the settings of the {service}.")
-        page = before + begin + table(settings_type) + end + after
+        page = replaced(page, begin, end, table(settings_type))
     return page
 
 
 def main(arguments: Sequence[str]) -> int:
     """Write the tables into the page. With ``--check``, only return 1 if the page is out of date."""
-    current = PAGE.read_text(encoding="utf-8")
-    new = updated(current)
-    if "--check" in arguments:
-        return 0 if new == current else 1
-    PAGE.write_text(new, encoding="utf-8")
-    return 0
+    return update_page(PAGE, updated(PAGE.read_text(encoding="utf-8")), arguments)
 
 
 if __name__ == "__main__":

@@ -235,7 +235,7 @@ async def _begun(streams: Sequence[_Stream], tasks: Sequence[asyncio.Task[Any]])
 async def _prefills(options: MoveOptions, asker: Asker, moved: int, emitted: int) -> list[float]:
     """Return the times to the first token of new prompts, beside the streams that the target had."""
     draw = random.Random(f"{options.seed} again")
-    beside = [_question(options, draw, options.prompt, options.new) for _ in range(options.streams - moved)]
+    beside = [_question(draw, options.prompt, options.new) for _ in range(options.streams - moved)]
     streams = [_Stream([]) for _ in beside]
     tasks = [
         asyncio.create_task(_stream(asker, question, _mode(number), stream))
@@ -245,7 +245,7 @@ async def _prefills(options: MoveOptions, asker: Asker, moved: int, emitted: int
         await _begun(streams, tasks)
 
     async def first_token(number: int) -> float:
-        question = _question(options, draw, options.prompt + emitted, options.new - emitted)
+        question = _question(draw, options.prompt + emitted, options.new - emitted)
         began, stream = time.perf_counter(), _Stream([])
         await _stream(asker, question, _mode(number), stream)
         return stream.arrivals[0] - began
@@ -278,13 +278,13 @@ def _mode(index: int) -> str:
 def _questions(options: MoveOptions) -> list[Question]:
     draw = random.Random(options.seed)
     return [
-        _question(options, draw, options.prompt, options.new, 0.0 if index % 2 else 0.8, index)
+        _question(draw, options.prompt, options.new, 0.0 if index % 2 else 0.8, index)
         for index in range(options.streams)
     ]
 
 
 def _question(
-    options: MoveOptions, draw: random.Random, prompt: int, new: int, temperature: float = 0.0, seed: int = 0
+    draw: random.Random, prompt: int, new: int, temperature: float = 0.0, seed: int = 0
 ) -> Question:
     ids = [draw.randrange(FIRST_ID, VOCAB) for _ in range(prompt)]
     sampling = {"temperature": temperature, "seed": seed, "max_new_tokens": new, "ignore_eos": True}

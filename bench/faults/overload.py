@@ -33,9 +33,9 @@ from outrider.bench.load.server import Server, find_server
 from outrider.bench.measure.clock import percentile
 from outrider.bench.measure.prompts import HELDOUT_PROMPTS, load_prompts
 from outrider.bench.report.record import Result, Row, show_and_save
-from outrider.bench.stacks.started_services import started_services
 from outrider.services.stack.launch import Stack
 from outrider.services.stack.options import StackOptions
+from outrider.services.stack.started_services import started_services
 from outrider.shared.base.errors import UnavailableError
 from outrider.shared.obs.progress import Progress
 

@@ -23,9 +23,9 @@ from outrider.bench.faults.processes import survivors, usages
 from outrider.bench.faults.questions import SPECULATIONS, Question, soak_questions
 from outrider.bench.load.server import find_server
 from outrider.bench.report.record import Result, Row, show_and_save
-from outrider.bench.stacks.started_services import started_services
 from outrider.services.stack.launch import Stack
 from outrider.services.stack.options import StackOptions
+from outrider.services.stack.started_services import started_services
 from outrider.shared.base.errors import UnavailableError
 from outrider.shared.obs.progress import Progress
 
@@ -121,7 +121,6 @@ def run_soak(options: SoakOptions) -> int:
 class _Soak:
     def __init__(self, options: SoakOptions, stack: Stack) -> None:
         self._options = options
-        self._stack = stack
         self._supervisor = stack.supervisor
         self._asker = Asker(stack.url)
         server = find_server(stack.url, None)

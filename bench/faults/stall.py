@@ -4,9 +4,9 @@ The bodies are malformed lists, objects with very many fields, very long texts o
 requests to the routes for tokens. If the gateway parsed such a body on its event loop, all streams would stop
 meanwhile.
 
-Other programs on the machine also cause pauses. The command therefore also measures the run time of the
-gateway for each body, without its time for the streams: of all its threads, and of its main thread. The event
-loop runs in the main thread. A body cannot stop the streams for longer than the main thread runs for it.
+Other programs on the machine also cause pauses. The command therefore also measures the CPU time that the
+gateway needs for each body, without its time for the streams: for all threads, and for the main thread. The
+event loop runs in the main thread, so a body stops the streams for at most the time of the main thread.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from outrider.bench.faults.processes import cpu_seconds, main_thread_seconds
 from outrider.bench.faults.questions import CHAT, COMPLETIONS, GENERATE
 from outrider.bench.measure.clock import percentile
 from outrider.bench.report.record import Result, Row, show_and_save
-from outrider.bench.stacks.started_services import started_services
 from outrider.gateway.v1 import gateway_pb2, gateway_pb2_grpc
 from outrider.services.stack.options import StackOptions
+from outrider.services.stack.started_services import started_services
 from outrider.shared.base.errors import UnavailableError
 from outrider.shared.obs.progress import Progress
 
@@ -41,14 +41,14 @@ GOAL_S = 0.05
 TIMEOUT_S = 60.0
 STREAM_TOKENS = 1000
 AFTER_S = 0.2
+"""Seconds after an answer in which a pause still counts for its body."""
 TELL_S = 2.0
 """Seconds between two updates of the progress while the streams run undisturbed."""
-"""Time after an answer in which a pause still counts for its body."""
 MIB = 1 << 20
 GRPC_SHARE = 4
 """Size of the texts that are sent over gRPC, divided by the size of the bodies for REST."""
 NAMES_WITHIN_LIMIT, VALUES_WITHIN_LIMIT = 16_300, 39_900
-"""Numbers of names of fields, and of values in arguments, that the gateway still accepts in one body."""
+"""Numbers of field names, and of values in arguments, just below the limits of the gateway."""
 JSON = {"content-type": "application/json"}
 REFUSED = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.OUT_OF_RANGE)
 COMPLETE = f"/{gateway_pb2.DESCRIPTOR.services_by_name['Inference'].full_name}/Complete"

@@ -37,8 +37,8 @@ from outrider.bench.load.server import Server, find_server
 from outrider.bench.measure.prompts import HELDOUT_PROMPTS, load_prompts
 from outrider.bench.report.record import Result, Row, show_and_save
 from outrider.bench.report.surroundings import compiled_kernels
-from outrider.bench.stacks.started_services import started_services
 from outrider.services.stack.options import StackOptions
+from outrider.services.stack.started_services import started_services
 from outrider.shared.base.errors import ConfigurationError, UnavailableError
 from outrider.shared.obs.progress import Progress
 

@@ -27,8 +27,8 @@ from outrider.bench.load.lone import LoneConnection
 from outrider.bench.load.server import find_server, key_headers, refusal
 from outrider.bench.measure.prompts import HELDOUT_PROMPTS, Messages, load_prompts
 from outrider.bench.report.record import Result, Row, show_and_save
-from outrider.bench.stacks.started_services import started_services
 from outrider.services.stack.options import StackOptions
+from outrider.services.stack.started_services import started_services
 from outrider.shared.base.errors import ConfigurationError, UnavailableError
 from outrider.shared.obs.progress import Progress
 

@@ -11,8 +11,7 @@ ends at the first token that neither the draft nor the schema has predicted.
 from __future__ import annotations
 
 import json
-import sys
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,8 +20,8 @@ from typing import Any
 from outrider.bench.measure.form_parts import Part, parts_of
 from outrider.bench.report.record import Result, Row, show_and_save
 from outrider.services.clients.rest import RestClient, StreamedReply
-from outrider.services.stack.launch import running_stack
 from outrider.services.stack.options import StackOptions
+from outrider.services.stack.started_services import started_services
 from outrider.shared.base.errors import ConfigurationError
 from outrider.shared.obs.progress import Progress
 from outrider.shared.spec.tree import DraftShape
@@ -135,23 +134,16 @@ def run_forms(options: FormsOptions) -> int:
         ConfigurationError: The stack cannot be started, or the prompts cannot be read.
     """
     prompts = load_form_prompts(options.prompts, options.num_prompts)
-    log: deque[str] = deque(maxlen=40)
     answers = []
-    try:
-        with (
-            running_stack(
-                options.stack, lambda name, line: log.append(f"{name} | {line}"), lambda line: None
-            ) as stack,
-            RestClient(stack.url) as client,
-            Progress("forms", 2 * len(prompts)) as progress,
-        ):
-            for prompt in prompts:
-                for formed in (False, True):
-                    answers.append(_ask(client, prompt, formed, options))
-                    progress.advance()
-    except Exception:
-        print(*log, sep="\n", file=sys.stderr)
-        raise
+    with (
+        started_services(options.stack) as stack,
+        RestClient(stack.url) as client,
+        Progress("forms", 2 * len(prompts)) as progress,
+    ):
+        for prompt in prompts:
+            for formed in (False, True):
+                answers.append(_ask(client, prompt, formed, options))
+                progress.advance()
     shape = options.shape
     settings = {
         "device": options.stack.device,

@@ -27,8 +27,8 @@ from outrider.bench.mixed.plan import (
     sizes_for,
 )
 from outrider.bench.report.record import WIDTH, Result
-from outrider.bench.stacks.started_services import started_services
 from outrider.services.stack.options import StackOptions
+from outrider.services.stack.started_services import started_services
 from outrider.shared.base.errors import ConfigurationError, OutriderError, UnavailableError
 from outrider.shared.obs.progress import Progress
 

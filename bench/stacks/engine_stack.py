@@ -44,8 +44,6 @@ from outrider.shared.spec.tree import DraftShape
 
 DRAFT_START_S = 120.0
 ANSWER_S = 120.0
-IDLE_WORK_S = 60.0
-"""Longest wait for the work that an engine does while it is idle, for example recordings."""
 NO_DRAFT = "none"
 PREFILL_TOKENS = 16384
 """Maximum number of prompt tokens in a step. The peers' runs used the same `max_num_batched_tokens`."""

@@ -1,4 +1,6 @@
-"""Lists tiles to measure for a product of few rows: the default tile, similar tiles, and the library's tile.
+"""Lists tiles to measure for a product of few rows: the default tile, similar ones, and the library's.
+
+A tile that was measured on another GPU is listed, too.
 
 A tile is one way to compute a matrix product. The default tile is the one that `guess_tile` returns for a
 shape without measurements.
@@ -8,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from outrider.kernels.skinny_gemm.table import Product, guess_tile
+from outrider.kernels.skinny_gemm.table import Product, guess_tile, stored_tile
 from outrider.kernels.skinny_gemm.types import LIBRARY, Epilogue, Method, Tile
 
 _LEAST_SPLIT = 256
@@ -38,7 +40,8 @@ def candidates(product: Product, multiprocessors: int) -> list[Tile]:
         _near_sum(product, rule, multiprocessors) if rule.method is Method.SUM else _near_dot(product, rule)
     )
     library = [] if product.dtype.itemsize == 1 else [LIBRARY]  # the library would first widen an FP8 weight
-    return list(dict.fromkeys((rule, *near, *library)))
+    stored = stored_tile(product)
+    return list(dict.fromkeys((rule, *near, *([] if stored is None else [stored]), *library)))
 
 
 def _near_sum(product: Product, rule: Tile, multiprocessors: int) -> list[Tile]:

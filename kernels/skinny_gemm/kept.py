@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from outrider.kernels.skinny_gemm.table import Product, tile_of
+from outrider.kernels.skinny_gemm.table import STORED, Product, tile_of
 from outrider.kernels.skinny_gemm.types import Epilogue, Tile
 
 _RUN_BY_TRIALS = (
@@ -111,11 +111,11 @@ def tiles_file(device: str) -> Path:
 
 
 def sources() -> list[Path]:
-    """Return the files that decide the result of a trial, including ``tiles.json``."""
+    """Return the files that decide the result of a trial, including the tiles of this package."""
     folder = Path(__file__).parents[1]
     parts = [folder / name for name in _RUN_BY_TRIALS]
     files = [found for part in parts for found in (part.rglob("*.py") if part.is_dir() else (part,))]
-    return [*sorted(files), Path(__file__).with_name("tiles.json")]
+    return [*sorted(files), *(Path(__file__).with_name(name) for name in sorted(STORED.values()))]
 
 
 def read_tiles(path: Path) -> list[Tried]:

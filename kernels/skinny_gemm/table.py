@@ -1,6 +1,6 @@
 """Chooses a tile (a way to compute a matrix product): the measured tile if there is one, else one by a rule.
 
-Measured tiles come from this package's ``tiles.json`` or from trials on this machine.
+Measured tiles come from this package's files `STORED` or from trials on this machine.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from outrider.kernels._launch import next_power_of_2
 from outrider.kernels.skinny_gemm.types import LIBRARY, Epilogue, Method, Overlap, Tile
 from outrider.kernels.stream import FEW_ROWS
 
-STORED_OF = "NVIDIA H200"
-"""Device that ``tiles.json`` was measured on. On other GPUs, tiles from trials take precedence."""
+STORED = {"NVIDIA H200": "tiles_h200.json", "NVIDIA H100 80GB HBM3": "tiles_h100.json"}
+"""GPU model → file of this package with its measured tiles. On other GPUs, trials take precedence."""
+_MODEL = "NVIDIA H200"  # other GPUs use the tiles of this one if they have no measured tiles
 
 _SUM_ROWS = 2  # up to this many rows, the rule uses SUM
 _SUM_BYTES = 65536  # bytes of the weight that a program of SUM keeps in registers
@@ -84,20 +85,31 @@ def choose_tile(epilogue: Epilogue, x: torch.Tensor, weight: torch.Tensor) -> Ti
 
 def measured_tile(product: Product, device: str) -> Tile | None:
     """Return the measured tile of a product on a kind of device, or None if there is none."""
-    tables = (_stored_rows(product), _tried_rows(product, device))
-    for measured in tables if device in (STORED_OF, "") else reversed(tables):
-        nearest = _nearest(measured, product.rows)
-        if nearest is not None:
-            return measured[nearest]
-    return None
+    tables = (_stored_rows(product, device), _tried_rows(product, device), _stored_rows(product, _MODEL))
+    found = (_least_above(measured, product.rows) for measured in tables)
+    return next((tile for tile in found if tile is not None), None)
+
+
+def stored_tile(product: Product, device: str = _MODEL) -> Tile | None:
+    """Return the tile of a product from this package's file for a kind of device, or None if it has none.
+
+    Example:
+        >>> import torch
+        >>> from outrider.kernels.skinny_gemm import Epilogue
+        >>> from outrider.kernels.skinny_gemm.table import Product, stored_tile
+        >>> product = Product(Epilogue.PLAIN, 6144, 4096, rows=1, dtype=torch.bfloat16)
+        >>> stored_tile(product).method.value
+        'sum'
+    """
+    return _least_above(_stored_rows(product, device), product.rows)
 
 
 def needs_trial(product: Product, device: str) -> bool:
     """Return True if the tiles of a matrix product still have to be measured on a kind of device.
 
-    The tiles in ``tiles.json`` were measured on the device `STORED_OF`. On that device, a product in this
-    file counts as measured. Any other product counts as measured only after a trial of exactly its row count.
-    Other row counts do not suffice, because an interrupted run may have measured only some of them.
+    On a device in `STORED`, a product in the device's file counts as measured. Any other product counts as
+    measured only after a trial of exactly its row count. Other row counts do not suffice, because an
+    interrupted run may have measured only some of them.
 
     Example:
         >>> import torch
@@ -107,28 +119,25 @@ def needs_trial(product: Product, device: str) -> bool:
         >>> needs_trial(product, "a GPU")
         True
     """
-    if device == STORED_OF and _nearest(_stored_rows(product), product.rows) is not None:
-        return False
-    return product.rows not in _tried_rows(product, device)
+    return stored_tile(product, device) is None and product.rows not in _tried_rows(product, device)
 
 
-def _stored_rows(product: Product) -> _Rows:
-    return _stored().get((product.shape, product.dtype.itemsize), {})
+def _stored_rows(product: Product, device: str) -> _Rows:
+    return _stored(device).get((product.shape, product.dtype.itemsize), {})
 
 
 def _tried_rows(product: Product, device: str) -> _Rows:
     return _trials.get(device, {}).get((product.shape, product.dtype), {})
 
 
-def _nearest(measured: _Rows, rows: int) -> int | None:
-    """Return the least measured row count >= `rows`, or None.
+def _least_above(measured: _Rows, rows: int) -> Tile | None:
+    """Return the tile of the least measured row count >= `rows`, or None.
 
     For at most `FEW_ROWS` rows, measurements of more than `FEW_ROWS` rows do not count.
     """
-    return min(
-        (count for count in measured if count >= rows and (count > FEW_ROWS) == (rows > FEW_ROWS)),
-        default=None,
-    )
+    fitting = (count for count in measured if count >= rows and (count > FEW_ROWS) == (rows > FEW_ROWS))
+    nearest = min(fitting, default=None)
+    return None if nearest is None else measured[nearest]
 
 
 def remember(device: str, tiles: Iterable[tuple[Product, Tile]]) -> None:
@@ -183,13 +192,15 @@ def _choose(
 
 
 @functools.cache
-def _stored() -> dict[tuple[_Shape, int], _Rows]:
-    """Read ``tiles.json``, measured on `STORED_OF`.
+def _stored(device: str) -> dict[tuple[_Shape, int], _Rows]:
+    """Read the file of a kind of device. The result is empty if there is no such file.
 
     Each entry is a list: epilogue, out, in, rows, itemsize, fields of a tile.
     """
     table: dict[tuple[_Shape, int], _Rows] = {}
-    path = Path(__file__).with_name("tiles.json")
+    if device not in STORED:
+        return table
+    path = Path(__file__).with_name(STORED[device])
     for epilogue, out_features, in_features, rows, itemsize, *tile in json.loads(path.read_text()):
         table.setdefault(((Epilogue[epilogue], out_features, in_features), itemsize), {})[rows] = tile_of(
             tile

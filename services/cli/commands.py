@@ -7,8 +7,6 @@ gRPC.
 from __future__ import annotations
 
 import os
-import signal
-import sys
 from typing import Annotated
 
 import typer
@@ -80,14 +78,10 @@ def demo(
     Start all three services, answer a prompt, and measure the speed with and without speculation.
     """
     from outrider.services.stack.demo import run_demo
+    from outrider.shared.base.lifecycle import leave_on_terminate
 
-    _leave_on_terminate()
+    leave_on_terminate()
     raise typer.Exit(run_demo(prompt, device, tokens))
-
-
-def _leave_on_terminate() -> None:
-    """Turn SIGTERM into an ordinary exit, so that the running services are stopped on the way out."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
 
 
 def main() -> None:

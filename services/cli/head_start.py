@@ -2,8 +2,8 @@
 
 Importing torch takes seconds, and mostly keeps one core busy. On other threads, the operating system can
 meanwhile read the weight files into its page cache, and the driver can create the CUDA context that torch
-uses later. Both are only faster this way: if they fail or are not done in time, the service does the same
-work itself, and reports the errors.
+uses later. This only saves time. If the work fails or is not done in time, the service does it again and
+reports the errors.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MODEL_FLAGS = ("--model", "--model-path", "--draft", "--target-weights")
 MOST_BYTES = 16 << 30
 """Largest number of bytes to read ahead."""
 MEMORY_SHARE = 4
-"""At most one part in this many of the available memory is filled with weights that are read ahead."""
+"""The weights that are read ahead fill at most the available memory divided by this number."""
 PIECE_BYTES = 32 << 20
 DRIVER = "libcuda.so.1"
 
@@ -68,7 +68,7 @@ def values_of(arguments: Sequence[str], *flags: str) -> list[str]:
 
 
 def cuda_device(arguments: Sequence[str]) -> int | None:
-    """Return the number of the GPU that this process will use, or None if it uses none or the number is open.
+    """Return the number of the GPU that this process will use, or None if there is none or it is not known.
 
     Without the flag `--device`, the device may come from the environment or a file. A rank that `torchrun`
     starts has a GPU of its own.

@@ -17,6 +17,7 @@ from rich.text import Text
 from outrider.services.cli.flags import TARGET_FLAGS, target_options, with_options
 from outrider.services.cli.settings_options import settings_options
 from outrider.services.cli.up_help import ConfigFile, Profile
+from outrider.services.doctor.cli import DraftRevision, Revision
 from outrider.services.gateway.settings import GatewaySettings
 from outrider.services.hub.pair import demo_name, pair_folders
 from outrider.services.stack import launch
@@ -61,14 +62,6 @@ DraftDir = Annotated[
         show_default="the embedded head; none with another --target",
         metavar="DIR|ORG/NAME|none",
     ),
-]
-Revision = Annotated[
-    str | None,
-    typer.Option(help="Branch, tag or commit of a --target on the hub.", show_default="main"),
-]
-DraftRevision = Annotated[
-    str | None,
-    typer.Option(help="Branch, tag or commit of a --draft on the hub.", show_default="main"),
 ]
 SpeculativeAlgorithm = Annotated[
     Algorithm,

@@ -10,7 +10,7 @@ import typer
 from outrider.shared.base.errors import ConfigurationError
 from outrider.shared.spec.algorithm import FIELD, Algorithm
 
-# Flags that `outrider doctor`, `outrider verify` and `outrider tune` share.
+# Flags that `outrider doctor`, `outrider verify` and `outrider tune` share. `outrider up` uses the revisions.
 TargetDir = Annotated[
     Path | None,
     typer.Option(

@@ -20,6 +20,7 @@ from outrider.services.draft.settings import DraftSettings, plan_threads
 from outrider.services.draft.warmup import warm_up
 from outrider.shared.base.errors import UnavailableError
 from outrider.shared.base.lifecycle import DrainStep, StopSignal, run_steps
+from outrider.shared.engine.current_device import use_device
 from outrider.shared.engine.device_health import ending_if_lost
 from outrider.shared.nn.checkpoint.tokenizer_file import tokenizer_fingerprint
 from outrider.shared.obs.logging import configure_logging, get_logger
@@ -87,7 +88,7 @@ class DraftService:
         began_s = time.monotonic()
         self._settings = settings
         device = settings.torch_device()
-        _use_device(device)
+        use_device(device)
         self.engine: DraftEngine = build_engine(settings, device, settings.torch_dtype(device))
         threads = plan_threads(settings, self.engine.strategy.info.hidden_size)
         if threads:
@@ -122,7 +123,7 @@ class DraftService:
             tiles = not self._settings.disable_tile_trial
             further = warm_up(self.engine, self._settings.torch_device(), tiles=tiles)
         self.loop.start()
-        self.loop.call(lambda: _use_device(self._settings.torch_device()))
+        self.loop.call(lambda: use_device(self._settings.torch_device()))
         self.loop.call(lambda: self.loop.later(*further))
         if self._ipc:
             self._ipc.start()
@@ -145,12 +146,6 @@ class DraftService:
     def _hang_up(self) -> None:
         if self._ipc:
             self._ipc.stop()
-
-
-def _use_device(device: torch.device) -> None:
-    """Make `device` current in this thread, because CUDA graphs and streams use the current device."""
-    if device.type == "cuda" and device.index is not None:
-        torch.cuda.set_device(device)
 
 
 def _tokenizer(settings: DraftSettings) -> str:

@@ -152,7 +152,7 @@ class Admission:
         return (ahead + 1) * (self._drain_interval_s() or 0.0) if ahead else 0.0
 
     def _ahead_of(self, tenant: str) -> int:
-        """Return the number of sequences that a new request of a tenant waits for, at most."""
+        """Return the largest number of sequences for which a new request of a tenant may wait."""
         return self._waiting_of[tenant] * (1 + len(self._waiting_of.keys() - {tenant}))
 
     @property

@@ -7,17 +7,17 @@ A long queue has one of three causes:
 - Requests arrive faster than they are answered. Each request then waits longer than the one before it.
 
 Only the last cause needs a limit. Once a queue has been long for some time, `QueueGrowth` therefore limits
-the number of requests to the largest number that the model has had until then, and `SPARE_SHARE` of it:
+the number of requests. With R running sequences, a queue has one of three states:
 
-    queue     begins when                                          limit of the number of requests
-    short     at most `SHORT_SHARE` of the running sequences wait  none
-    long      more sequences wait                                  none
-    growing   `ENDED_SHARE` of the running sequences have ended    the largest number while the queue was
-              while the queue was long, and no burst arrives       long, and `SPARE_SHARE` of it
+    queue     when                                            limit of the number of requests
+    short     at most `SHORT_SHARE` · R sequences wait        none
+    long      more sequences wait                             none
+    growing   since the queue became long, `ENDED_SHARE` · R  1 + `SPARE_SHARE` times the largest number
+              sequences have ended, and no burst arrives      since the queue became long
 
 The limit counts requests and not sequences, because clients that wait for their answers keep the number of
-requests constant, also if some of them want several answers. It is a little higher than the largest number,
-because a client that cancels a request may send the next one before the gateway has noticed.
+requests constant, even if some of them want several answers. The limit is a little higher than the largest
+number, because a client that cancels a request may send the next one before the gateway has noticed.
 
 A *burst* is a time of at most `BURST_S` in which at least `BURST_RATE` sequences arrive for each sequence
 that ends.
@@ -28,9 +28,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 SHORT_SHARE, SHORT = 1 / 3, 4
-"""A queue is short if it has at most this share of the running sequences, or at most this many sequences."""
+"""A queue is short if at most this share of the number of running sequences wait, or at most this many."""
 ENDED_SHARE, ENDED = 0.25, 4
-"""A queue is growing only after this share of the running sequences, and this many sequences, have ended."""
+"""A long queue is growing once this share of the number of running sequences, and this many, have ended."""
 BURST_RATE, BURST_S = 4.0, 2.0
 SPARE_SHARE, SPARE = 0.05, 2
 """A growing queue may exceed its largest number of requests by this share, and by at least this many."""
@@ -69,7 +69,7 @@ class QueueGrowth:
 
     @property
     def growing(self) -> bool:
-        """Whether the queue has been long for so long that it must not grow further."""
+        """Whether the queue is in the state *growing*."""
         if self._long_since is None or self._ended < max(ENDED, ENDED_SHARE * (self.active - self.waiting)):
             return False
         return self._arrived < BURST_RATE * self._ended or self._clock() - self._long_since >= BURST_S

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from outrider.services.gateway.json_file import read_json_object
 from outrider.shared.base.errors import CheckpointError
 
 FILE = "generation_config.json"
@@ -41,14 +41,7 @@ class SamplingDefaults:
             CheckpointError: If the file is broken, or a value is out of range. The error names the file.
         """
         file = (path.parent if path.is_file() else path) / FILE
-        if not file.exists():
-            return cls()
-        try:
-            content = json.loads(file.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"{file} is not valid JSON: {error}.", field=str(file)) from None
-        if not isinstance(content, dict):
-            raise CheckpointError(f"{file} must contain a JSON object.", field=str(file))
+        content = read_json_object(file)
         found: dict[str, float] = {}
         for name, in_range in _RANGES.items():
             value = content.get(name)

@@ -40,7 +40,7 @@ from outrider.services.gateway.target_messages import MODE_FROM_PROTO, REASON_TO
 from outrider.shared.base.constraint import Constraint
 from outrider.shared.base.errors import InvalidRequestError, OutriderError
 from outrider.shared.obs.logging import get_logger
-from outrider.shared.obs.tracing import TRACEPARENT, checked_traceparent
+from outrider.shared.obs.tracing import traceparent_of
 from outrider.shared.rpc.common_messages import report_to_proto, round_to_proto
 from outrider.shared.rpc.constraint_messages import constraint_from_proto
 from outrider.shared.rpc.interceptors import OnError
@@ -111,7 +111,7 @@ class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
         sequences = core.builder.check(turn.parameters, GRPC_CHAT, 1)
         rids = rids_of(request.options.rid or None, sequences)
         job = Job(turn.prompts, sequences, turn.parameters, GRPC_CHAT, context.time_remaining(), rids)
-        parent = _traceparent(context)
+        parent = traceparent_of(context.invocation_metadata())
         hidden = request.omit_reasoning
         replies_of = self._replies(core, job, gateway_pb2.ChatReply, turn.reader, parent, hidden)
         async with aclosing(replies_of) as replies:
@@ -144,7 +144,7 @@ class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
 
         rids = rids_of(request.options.rid or None, sequences)
         job = Job(prompts, sequences, parameters, GRPC_COMPLETE, context.time_remaining(), rids)
-        parent = _traceparent(context)
+        parent = traceparent_of(context.invocation_metadata())
         replies_of = self._replies(core, job, gateway_pb2.CompleteReply, plain_reader, parent)
         async with aclosing(replies_of) as replies:
             async for reply in replies:
@@ -291,11 +291,6 @@ async def _tell_request_id(context: Context) -> None:
     caller = current_caller.get()
     limits = tuple(caller.headers().items()) if caller is not None else ()
     await context.send_initial_metadata(((REQUEST_ID_KEY, request_id), *limits))
-
-
-def _traceparent(context: Context) -> str:
-    """Return the caller's tracing span, or an empty text if there is none."""
-    return checked_traceparent(dict(context.invocation_metadata() or ()).get(TRACEPARENT))
 
 
 def _add_piece(chunk: gateway_pb2.Chunk, piece: Piece) -> gateway_pb2.Chunk:

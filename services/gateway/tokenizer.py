@@ -6,7 +6,6 @@ The module uses only the `tokenizers` library. The library transformers would im
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from outrider.services.gateway.guards.text_limit import TextLimit
+from outrider.services.gateway.json_file import read_json_object
 from outrider.services.gateway.templates.renderer import TemplateRenderer
 from outrider.shared.base.errors import CheckpointError, InvalidRequestError
 
@@ -90,8 +90,8 @@ class TextCodec:
             ) from None
         tokenizer.no_truncation()
         tokenizer.no_padding()
-        config = _read_json(folder / CONFIG_FILE)
-        special = _special_tokens(_read_json(folder / SPECIAL_TOKENS_FILE)) | _special_tokens(config)
+        config = read_json_object(folder / CONFIG_FILE)
+        special = _special_tokens(read_json_object(folder / SPECIAL_TOKENS_FILE)) | _special_tokens(config)
         source = _template_source(folder, config)
         return cls(tokenizer, TemplateRenderer(source, special) if source else None)
 
@@ -222,18 +222,6 @@ def _cut_after(text: str, content: str) -> str:
     return text[: start + length]
 
 
-def _read_json(file: Path) -> dict[str, Any]:
-    if not file.exists():
-        return {}
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{file} is not valid JSON: {error}.", field=str(file)) from None
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{file} must contain a JSON object.", field=str(file))
-    return content
-
-
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
     """Return the special tokens by name, such as ``bos_token``.
 
@@ -251,7 +239,7 @@ def _template_source(folder: Path, config: Mapping[str, Any]) -> str | None:
     plain, wrapped = (folder / name for name in TEMPLATE_FILES)
     if plain.exists():
         return plain.read_text(encoding="utf-8")
-    value = _read_json(wrapped).get("chat_template") or config.get("chat_template")
+    value = read_json_object(wrapped).get("chat_template") or config.get("chat_template")
     if isinstance(value, list):
         # A model can have several named templates. "default" is the plain template. The other templates are
         # for tools and RAG.

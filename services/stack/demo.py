@@ -6,8 +6,6 @@ import os
 import shutil
 import statistics
 import sys
-from collections import deque
-from contextlib import ExitStack
 from typing import Any
 
 from rich.console import Console
@@ -16,13 +14,12 @@ from rich.table import Table
 from outrider.services.clients.rest import DEFAULT_URL, RestClient, StreamedReply
 from outrider.services.clients.summary import speculation_summary
 from outrider.services.hub.pair import demo_name
-from outrider.services.stack.launch import free_port, outrider_command, running_stack
+from outrider.services.stack.launch import free_port, outrider_command
 from outrider.services.stack.options import StackOptions, Transport
-from outrider.services.stack.start_bar import StartBar
+from outrider.services.stack.started_services import started_services
 from outrider.shared.obs.progress import Progress
 
 REPEATS = 3
-SHOWN_LINES_ON_FAILURE = 30
 
 
 def run_demo(prompt: str, device: str, tokens: int) -> int:
@@ -41,13 +38,6 @@ def run_demo(prompt: str, device: str, tokens: int) -> int:
             printed to stderr first.
     """
     console = Console(highlight=False)
-    log: deque[str] = deque(maxlen=SHOWN_LINES_ON_FAILURE)
-    bar = StartBar(console)
-
-    def keep(service: str, line: str) -> None:
-        log.append(f"{service} | {line}")
-        bar.hear(service, line)
-
     options = StackOptions(
         model_id=demo_name(None),
         device=device,
@@ -55,21 +45,14 @@ def run_demo(prompt: str, device: str, tokens: int) -> int:
         transport=Transport.GRPC,
         why_transport="the demo shows all three services",
     )
-    try:
-        console.print("Starting gateway, target and draft on the embedded model pair …")
-        with ExitStack() as cleanup:
-            with bar:
-                running = running_stack(
-                    options, keep, lambda line: console.print(f"  [dim]{line}[/]", soft_wrap=True)
-                )
-                stack = cleanup.enter_context(running)
-            client = cleanup.enter_context(RestClient(stack.url))
-            _answer(console, client, prompt)
-            _measure(console, client, prompt, tokens)
-    except Exception:
-        for line in log:
-            print(line, file=sys.stderr)
-        raise
+    console.print("Starting gateway, target and draft on the embedded model pair …")
+
+    def tell(line: str) -> None:
+        console.print(f"  [dim]{line}[/]", soft_wrap=True)
+
+    with started_services(options, console=console, tell=tell) as stack, RestClient(stack.url) as client:
+        _answer(console, client, prompt)
+        _measure(console, client, prompt, tokens)
     console.print("All services stopped.\n")
     console.print(
         f"Next: [bold]{_typed_command()} up[/] serves this pair. The playground is then at {DEFAULT_URL}/.",

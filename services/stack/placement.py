@@ -129,7 +129,7 @@ def usable_gpus() -> list[Gpu]:
     devices = sorted(Path("/dev").glob("nvidia[0-9]*"))
     if not devices:
         return []
-    # nvidia-smi may take a second, so that several GPUs are asked at the same time.
+    # nvidia-smi may take a second, so several GPUs are queried at the same time.
     with ThreadPoolExecutor(len(devices)) as pool:
         found = list(pool.map(nvidia_smi_memory, range(len(devices))))
     if found[0] is None and not os.environ.get("CUDA_VISIBLE_DEVICES", "0"):

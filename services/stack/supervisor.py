@@ -129,7 +129,11 @@ class Child:
             self._signal(signal.SIGCONT)
 
     def kill_hung(self, starts: int, reason: str) -> None:
-        """Kill the process, which hangs, if `starts` is still the number of its starts. It then restarts."""
+        """Kill the process, because it hangs, so that it is started again.
+
+        Nothing happens if the process has been started again since the hang: `starts` is its number of starts
+        at that time.
+        """
         with self._lock:
             process_id = self.process_id
             if self._stopping.is_set() or self.starts != starts or process_id is None:

@@ -49,6 +49,7 @@ from outrider.shared.attn.create import waits_for_device
 from outrider.shared.base.errors import OutriderError
 from outrider.shared.base.lifecycle import watch_stop_signals
 from outrider.shared.base.model_paths import model_name
+from outrider.shared.engine.current_device import use_device
 from outrider.shared.engine.device_health import ending_if_lost
 from outrider.shared.engine.graphs import GraphCache
 from outrider.shared.engine.loop import EngineThread
@@ -218,7 +219,7 @@ class Target:
         device = settings.torch_device()
         if device.type == "cpu":
             torch.set_num_threads(settings.cpu_threads())
-        _use_device(device)
+        use_device(device)
         self._stages = stages = StageTimes()
         self._ranks: RankGroup | None = None
         self._waited_s = 0.0
@@ -261,7 +262,7 @@ class Target:
         # 4. Start the engine's thread.
         self._thread = EngineThread(
             watched_engine(self.engine, decoder),
-            on_start=lambda: _use_device(device),
+            on_start=lambda: use_device(device),
             on_error=ending_if_lost(device, on_rank_lost),
         )
         self.engine.wake, self.clock = self._thread.wake, self._thread.clock
@@ -360,12 +361,6 @@ class Target:
 
     def _is_hopeless(self) -> bool:
         return self._stopped() or self.drafter.refusal() is not None or self._absence.is_long()
-
-
-def _use_device(device: torch.device) -> None:
-    """Make `device` the current device of this thread."""
-    if device.type == "cuda" and device.index is not None:
-        torch.cuda.set_device(device)
 
 
 def _make_engine(

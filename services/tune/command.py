@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import sys
-from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -14,9 +12,9 @@ from rich.console import Console
 
 from outrider.services.clients.rest import RestClient
 from outrider.services.doctor.prompts import read_prompts
-from outrider.services.stack.launch import free_port, running_stack
+from outrider.services.stack.launch import free_port
 from outrider.services.stack.options import StackOptions
-from outrider.services.stack.start_bar import StartBar
+from outrider.services.stack.started_services import started_services
 from outrider.services.tune.live import LiveClient
 from outrider.services.tune.plot import write_pictures
 from outrider.services.tune.profile import profile_text, write_profile
@@ -28,8 +26,6 @@ from outrider.shared.base.errors import ConfigurationError
 from outrider.shared.nn.open import read_model_config
 from outrider.shared.obs.progress import Progress
 from outrider.shared.spec.tree import DraftShape
-
-SHOWN_LINES_ON_FAILURE = 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,24 +129,10 @@ def _server(options: TuneOptions, progress: Console) -> Iterator[str]:
     if options.url is not None:
         yield options.url
         return
-    log: deque[str] = deque(maxlen=SHOWN_LINES_ON_FAILURE)
-    bar = StartBar(progress)
-
-    def keep(service: str, line: str) -> None:
-        log.append(f"{service} | {line}")
-        bar.hear(service, line)
-
     stack_options = replace(options.stack, port=free_port(), grpc_port=0, log_level="warning")
-    try:
-        with ExitStack() as cleanup:
-            with bar:
-                running = running_stack(stack_options, keep, lambda line: _print_step(progress, line))
-                stack = cleanup.enter_context(running)
-            yield stack.url
-    except Exception:
-        for line in log:
-            print(line, file=sys.stderr)
-        raise
+    running = started_services(stack_options, console=progress, tell=lambda line: _print_step(progress, line))
+    with running as stack:
+        yield stack.url
 
 
 def _print_step(progress: Console, line: str) -> None:

@@ -146,7 +146,7 @@ def requests_of(
         tokens: Largest length of the answers, in tokens.
         speculation: Speculation settings. The requests use them in turn.
         stop_tokens: The stop token of each prompt, for options with `CaseOptions.stops`.
-        grammars: Name of the option → compiled constraint. Options without theirs are left out.
+        grammars: Name of the option → compiled constraint. Options whose grammar is missing are left out.
         experts: True if the target has routed experts. Otherwise, options that ask for them are left out.
     """
     grammars = grammars or {}

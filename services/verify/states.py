@@ -22,7 +22,7 @@ The change is relative to the norm of the hidden states. Hidden states of differ
 """
 
 MOST_REROUTED = {torch.float16: 0.02, torch.bfloat16: 0.1}
-"""Largest share of tokens whose experts rounding may change, because two experts score almost equally."""
+"""Largest share of tokens whose experts may differ. If two experts score almost equally, rounding decides."""
 
 
 @dataclass(frozen=True, slots=True)

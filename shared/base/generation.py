@@ -115,8 +115,8 @@ class RoundTrace:
         emitted: Tokens that the round added to the sequence.
         draft_ms: Time spent on drafting, in milliseconds.
         verify_ms: Time spent on verification, in milliseconds.
-        emitted_text: For each emitted token, the text that the token completes. The token that ends an answer
-            has its name, such as ``<|im_end|>``. The gateway sets this field if it has a tokenizer.
+        emitted_text: For each emitted token, the text that the token completes. For the token that ends
+            an answer, its name, such as ``<|im_end|>``. The gateway sets this field if it has a tokenizer.
         reason: Why the round had no draft. With a draft in mode `auto`, the reason of the controller's
             decision. Empty with a draft in mode `on`.
     """

@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -106,3 +107,8 @@ def run_steps(steps: Sequence[DrainStep]) -> bool:
             succeeded = False
             _log.exception("drain step failed: %s", step.name)
     return succeeded
+
+
+def leave_on_terminate() -> None:
+    """Turn SIGTERM into an ordinary exit, so that the process stops its child processes before it ends."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))

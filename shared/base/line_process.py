@@ -1,14 +1,16 @@
-"""A child process that answers each line of its input with one line, within a time limit."""
+"""A child process that answers each line of its input with one line, within limits of time and memory."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import select
 import subprocess
 import time
 import weakref
 from collections.abc import Sequence
+from pathlib import Path
 
 READ_BYTES = 1 << 16
 MAX_LINE_BYTES = 1 << 20
@@ -92,6 +94,13 @@ class LineProcess:
             line += part
         self._buffer = line[end + 1 :]
         return bytes(line[:end])
+
+
+def limit_memory(more_bytes: int) -> None:
+    """Limit the address space of this process to its present size and `more_bytes`. The child calls this."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    most = pages * resource.getpagesize() + more_bytes
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:

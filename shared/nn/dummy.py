@@ -38,19 +38,6 @@ class RandomTensors(TensorSource):
         self.dtype = dtype
         self._made = made
 
-    def take(
-        self,
-        name: str,
-        shape: TensorShape,
-        *,
-        dtype: torch.dtype | None = None,
-        to: torch.dtype | None = None,
-    ) -> torch.Tensor:
-        """Return one random tensor."""
-        tensor = torch.empty(shape, dtype=dtype or to or self.dtype, device=self.device)
-        self._fill(name, tensor)
-        return tensor
-
     def take_rows(
         self,
         parts: Sequence[tuple[str, TensorShape]],

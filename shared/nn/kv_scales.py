@@ -111,17 +111,6 @@ class ScaledSource(TensorSource):
                 changes = keys | {f"q_proj.{kind}": scale for kind in ("weight", "bias")}
             self._factors |= {prefix + end: factor for end, factor in changes.items()}
 
-    def take(
-        self,
-        name: str,
-        shape: TensorShape,
-        *,
-        dtype: torch.dtype | None = None,
-        to: torch.dtype | None = None,
-    ) -> torch.Tensor:
-        """Return one tensor. If the tensor has a factor, return it multiplied by this factor."""
-        return self.take_rows([(name, shape)], dtype=dtype, to=to)
-
     def take_rows(
         self,
         parts: Sequence[tuple[str, TensorShape]],

@@ -9,7 +9,7 @@ that records nothing.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 TRACEPARENT = "traceparent"
 """Name of the HTTP header, and of the gRPC metadata key, for the trace context."""
@@ -32,6 +32,11 @@ _TRACEPARENT = re.compile(r"00-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a
 def checked_traceparent(text: object) -> str:
     """Return the client's ``traceparent`` if it is valid. Otherwise, return an empty text."""
     return text if isinstance(text, str) and _TRACEPARENT.fullmatch(text) else ""
+
+
+def traceparent_of(metadata: Iterable[tuple[str, str | bytes]] | None) -> str:
+    """Return the valid ``traceparent`` in the metadata of a gRPC call, or an empty text."""
+    return checked_traceparent(dict(metadata or ()).get(TRACEPARENT))
 
 
 class Span:

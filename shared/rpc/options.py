@@ -12,7 +12,7 @@ HANDSHAKE_TIMEOUT_MS = 10_000
 
 MAX_CONNECTIONS = 65_536
 OPEN_FILES_SHARE = 4
-"""A gRPC server may use one descriptor of this many for its connections."""
+"""The limit of open files, divided by this number, is the limit of connections of a gRPC server."""
 
 Options = list[tuple[str, int | str]]
 

@@ -14,6 +14,7 @@ from fake_target import FakeTarget
 from gateway_thread import GatewayThread, Stack
 from support.models.toy_text import make_tokenizer
 from tokenizers import Tokenizer
+from tool_chat import make_tool_tokenizer
 
 
 @pytest.fixture(scope="session")
@@ -37,6 +38,17 @@ def shared_fake(tokenizer: Tokenizer) -> Iterator[FakeTarget]:
 @pytest.fixture(scope="module")
 def shared_gateway(shared_fake: FakeTarget, tokenizer_dir: Path) -> Iterator[GatewayThread]:
     gateway = GatewayThread(target=shared_fake.address, tokenizer=tokenizer_dir)
+    gateway.wait_ready()
+    yield gateway
+    gateway.close()
+
+
+@pytest.fixture(scope="module")
+def tool_gateway(
+    shared_fake: FakeTarget, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[GatewayThread]:
+    folder = make_tool_tokenizer(tmp_path_factory.mktemp("tools"))
+    gateway = GatewayThread(target=shared_fake.address, tokenizer=folder)
     gateway.wait_ready()
     yield gateway
     gateway.close()

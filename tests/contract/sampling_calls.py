@@ -12,6 +12,7 @@ import httpx
 import openai
 import pytest
 from gateway_thread import Stack
+from http_calls import openai_client
 
 from outrider.common.v1 import common_pb2
 from outrider.gateway.v1 import gateway_pb2, gateway_pb2_grpc
@@ -23,7 +24,7 @@ MODES = ({"mode": "off"}, {"mode": "on", "depth": 3, "topk": 2, "max_nodes": 6})
 
 @pytest.fixture
 def sampled(stack: Stack) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{stack.base_url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+    with openai_client(stack, 60) as client:
         yield client
 
 

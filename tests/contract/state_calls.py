@@ -10,6 +10,7 @@ import numpy as np
 import openai
 import pytest
 from gateway_thread import Stack
+from http_calls import openai_client
 from sampling_calls import CHAT, MODES, PROMPT, complete, generate
 
 from outrider.common.v1 import common_pb2
@@ -70,7 +71,7 @@ def test_openais_routes_return_the_last_hidden_states(stack: Stack) -> None:
     choice = complete(stack, max_tokens=12, return_hidden_states=True)["choices"][0]
     np.testing.assert_allclose(choice["hidden_states"], states[-1], atol=1e-3, rtol=1e-3)
     assert "hidden_states" not in complete(stack, max_tokens=2)["choices"][0]
-    with openai.OpenAI(base_url=f"{stack.base_url}/v1", api_key="none", max_retries=0) as client:
+    with openai_client(stack) as client:
         asked: dict[str, Any] = {"model": stack.model, "messages": CHAT, "max_tokens": 4}
         reply = client.chat.completions.create(**asked, extra_body={"return_hidden_states": True})
         assert len(reply.choices[0].model_extra["hidden_states"]) == len(states[-1])

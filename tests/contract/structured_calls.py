@@ -12,6 +12,7 @@ import httpx
 import openai
 import pytest
 from gateway_thread import Stack
+from http_calls import openai_client
 from pydantic import BaseModel
 
 from outrider.common.v1 import common_pb2
@@ -41,7 +42,7 @@ class City(BaseModel, extra="forbid"):
 
 @pytest.fixture
 def structured(stack: Stack) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{stack.base_url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+    with openai_client(stack, 60) as client:
         yield client
 
 

@@ -12,7 +12,7 @@ import pytest
 from fake_target import FakeTarget
 from gateway_thread import GatewayThread
 from tokenizers import Tokenizer
-from tool_chat import CALL, TWO_CALLS, WEATHER, answer_with, make_tool_tokenizer
+from tool_chat import CALL, TWO_CALLS, WEATHER, answer_with, prompt_of
 
 MESSAGES: list[Any] = [{"role": "user", "content": "Weather in Paris?"}]
 FUNCTION: Any = WEATHER["function"]
@@ -24,17 +24,6 @@ TOOLS: list[Any] = [
         "cache_control": {"type": "ephemeral"},
     }
 ]
-
-
-@pytest.fixture(scope="module")
-def tool_gateway(
-    shared_fake: FakeTarget, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[GatewayThread]:
-    folder = make_tool_tokenizer(tmp_path_factory.mktemp("tools"))
-    gateway = GatewayThread(target=shared_fake.address, tokenizer=folder)
-    gateway.wait_ready()
-    yield gateway
-    gateway.close()
 
 
 def client_of(gateway: GatewayThread, key: str = "none") -> anthropic.Anthropic:
@@ -50,10 +39,6 @@ def client(tool_gateway: GatewayThread) -> Iterator[anthropic.Anthropic]:
 def ask(client: anthropic.Anthropic, **fields: Any) -> Any:
     asked = {"model": "toy", "messages": MESSAGES, "max_tokens": 200}
     return client.messages.create(**asked | fields)
-
-
-def prompt_of(fake: FakeTarget, tokenizer: Tokenizer) -> str:
-    return str(tokenizer.decode(list(fake.seen[-1].prompt_ids), skip_special_tokens=False))
 
 
 def test_text_in_text_out(client: anthropic.Anthropic, fake: FakeTarget, tokenizer: Tokenizer) -> None:

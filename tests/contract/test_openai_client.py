@@ -11,13 +11,14 @@ from typing import Any
 import openai
 import pytest
 from gateway_thread import Stack
+from http_calls import openai_client
 
 MESSAGES: list[Any] = [{"role": "user", "content": "List 3 countries and their capitals."}]
 
 
 @pytest.fixture
 def client(stack: Stack) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{stack.base_url}/v1", api_key="none", max_retries=0, timeout=30) as client:
+    with openai_client(stack) as client:
         yield client
 
 

@@ -13,7 +13,7 @@ import openai
 import pytest
 from fake_target import FakeTarget, Script
 from gateway_thread import GatewayThread
-from http_calls import CHAT, client_of, error_of
+from http_calls import CHAT, client_of, error_of, openai_client
 from support.models.toy_text import make_tokenizer
 from tool_chat import WEATHER, make_tool_tokenizer
 
@@ -119,8 +119,7 @@ def test_an_aborted_stream_of_openai_ends_with_an_error(
     http: httpx.Client, gateway: GatewayThread, fake: FakeTarget
 ) -> None:
     fake.script = endless
-    url = f"{gateway.stack.base_url}/v1"
-    with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client:
+    with openai_client(gateway.stack) as client:
         stream = client.completions.create(model="toy", prompt="x", stream=True, extra_body={"rid": "it"})
         next(stream)
         http.post("/abort_request", json={"rid": "it"})

@@ -11,34 +11,19 @@ import openai
 import pytest
 from fake_target import FakeTarget
 from gateway_thread import GatewayThread
+from http_calls import openai_client
 from openai.types.responses import Response
 from pydantic import BaseModel
 from tokenizers import Tokenizer
-from tool_chat import CALL, TWO_CALLS, WEATHER, answer_with, make_tool_tokenizer
+from tool_chat import CALL, TWO_CALLS, WEATHER, answer_with, prompt_of
 
 TOOLS: list[Any] = [{"type": "function", "strict": True, **WEATHER["function"]}]  # type: ignore[dict-item]
 
 
-@pytest.fixture(scope="module")
-def tool_gateway(
-    shared_fake: FakeTarget, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[GatewayThread]:
-    folder = make_tool_tokenizer(tmp_path_factory.mktemp("tools"))
-    gateway = GatewayThread(target=shared_fake.address, tokenizer=folder)
-    gateway.wait_ready()
-    yield gateway
-    gateway.close()
-
-
 @pytest.fixture
 def client(tool_gateway: GatewayThread) -> Iterator[openai.OpenAI]:
-    url = f"{tool_gateway.stack.base_url}/v1"
-    with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=30) as client:
+    with openai_client(tool_gateway.stack) as client:
         yield client
-
-
-def prompt_of(fake: FakeTarget, tokenizer: Tokenizer) -> str:
-    return str(tokenizer.decode(list(fake.seen[-1].prompt_ids), skip_special_tokens=False))
 
 
 def test_text_in_text_out(client: openai.OpenAI, fake: FakeTarget, tokenizer: Tokenizer) -> None:

@@ -8,10 +8,10 @@ from typing import Any
 
 import httpx
 import numpy as np
-import openai
 import pytest
 from fake_target import HIDDEN_SIZE, LAYERS, TOP_K, FakeTarget, Script
 from gateway_thread import GatewayThread, Stack
+from http_calls import openai_client
 from tokenizers import Tokenizer
 
 from outrider.target.v1 import target_pb2
@@ -65,7 +65,7 @@ def test_tokens_after_a_stop_string_have_no_states(
 
 
 def test_openais_routes_return_experts_beside_each_choice(stack: Stack) -> None:
-    with openai.OpenAI(base_url=f"{stack.base_url}/v1", api_key="none", max_retries=0) as client:
+    with openai_client(stack) as client:
         reply = client.completions.create(
             model="toy",
             prompt=PROMPT,

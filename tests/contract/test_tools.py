@@ -13,9 +13,10 @@ import openai
 import pytest
 from fake_target import FakeTarget
 from gateway_thread import GatewayThread
+from http_calls import openai_client
 from pydantic import BaseModel
 from tokenizers import Tokenizer
-from tool_chat import CALL, TWO_CALLS, WEATHER, answer_with, make_tool_tokenizer
+from tool_chat import CALL, TWO_CALLS, WEATHER, answer_with, make_tool_tokenizer, prompt_of
 
 from outrider.common.v1 import common_pb2
 from outrider.gateway.v1 import gateway_pb2, gateway_pb2_grpc
@@ -24,31 +25,15 @@ MESSAGES: list[Any] = [{"role": "user", "content": "Weather in Paris?"}]
 TOOLS: list[Any] = [WEATHER]
 
 
-@pytest.fixture(scope="module")
-def tool_gateway(
-    shared_fake: FakeTarget, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[GatewayThread]:
-    folder = make_tool_tokenizer(tmp_path_factory.mktemp("tools"))
-    gateway = GatewayThread(target=shared_fake.address, tokenizer=folder)
-    gateway.wait_ready()
-    yield gateway
-    gateway.close()
-
-
 @pytest.fixture
 def client(tool_gateway: GatewayThread) -> Iterator[openai.OpenAI]:
-    url = f"{tool_gateway.stack.base_url}/v1"
-    with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=30) as client:
+    with openai_client(tool_gateway.stack) as client:
         yield client
 
 
 def chat(client: openai.OpenAI, **fields: Any) -> Any:
     asked = {"model": "toy", "messages": MESSAGES, "tools": TOOLS, "temperature": 0}
     return client.chat.completions.create(**asked | fields)
-
-
-def prompt_of(fake: FakeTarget, tokenizer: Tokenizer) -> str:
-    return str(tokenizer.decode(list(fake.seen[-1].prompt_ids), skip_special_tokens=False))
 
 
 def test_a_call_is_a_typed_part_of_the_reply(
@@ -203,8 +188,7 @@ def test_reasoning_is_apart_from_the_answer(
 
 
 def test_a_model_without_a_known_format_refuses_tools(gateway: GatewayThread, fake: FakeTarget) -> None:
-    url = f"{gateway.stack.base_url}/v1"
-    with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client:
+    with openai_client(gateway.stack) as client:
         with pytest.raises(openai.BadRequestError, match="--tool-call-parser") as caught:
             chat(client)
         assert caught.value.param == "tools"
@@ -239,8 +223,7 @@ def test_settings_choose_the_parser(
     try:
         gateway.wait_ready()
         answer_with(fake, tokenizer, '{"name": "get_weather", "parameters": {"city": "Lima"}}')
-        url = f"{gateway.stack.base_url}/v1"
-        with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client:
+        with openai_client(gateway.stack) as client:
             message = chat(client).choices[0].message
         assert message.content is None
         assert message.tool_calls[0].function.arguments == '{"city": "Lima"}'

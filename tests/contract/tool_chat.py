@@ -31,6 +31,11 @@ def make_tool_tokenizer(folder: Path) -> Path:
     return make_tokenizer(folder, HERMES)
 
 
+def prompt_of(fake: FakeTarget, tokenizer: Tokenizer) -> str:
+    """Return the text of the prompt that the target received last."""
+    return str(tokenizer.decode(list(fake.seen[-1].prompt_ids), skip_special_tokens=False))
+
+
 def answer_with(fake: FakeTarget, tokenizer: Tokenizer, text: str, step: int = 3) -> None:
     """Make the target answer every request with `text`, in steps of a few tokens."""
     tokens = [*tokenizer.encode(text, add_special_tokens=False).ids, EOS_ID]

@@ -6,27 +6,25 @@ import contextlib
 import os
 import select
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
-import grpc
 import pytest
 import torch
 from support.engine.gpu_ranks import CASE_S, Session, in_a_process, make_ranks_target
-from support.services.stack import PROMPTS, Process, assert_ranks_serve, child_pids, free_port, supervised
+from support.services.rank_pair import running_ranks
+from support.services.stack import PROMPTS, Process, assert_ranks_serve, free_port, supervised
 
 from outrider.common.v1 import common_pb2
 from outrider.services.target.parallel.group import end_soon, start_group
 from outrider.services.target.settings import TargetSettings
 from outrider.services.target.startup.numerics import prepare_decoder
 from outrider.shared.base.errors import OutriderError
-from outrider.target.v1 import target_pb2, target_pb2_grpc
+from outrider.target.v1 import target_pb2
 
 pytestmark = [pytest.mark.multi_gpu, pytest.mark.timeout(300)]
 
 END_S = 30
 STEP_S = 15
-TARGET_SERVICE = "outrider.target.v1.Target"
 SMALL = ("--max-running-requests", "2", "--cuda-graph-max-bs", "2", "--kv-tokens", "16384")
 """Settings with few graphs and a small cache, to leave memory for other processes."""
 
@@ -55,26 +53,6 @@ def test_the_embedded_pair_over_two_gpus_answers_as_over_one() -> None:
     assert answers[1] == answers[3]
 
 
-@contextlib.contextmanager
-def serving(
-    folder: Path, log: Path, *arguments: str
-) -> Iterator[tuple[Process, target_pb2_grpc.TargetStub, int]]:
-    """Start a target over two GPUs. Yield it, its API, and the process of rank 1."""
-    address = f"unix:{log}/t.sock"
-    flags = ("--model", str(folder), "--tp", "2", "--listen", address, *SMALL)
-    process = Process("serve", "target", *flags, *arguments, log=log / "log")
-    try:
-        process.wait_serving(address, TARGET_SERVICE)
-        (rank,) = child_pids(process.popen.pid, "rank_main")
-        with grpc.insecure_channel(address) as channel:
-            yield process, target_pb2_grpc.TargetStub(channel), rank
-    except BaseException:
-        print(process.output[-8000:])
-        raise
-    finally:
-        process.stop()
-
-
 def assert_ends(pid: int) -> None:
     """Assert that a process, which need not be a child, ends within `END_S`."""
     with contextlib.suppress(ProcessLookupError):
@@ -90,7 +68,7 @@ def test_a_rank_that_is_lost_in_cuda_graphs_ends_the_target(
     folder: Path, tmp_path: Path, how: signal.Signals
 ) -> None:
     """Meanwhile, rank 0's kernels wait for it, and rank 0's host waits for them."""
-    with serving(folder, tmp_path) as (process, stub, rank):
+    with running_ranks(folder, tmp_path, *SMALL) as (process, stub, rank):
         request = target_pb2.GenerateRequest(
             request_id="long", prompt_ids=[1, 2, 3], max_new_tokens=900, ignore_eos=True
         )

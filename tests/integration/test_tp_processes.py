@@ -8,13 +8,13 @@ import select
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2
 from support.models.toys import make_toy_target
+from support.services.rank_pair import TARGET_SERVICE, running_ranks
 from support.services.stack import (
     OUTRIDER,
     Process,
@@ -28,7 +28,7 @@ from outrider.common.v1 import common_pb2
 from outrider.target.v1 import target_pb2, target_pb2_grpc
 
 VOCAB, HIDDEN = 97, 128
-TARGET_SERVICE = "outrider.target.v1.Target"
+CPU = ("--device", "cpu", "--threads", "1")
 END_S = 20
 
 
@@ -47,7 +47,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def serve(model: Path, log: Path, *arguments: str, environment: dict[str, str] | None = None) -> Process:
-    flags = ("--model", str(model), "--device", "cpu", "--threads", "1", "--tp", "2")
+    flags = ("--model", str(model), "--tp", "2", *CPU)
     return Process("serve", "target", *flags, *arguments, log=log, environment=environment)
 
 
@@ -67,32 +67,13 @@ def long_request() -> target_pb2.GenerateRequest:
     )
 
 
-@contextlib.contextmanager
-def serving(
-    model: Path, log: Path, *arguments: str
-) -> Iterator[tuple[Process, target_pb2_grpc.TargetStub, int]]:
-    """Serve a model with two ranks. Yields (process of rank 0, API stub, process id of rank 1)."""
-    address = f"unix:{log}/t.sock"
-    process = serve(model, log / "target.log", "--listen", address, *arguments)
-    try:
-        process.wait_serving(address, TARGET_SERVICE)
-        (rank,) = child_pids(process.popen.pid, "rank_main")
-        with grpc.insecure_channel(address) as channel:
-            yield process, target_pb2_grpc.TargetStub(channel), rank
-    except BaseException:
-        print(process.output[-8000:])
-        raise
-    finally:
-        process.stop()
-
-
 def assert_gone(pid: int) -> None:
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
 
 
 def test_a_killed_rank_ends_the_target_with_an_error(folder: Path, tmp_path: Path) -> None:
-    with serving(folder, tmp_path) as (process, stub, rank):
+    with running_ranks(folder, tmp_path, *CPU) as (process, stub, rank):
         replies = stub.Generate(long_request(), timeout=60)
         next(replies)
         os.kill(rank, signal.SIGKILL)
@@ -107,7 +88,7 @@ def test_a_killed_rank_ends_the_target_with_an_error(folder: Path, tmp_path: Pat
 def test_a_stopped_rank_ends_the_target_with_an_error_that_names_it(
     terminated: bool, folder: Path, tmp_path: Path
 ) -> None:
-    with serving(folder, tmp_path, "--tp-timeout-s", "3") as (process, stub, rank):
+    with running_ranks(folder, tmp_path, *CPU, "--tp-timeout-s", "3") as (process, stub, rank):
         replies = stub.Generate(long_request(), timeout=60)
         next(replies)
         os.kill(rank, signal.SIGSTOP)
@@ -124,14 +105,14 @@ def test_a_stopped_rank_ends_the_target_with_an_error_that_names_it(
 
 
 def test_a_killed_rank_ends_an_idle_target_too(folder: Path, tmp_path: Path) -> None:
-    with serving(folder, tmp_path) as (process, _stub, rank):
+    with running_ranks(folder, tmp_path, *CPU) as (process, _stub, rank):
         os.kill(rank, signal.SIGKILL)
         assert process.popen.wait(END_S) not in (0, None)
         assert "error: tp: rank 1 is lost" in process.output
 
 
 def test_rank_1_ends_with_a_killed_rank_0(folder: Path, tmp_path: Path) -> None:
-    with serving(folder, tmp_path) as (process, stub, rank):
+    with running_ranks(folder, tmp_path, *CPU) as (process, stub, rank):
         replies = stub.Generate(long_request(), timeout=60)
         next(replies)
         descriptor = os.pidfd_open(rank)
@@ -142,7 +123,7 @@ def test_rank_1_ends_with_a_killed_rank_0(folder: Path, tmp_path: Path) -> None:
 
 
 def test_sigterm_drains_and_leaves_no_rank_behind(folder: Path, tmp_path: Path) -> None:
-    with serving(folder, tmp_path) as (process, stub, rank):
+    with running_ranks(folder, tmp_path, *CPU) as (process, stub, rank):
         replies = stub.Generate(
             target_pb2.GenerateRequest(request_id="a", prompt_ids=[1, 2], max_new_tokens=50, ignore_eos=True),
             timeout=60,

@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.models.draft_reference import PlainEagle3, PlainTree, reference_tree
-from support.models.toys import make_toy_eagle3, make_toy_target, read_target_tensor
+from support.models.toys import make_toy_eagle3, make_toy_pair, make_toy_target, read_target_tensor
 from support.suite.compute_device import DEVICE
 
 from outrider.kernels.philox import gumbel_noise
@@ -36,9 +36,7 @@ CLOSE = 2e-5
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    folder = tmp_path_factory.mktemp("pair")
-    target = make_toy_target(folder / "target", vocab_size=VOCAB, hidden_size=HIDDEN)
-    return target, make_toy_eagle3(folder / "head", target, draft_vocab_size=29)
+    return make_toy_pair(tmp_path_factory.mktemp("pair"), 29, vocab_size=VOCAB, hidden_size=HIDDEN)
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ import pytest
 import torch
 from support.drafts.draft_process import DraftProcess
 from support.engine.target_harness import Harness, assert_same_tokens, generate_plain, load_toy, make_harness
-from support.models.toys import make_toy_eagle3, make_toy_target
+from support.models.toys import make_toy_pair, make_toy_target
 from support.suite.compute_device import DEVICE, GRAPHS, ON_GPU
 
 from outrider.services.target.draft_client.link import TargetIdentity
@@ -42,9 +42,9 @@ BOUND_S = 20.0
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    folder = tmp_path_factory.mktemp("pair")
-    target = make_toy_target(folder / "target", vocab_size=VOCAB, seed=3, planted=3.0, num_layers=5)
-    return target, make_toy_eagle3(folder / "head", target, planted=3.0, draft_vocab_size=VOCAB)
+    return make_toy_pair(
+        tmp_path_factory.mktemp("pair"), VOCAB, vocab_size=VOCAB, seed=3, planted=3.0, num_layers=5
+    )
 
 
 @pytest.fixture(scope="module")

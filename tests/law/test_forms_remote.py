@@ -12,7 +12,7 @@ import torch
 from support.drafts.draft_process import DraftProcess
 from support.engine.target_harness import assert_same_tokens, generate_plain, load_toy, make_harness
 from support.grammars.toy_grammar import ToyGrammar
-from support.models.toys import make_toy_eagle3, make_toy_target
+from support.models.toys import make_toy_pair
 from support.suite.compute_device import DEVICE
 
 from outrider.services.target.draft_client.link import TargetIdentity
@@ -30,9 +30,7 @@ PATIENT_S = 16.0
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    folder = tmp_path_factory.mktemp("pair")
-    target = make_toy_target(folder / "target", vocab_size=VOCAB, seed=3, planted=3.0)
-    return target, make_toy_eagle3(folder / "head", target, planted=3.0, draft_vocab_size=VOCAB)
+    return make_toy_pair(tmp_path_factory.mktemp("pair"), VOCAB, vocab_size=VOCAB, seed=3, planted=3.0)
 
 
 @pytest.fixture(scope="module")

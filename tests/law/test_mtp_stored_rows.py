@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.drafts.session_table import fence_of
 from support.models.toy_mtp import Model, sample_text, save, sharp_model
 from support.suite.compute_device import DEVICE
 
@@ -15,7 +16,6 @@ from outrider.services.draft.growth.draft_graph import DraftGraph
 from outrider.services.draft.sessions.session import Ask, PeerId
 from outrider.services.draft.settings import DraftSettings
 from outrider.shared.spec.drafter import Commit, SequenceOpen
-from outrider.shared.spec.fence import FNV_OFFSET, Fence, extend_prefix_hash
 from outrider.shared.spec.tree import DraftShape
 
 torch.set_num_threads(1)
@@ -48,7 +48,7 @@ class Draft:
     def open(self, session_id: int, tokens: list[int], epoch: int = 1) -> int:
         """Open a session, send the features that it lacks, and return the number of rows that it had."""
         opening = SequenceOpen(
-            _fence(session_id, epoch, tokens), tokens, 0, 0.0, cache_salt="", stored_len=len(tokens)
+            fence_of(tokens, session_id, epoch), tokens, 0, 0.0, cache_salt="", stored_len=len(tokens)
         )
         held = self.engine.open(PEER, opening).have_len
         rows = self.model.hidden(torch.tensor([tokens]))[0].detach()[held : len(tokens) - 1]
@@ -63,7 +63,7 @@ class Draft:
         base = self._lens[session_id]
         features = self.model.hidden(torch.tensor([tokens]))[0].detach()[base - 1 : len(tokens) - 1]
         commit = Commit(
-            _fence(session_id, epoch, tokens), base, tokens[base:], features if len(features) else None
+            fence_of(tokens, session_id, epoch), base, tokens[base:], features if len(features) else None
         )
         self.engine.commit(PEER, commit, Ask(1, SHAPE, 0.0))
         self._lens[session_id] = len(tokens)
@@ -79,10 +79,6 @@ class Draft:
             worst = max(worst, abs(expected[-1] - float(trees.logprobs[0, node])))
         self.engine.check()
         return worst
-
-
-def _fence(session_id: int, epoch: int, tokens: list[int]) -> Fence:
-    return Fence(session_id, epoch, len(tokens), extend_prefix_hash(FNV_OFFSET, tokens))
 
 
 def complete_pages(tokens: int, layers: int) -> int:
@@ -118,7 +114,7 @@ def test_sessions_that_share_rows_draft_as_sessions_of_their_own(
 def test_a_session_that_begins_again_drafts_from_its_new_tokens(
     tmp_path: Path, length: int, in_one_go: bool
 ) -> None:
-    """Even if it lacks so few rows that one launch could add them."""
+    """The session may lack so few rows that one launch could add them."""
     model = sharp_model(3)
     draft = Draft(model, save(model, tmp_path), in_one_go=in_one_go)
     draft.open(1, TEXT[:24])

@@ -1,8 +1,8 @@
 """Positions of the sampling noise: sampled output equals the specified formula on `transformers` logits.
 
 Token p of a sequence (counted from 0, including the prompt) is the argmax of the processed logits over T plus
-Gumbel(seed, p, token, choice). The formula is computed here without any kernel. The tests therefore also
-notice a shift of all positions, which would be the same in speculation and in plain decoding.
+Gumbel(seed, p, choice, token). `support.outputs.plain_noise` computes the noise without any kernel. The tests
+therefore also notice a shift of all positions, which would be the same in speculation and in plain decoding.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import pytest
 import torch
 from support.engine.target_harness import FakeDrafter, load_toy, make_harness, oracle_plan
 from support.models.toys import make_toy_target
+from support.outputs.plain_noise import gumbel
 from transformers import LlamaForCausalLM
 
 from outrider.services.target.drafting.no_drafter import NoDrafter
@@ -32,21 +33,6 @@ FILTERS = {
     "min-p": {"min_p": 0.05},
     "all": {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "min_p": 0.02},
 }
-
-
-def philox(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[int, int, int, int]:
-    """Return the four words of Philox4x32-10 (Salmon et al. 2011)."""
-    (c0, c1, c2, c3), (k0, k1) = counter, key
-    for _ in range(10):
-        p0, p1 = 0xD2511F53 * c0, 0xCD9E8D57 * c2
-        c0, c1, c2, c3 = (p1 >> 32) ^ c1 ^ k0, p1 & 0xFFFFFFFF, (p0 >> 32) ^ c3 ^ k1, p0 & 0xFFFFFFFF
-        k0, k1 = (k0 + 0x9E3779B9) & 0xFFFFFFFF, (k1 + 0xBB67AE85) & 0xFFFFFFFF
-    return c0, c1, c2, c3
-
-
-def gumbel(seed: int, position: int, token: int, choice: int) -> float:
-    word = philox((position, token // 4, choice, 0), (seed & 0xFFFFFFFF, seed >> 32))[token % 4]
-    return -math.log(-math.log(((word >> 9) + 0.5) * 2.0**-23))
 
 
 def kept_tokens(scores: list[float], sampling: SamplingParams) -> list[int]:
@@ -72,7 +58,7 @@ def sample(model: LlamaForCausalLM, sampling: SamplingParams) -> tuple[list[int]
         scores = [logit / sampling.temperature for logit in logits]
         noisy = sorted(
             (
-                (scores[token] + gumbel(sampling.seed, position, token, sampling.choice_index), token)
+                (scores[token] + gumbel(sampling.seed, position, sampling.choice_index, token), token)
                 for token in kept_tokens(scores, sampling)
             ),
             reverse=True,
@@ -121,4 +107,4 @@ def test_sampled_output_is_the_specified_formulas(
 
 
 def test_the_formula_tells_positions_and_choices_apart() -> None:
-    assert len({gumbel(7, position, 3, choice) for position in range(4) for choice in range(4)}) == 16
+    assert len({gumbel(7, position, choice, 3) for position in range(4) for choice in range(4)}) == 16

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.outputs.plain_noise import gumbel, philox
 from support.suite.compute_device import DEVICE
 
 from outrider.kernels.philox import gumbel_noise
@@ -33,23 +34,6 @@ PINNED = [
     ((0xFFFFFFFFFFFFFFFF, 100000, 3, 4095), 0x814343C0, 0.380777),
     ((0xDEADBEEFCAFEF00D, 7, 1, 262143), 0xA4B8D43F, 0.818896),
 ]
-
-
-def philox(counter: tuple[int, ...], key: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the four words of Philox4x32-10, computed with Python integers."""
-    c0, c1, c2, c3 = counter
-    k0, k1 = key
-    for _ in range(10):
-        p0, p1 = 0xD2511F53 * c0, 0xCD9E8D57 * c2
-        c0, c1, c2, c3 = (p1 >> 32) ^ c1 ^ k0, p1 & 0xFFFFFFFF, (p0 >> 32) ^ c3 ^ k1, p0 & 0xFFFFFFFF
-        k0, k1 = (k0 + 0x9E3779B9) & 0xFFFFFFFF, (k1 + 0xBB67AE85) & 0xFFFFFFFF
-    return c0, c1, c2, c3
-
-
-def gumbel(seed: int, position: int, choice: int, token: int) -> float:
-    """Return the noise of one token, computed with Python floats; `seed` is unsigned."""
-    word = philox((position, token // 4, choice, 0), (seed & 0xFFFFFFFF, seed >> 32))[token % 4]
-    return -math.log(-math.log(((word >> 9) + 0.5) * 2.0**-23))
 
 
 def columns_of(cases: Sequence[tuple[int, int, int]]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

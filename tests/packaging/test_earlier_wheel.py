@@ -7,7 +7,6 @@ earlier gateway and draft with today's target, and today's gateway and draft wit
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -17,11 +16,11 @@ import zipfile
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 from support.services.stack import DEMO_HEAD, DEMO_TARGET, Process
+from support.suite.scripts import import_script
 
 from outrider.services.stack.launch import free_port
 
@@ -33,16 +32,7 @@ QUESTIONS = (
 )
 
 
-def _script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("earlier_wheel", ROOT / "scripts" / "earlier_wheel.py")
-    assert spec
-    assert spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-SCRIPT = _script()
+SCRIPT = import_script("earlier_wheel")
 
 
 @pytest.fixture(scope="module")
@@ -103,9 +93,7 @@ class Services:
 
     def answer(self, question: dict[str, Any], mode: str) -> dict[str, Any]:
         """Return the reply to a question."""
-        sampling = {name: value for name, value in question.items() if name not in ("text", "seed")}
-        if "seed" in question:
-            sampling["seed"] = question["seed"]
+        sampling = {name: value for name, value in question.items() if name != "text"}
         body = {
             "text": question["text"],
             "sampling_params": sampling | {"max_new_tokens": 48},

@@ -13,7 +13,7 @@ import pytest
 import torch
 from draft_client import ScriptedTarget, commit_request, fence, open_request
 from ipc_target import HIDDEN, LAYERS, PROMPT, TIMEOUT_S, VOCAB, IpcTarget, address
-from support.models.toys import make_toy_eagle3, make_toy_target
+from support.models.toys import make_toy_pair
 
 from outrider.common.v1 import common_pb2
 from outrider.draft.v1 import draft_pb2
@@ -28,9 +28,7 @@ from outrider.shared.rpc.version import FEATURES
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    folder = tmp_path_factory.mktemp("pair")
-    target = make_toy_target(folder / "target")
-    return target, make_toy_eagle3(folder / "head", target)
+    return make_toy_pair(tmp_path_factory.mktemp("pair"))
 
 
 @pytest.fixture

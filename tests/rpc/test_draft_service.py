@@ -10,7 +10,7 @@ import grpc
 import pytest
 import torch
 from draft_client import ScriptedTarget, batches, commit_request, open_request
-from support.models.toys import make_toy_eagle3, make_toy_target, read_target_tensor
+from support.models.toys import make_toy_pair, read_target_tensor
 
 from outrider.draft.v1 import draft_pb2
 from outrider.services.draft import warmup
@@ -26,9 +26,7 @@ PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    folder = tmp_path_factory.mktemp("pair")
-    target = make_toy_target(folder / "target")
-    return target, make_toy_eagle3(folder / "head", target)
+    return make_toy_pair(tmp_path_factory.mktemp("pair"))
 
 
 def start(pair: tuple[Path, Path], socket: Path, borrow: bool = True, **settings: object) -> DraftService:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.engine.target_harness import Harness, load_toy, make_harness
-from support.models.toys import make_toy_eagle3, make_toy_target
+from support.models.toys import make_toy_pair
 
 from outrider.services.draft.app import DraftService
 from outrider.services.draft.peers import stream_exchange as draft_end
@@ -36,9 +36,7 @@ Held = tuple[int, int, int]
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    folder = tmp_path_factory.mktemp("pair")
-    target = make_toy_target(folder / "target", vocab_size=VOCAB)
-    return target, make_toy_eagle3(folder / "head", target, draft_vocab_size=VOCAB)
+    return make_toy_pair(tmp_path_factory.mktemp("pair"), VOCAB, vocab_size=VOCAB)
 
 
 @pytest.fixture(scope="module")

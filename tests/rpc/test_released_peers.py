@@ -1,8 +1,8 @@
 """Services of this release work with services of the previous one, in both directions.
 
-No wheel of a release is published yet. A proxy stands for the older side: it passes only the fields, versions
-and features of the previous release. Whether the older side is the caller or the service makes no difference
-to what passes. `tests/packaging/test_earlier_wheel.py` runs the services of a real earlier wheel.
+No wheel of a release is published yet. A proxy takes the place of the older side, whether this is the caller
+or the service: it passes only the fields, versions and features of the previous release.
+`tests/packaging/test_earlier_wheel.py` runs the services of a real earlier wheel.
 """
 
 from __future__ import annotations

@@ -10,7 +10,6 @@ same code. `DraftGraphs` limits the batch sizes for which the draft records grap
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -38,10 +37,6 @@ from outrider.shared.spec.tree import DraftBatch, DraftShape, mask_words
 
 MAX_BS = 64
 """Largest recorded batch size, unless the settings change it."""
-MAX_TOLD = 16
-"""Largest number of warnings about batch sizes above the limit; there is one warning per size."""
-
-_log = logging.getLogger("outrider.draft")
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,28 +219,11 @@ class DraftGraphs:
     def __init__(self, device: torch.device) -> None:
         self.cache = GraphCache(device)
         self.max_bs = MAX_BS
-        self._told_of: set[int] = set()
 
     def limit(self, *, disabled: bool, max_bs: int) -> None:
         """Apply the settings. Call this before anything is recorded."""
         self.cache.enabled = self.cache.enabled and not disabled
         self.max_bs = max_bs
-
-    def admits(self, batch: int) -> bool:
-        """Return whether a remote target's batch of this size may run in rounds on the draft's device.
-
-        If the result is False, the reason is logged once per batch size. The rounds of such a batch run
-        through the host.
-        """
-        if batch > self.max_bs and batch not in self._told_of and len(self._told_of) < MAX_TOLD:
-            self._told_of.add(batch)
-            _log.warning(
-                "rounds of %d sequences run through the host: this draft has --cuda-graph-max-bs %d; "
-                "start it with the target's value",
-                batch,
-                self.max_bs,
-            )
-        return batch <= self.max_bs
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,11 +30,11 @@ from outrider.services.draft.sessions.session_table import SessionLimits
 from outrider.services.draft.strategies.base import StrategyInfo
 from outrider.services.draft.target_info import TargetInfo
 from outrider.shared.base.errors import ProtocolError
+from outrider.shared.rpc.fence_messages import fence_from_proto, fence_to_proto
 from outrider.shared.rpc.ipc.doorbells import Side
 from outrider.shared.rpc.tensors import TensorReader, wire_dtype
 from outrider.shared.rpc.version import MAX_VERSION, VersionOffer
 from outrider.shared.spec.drafter import Commit, FeatureSpec, SequenceOpen
-from outrider.shared.spec.fence import Fence
 from outrider.shared.spec.tree import DraftShape
 
 WANTS_TREE = (draft_pb2.WANT_DRAFT, draft_pb2.WANT_BOTH)
@@ -103,21 +103,6 @@ def hello_ack(
     return ack
 
 
-def fence_from(message: draft_pb2.Fence) -> Fence:
-    """Convert a fence from protobuf."""
-    return Fence(message.session_id, message.epoch, message.committed_len, message.prefix_hash)
-
-
-def fence_to(fence: Fence) -> draft_pb2.Fence:
-    """Convert a fence to protobuf."""
-    return draft_pb2.Fence(
-        session_id=fence.session_id,
-        epoch=fence.epoch,
-        committed_len=fence.committed_len,
-        prefix_hash=fence.prefix_hash,
-    )
-
-
 def opening_from(message: draft_pb2.Open, target_id: str) -> SequenceOpen:
     """Convert an Open message. Sequences of different targets share nothing, so their salts differ.
 
@@ -129,7 +114,7 @@ def opening_from(message: draft_pb2.Open, target_id: str) -> SequenceOpen:
             f"open.cache_salt must have at most {MAX_SALT_CHARS} characters.", field="open.cache_salt"
         )
     return SequenceOpen(
-        fence_from(message.fence),
+        fence_from_proto(message.fence),
         list(message.token_ids),
         message.seed,
         message.temperature,
@@ -171,7 +156,7 @@ def commits_from(
                     field="commit.feature_row",
                 )
             features = rows[message.feature_row : stop]
-        commit = Commit(fence_from(message.fence), message.base_len, list(message.token_ids), features)
+        commit = Commit(fence_from_proto(message.fence), message.base_len, list(message.token_ids), features)
         ask = None
         if message.want in WANTS_TREE:
             shape = DraftShape(message.shape.depth, message.shape.topk, message.shape.max_nodes)
@@ -220,7 +205,7 @@ def reply_to(reply: Reply) -> draft_pb2.SessionReply:
         case TreeFrame():
             trees = [
                 draft_pb2.Tree(
-                    fence=fence_to(tree.fence),
+                    fence=fence_to_proto(tree.fence),
                     token_ids=tree.token_ids,
                     parents=tree.parents,
                     logprobs=tree.logprobs,

@@ -197,9 +197,9 @@ class GuardedProtocol(H11Protocol):
     def eof_received(self) -> bool:  # type: ignore[override]
         """Keep the connection open while a request is running, until the client turns out to be gone.
 
-        A client that has closed the whole connection sends the same packet as a client that only sends
-        nothing more. But it answers the next bytes that it receives with a reset. So send bytes that clients
-        ignore: an interim reply (100 Continue), or a comment if the reply is a stream that has begun.
+        A client sends the same packet whether it closes the whole connection or only its own direction. After
+        it has closed the whole connection, it answers the next bytes with a reset. This method therefore
+        sends bytes that clients ignore: an interim reply (100 Continue), or a comment in a stream.
         """
         cycle = self.cycle
         # A TLS connection cannot stay half-open.

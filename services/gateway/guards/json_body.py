@@ -17,7 +17,7 @@ MAX_OBJECTS = 100_000
 MAX_STRINGS = 50_000
 """Largest number of strings in a large body, including the names of fields."""
 MAX_NAMES = 16_384
-"""Largest number of names of fields in a large body, over all objects.
+"""Largest number of field names in a large body, over all objects.
 
 The gateway needs about 2 µs for each, because parsing, validation and conversion create new objects.
 """

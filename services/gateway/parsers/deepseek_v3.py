@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from outrider.services.gateway.parsers.buffered import BufferedParser
 from outrider.services.gateway.parsers.json_call import JsonValue
-from outrider.services.gateway.parsers.markers import TextWriter, split_at_marker
-from outrider.services.gateway.parsers.pieces import CallWriter, Piece, Text, ToolOptions
+from outrider.services.gateway.parsers.markers import split_at_marker
+from outrider.services.gateway.parsers.pieces import Piece, ToolOptions
 
 CALLS_BEGIN, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 CALL_BEGIN, CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
@@ -12,42 +13,25 @@ SEPARATOR = "<｜tool▁sep｜>"
 FENCE = "```json\n"
 
 
-class DeepSeekV3Parser:
+class DeepSeekV3Parser(BufferedParser):
     """Parses the tool calls of DeepSeek models, in both of their formats.
 
     DeepSeek V3 and R1 write the word ``function``, a separator, the name of the tool, and the arguments in a
     fenced block. V3.1 writes the name, a separator and the arguments.
     """
 
-    in_reasoning = False
-
     def __init__(self, options: ToolOptions) -> None:
-        self._calls = CallWriter(options)
-        self._writer = TextWriter()
-        self._buffer = ""
+        super().__init__(options)
         # One of "text", "list" (between calls), "kind" (before the separator), "name" (after the separator of
         # V3), "value" (before the arguments), "arguments", or "tail" (after the arguments).
         self._state = "text"
         self._value = JsonValue()
 
-    def push(self, text: str) -> list[Piece]:
-        self._buffer += text
-        pieces: list[Piece] = []
-        while self._buffer and self._step(pieces):
-            pass
-        return pieces
-
-    def finish(self) -> list[Piece]:
-        pieces: list[Piece] = []
+    def _finish(self, pieces: list[Piece]) -> None:
         if self._state == "text":
             self._add_text(self._buffer, pieces)
-        self._buffer = ""
-        if rest := self._writer.finish():
-            pieces.append(Text(rest))
-        return pieces
 
     def _step(self, pieces: list[Piece]) -> bool:
-        """Read the buffer up to the next change of state. Return False if the state needs more text."""
         match self._state:
             case "text":
                 return self._seek({CALLS_BEGIN: "list"}, pieces)
@@ -110,7 +94,3 @@ class DeepSeekV3Parser:
         if self._value.done:
             self._state = "tail"
         return self._value.done
-
-    def _add_text(self, text: str, pieces: list[Piece]) -> None:
-        if final := self._writer.add(text):
-            pieces.append(Text(final))

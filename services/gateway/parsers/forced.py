@@ -138,7 +138,7 @@ def _harmony(tools: Sequence[Tool], form: CallFormat) -> list[str]:
         header = json.dumps(f"commentary to={FUNCTIONS}{tool['function']['name']} ")
         calls.append(f'{channel} {header} {constrain} "json" {message} {_json(_schema(tool))}')
     begin, end = form.literal("<|start|>assistant"), form.literal("<|end|>")
-    # No text of the reasoning looks like a special token.
+    # The text of the reasoning contains no "<|", with which special tokens begin.
     reasoning = f'reasoning: {channel} "analysis" {message} /([^<]|<+[^<|])*<*/ {end} {begin}'
     return ["reasoning* call", reasoning, *_alternatives(calls)]
 

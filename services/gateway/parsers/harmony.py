@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 
+from outrider.services.gateway.parsers.buffered import BufferedParser
 from outrider.services.gateway.parsers.json_call import JsonValue
 from outrider.services.gateway.parsers.markers import split_at_marker
-from outrider.services.gateway.parsers.pieces import CallWriter, Piece, Reasoning, Text, ToolOptions
+from outrider.services.gateway.parsers.pieces import Piece, Reasoning, Text, ToolOptions
 
 START, MESSAGE = "<|start|>", "<|message|>"
 ENDS = ("<|end|>", "<|call|>", "<|return|>")
@@ -17,7 +18,7 @@ FUNCTIONS = "functions."
 MAX_HEADER_CHARS = 1024
 
 
-class HarmonyParser:
+class HarmonyParser(BufferedParser):
     """Parses one answer of a gpt-oss model in the harmony format. Such an answer consists of messages.
 
     The prompt ends with the role of the first message, so the answer begins with the rest of this message's
@@ -26,8 +27,7 @@ class HarmonyParser:
     """
 
     def __init__(self, options: ToolOptions) -> None:
-        self._calls = CallWriter(options)
-        self._buffer = ""
+        super().__init__(options)
         # One of "header", "body", or "between" (after the end of a message).
         self._state = "header"
         self._kind: type[Text] | type[Reasoning] | None = None
@@ -38,15 +38,7 @@ class HarmonyParser:
     def in_reasoning(self) -> bool:
         return self._kind is Reasoning
 
-    def push(self, text: str) -> list[Piece]:
-        self._buffer += text
-        pieces: list[Piece] = []
-        while self._buffer and self._step(pieces):
-            pass
-        return pieces
-
-    def finish(self) -> list[Piece]:
-        pieces: list[Piece] = []
+    def _finish(self, pieces: list[Piece]) -> None:
         if self._state == "body":
             self._add(self._buffer, pieces)
             # A forced call always has arguments, so the answer was cut off before them.
@@ -55,11 +47,8 @@ class HarmonyParser:
         elif self._state == "header" and not _CHANNEL.search(self._buffer):
             self._kind = Text
             self._add(self._buffer, pieces)
-        self._buffer = ""
-        return pieces
 
     def _step(self, pieces: list[Piece]) -> bool:
-        """Read the buffer up to the next change of state. Return False if the state needs more text."""
         if self._state == "body":
             if self._value is not None and not self._arguments(self._value, pieces):
                 return False
@@ -100,7 +89,7 @@ class HarmonyParser:
             self._kind = Reasoning if private else Text
 
     def _arguments(self, value: JsonValue, pieces: list[Piece]) -> bool:
-        """Read the JSON object of a call, in which no text is a marker. Return False if text is missing."""
+        """Read the JSON object of a call. Markers in it are plain text. Return False if it is incomplete."""
         if not value.begun and (start := self._buffer.lstrip()):
             if not start.startswith("{"):
                 self._value = None

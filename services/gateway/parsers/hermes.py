@@ -2,46 +2,31 @@
 
 from __future__ import annotations
 
+from outrider.services.gateway.parsers.buffered import BufferedParser
 from outrider.services.gateway.parsers.json_call import JsonCall
-from outrider.services.gateway.parsers.markers import TextWriter, split_at_marker
-from outrider.services.gateway.parsers.pieces import CallWriter, Piece, Text, ToolOptions
+from outrider.services.gateway.parsers.markers import split_at_marker
+from outrider.services.gateway.parsers.pieces import Piece, ToolOptions
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
 
-class HermesParser:
+class HermesParser(BufferedParser):
     """Parses calls in tags. A tag that no valid call follows is passed on as text."""
 
-    in_reasoning = False
-
     def __init__(self, options: ToolOptions) -> None:
-        self._calls = CallWriter(options)
-        self._writer = TextWriter()
-        self._buffer = ""
+        super().__init__(options)
         self._call: JsonCall | None = None
         self._closing = False
 
-    def push(self, text: str) -> list[Piece]:
-        self._buffer += text
-        pieces: list[Piece] = []
-        while self._step(pieces):
-            pass
-        return pieces
-
-    def finish(self) -> list[Piece]:
-        pieces: list[Piece] = []
+    def _finish(self, pieces: list[Piece]) -> None:
         if self._call is not None:
             if self._call.name is None:
                 self._add_text(OPEN + self._call.raw, pieces)
         elif not self._closing:
             self._add_text(self._buffer, pieces)
-        self._call, self._buffer = None, ""
-        if rest := self._writer.finish():
-            pieces.append(Text(rest))
-        return pieces
+        self._call = None
 
     def _step(self, pieces: list[Piece]) -> bool:
-        """Read the buffer up to the next change of state. Return False if the state needs more text."""
         if self._call is not None:
             return self._step_call(self._call, pieces)
         split = split_at_marker(self._buffer, (OPEN, CLOSE) if self._closing else (OPEN,))
@@ -57,8 +42,6 @@ class HermesParser:
         return True
 
     def _step_call(self, call: JsonCall, pieces: list[Piece]) -> bool:
-        if not self._buffer:
-            return False
         begun = call.name is not None
         arguments, self._buffer = call.push(self._buffer)
         if call.name is not None and not begun:
@@ -73,7 +56,3 @@ class HermesParser:
                 pieces += self._calls.end()
                 self._closing = True
         return True
-
-    def _add_text(self, text: str, pieces: list[Piece]) -> None:
-        if final := self._writer.add(text):
-            pieces.append(Text(final))

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from outrider.services.gateway.parsers.buffered import BufferedParser
 from outrider.services.gateway.parsers.json_call import JsonCall
-from outrider.services.gateway.parsers.markers import TextWriter, split_at_marker
-from outrider.services.gateway.parsers.pieces import CallWriter, Piece, Text, ToolOptions
+from outrider.services.gateway.parsers.markers import split_at_marker
+from outrider.services.gateway.parsers.pieces import Piece, ToolOptions
 
 PYTHON_TAG = "<|python_tag|>"
 SEPARATORS = ";, \n\t\r"
 
 
-class Llama3JsonParser:
+class Llama3JsonParser(BufferedParser):
     """Parses the tool calls of Llama 3 models, which are JSON objects.
 
     The objects stand at the start of the answer, or after the special token ``<|python_tag|>``.
@@ -19,13 +20,9 @@ class Llama3JsonParser:
     JSON.
     """
 
-    in_reasoning = False
-
     def __init__(self, options: ToolOptions) -> None:
+        super().__init__(options)
         self._options = options
-        self._calls = CallWriter(options)
-        self._writer = TextWriter()
-        self._buffer = ""
         # "call" if an object (or text) may follow, or "text" if only text may follow.
         self._state = "call"
         # Text before a possible call. If no call follows, this text belongs to the answer.
@@ -33,26 +30,14 @@ class Llama3JsonParser:
         self._call: JsonCall | None = None
         self._begun = False
 
-    def push(self, text: str) -> list[Piece]:
-        self._buffer += text
-        pieces: list[Piece] = []
-        while self._buffer and self._step(pieces):
-            pass
-        return pieces
-
-    def finish(self) -> list[Piece]:
-        pieces: list[Piece] = []
+    def _finish(self, pieces: list[Piece]) -> None:
         if self._call is not None and not self._begun:
             self._add_text(self._lead + self._call.raw, pieces)
         elif self._call is None:
             self._add_text((self._lead if not self._calls.count else "") + self._buffer, pieces)
-        self._call, self._buffer, self._lead = None, "", ""
-        if rest := self._writer.finish():
-            pieces.append(Text(rest))
-        return pieces
+        self._call, self._lead = None, ""
 
     def _step(self, pieces: list[Piece]) -> bool:
-        """Read the buffer up to the next change of state. Return False if the state needs more text."""
         if self._call is not None:
             return self._step_call(self._call, pieces)
         if self._state == "text":
@@ -100,7 +85,3 @@ class Llama3JsonParser:
         """Pass on `text`, which precedes the buffer, and read all later text as text."""
         self._add_text(self._lead + text, pieces)
         self._state, self._lead = "text", ""
-
-    def _add_text(self, text: str, pieces: list[Piece]) -> None:
-        if final := self._writer.add(text):
-            pieces.append(Text(final))

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 
+from outrider.services.gateway.parsers.buffered import BufferedParser
 from outrider.services.gateway.parsers.json_call import JsonCall, JsonValue
-from outrider.services.gateway.parsers.markers import TextWriter, split_at_marker
-from outrider.services.gateway.parsers.pieces import CallWriter, Piece, Text, ToolOptions
+from outrider.services.gateway.parsers.markers import split_at_marker
+from outrider.services.gateway.parsers.pieces import Piece, ToolOptions
 
 MARKER = "[TOOL_CALLS]"
 # Mistral's chat templates refuse other ids.
@@ -15,15 +16,11 @@ _NAME = re.compile(r"\s*([\w.\-]+)\s*(?:\[CALL_ID\][\w\-]*)?(?:\[ARGS\])?\s*(?=\
 MAX_HEAD_CHARS = 512
 
 
-class MistralParser:
+class MistralParser(BufferedParser):
     """Parses the calls after the marker. The text before the marker is the answer's text."""
 
-    in_reasoning = False
-
     def __init__(self, options: ToolOptions) -> None:
-        self._calls = CallWriter(options)
-        self._writer = TextWriter()
-        self._buffer = ""
+        super().__init__(options)
         # One of "text", "head" (after the marker), "item" (in a list, before a call), "object" (inside a call
         # of a list), "arguments" (after a name), or "after" (after a call of a list).
         self._state = "text"
@@ -31,26 +28,13 @@ class MistralParser:
         self._value = JsonValue()
         self._begun = False
 
-    def push(self, text: str) -> list[Piece]:
-        self._buffer += text
-        pieces: list[Piece] = []
-        while self._buffer and self._step(pieces):
-            pass
-        return pieces
-
-    def finish(self) -> list[Piece]:
-        pieces: list[Piece] = []
+    def _finish(self, pieces: list[Piece]) -> None:
         if self._state in ("text", "head"):
             self._add_text(self._buffer, pieces)
         elif self._state == "object" and not self._begun:
             self._add_text(self._call.raw, pieces)
-        self._buffer = ""
-        if rest := self._writer.finish():
-            pieces.append(Text(rest))
-        return pieces
 
     def _step(self, pieces: list[Piece]) -> bool:
-        """Read the buffer up to the next change of state. Return False if the state needs more text."""
         match self._state:
             case "text":
                 split = split_at_marker(self._buffer, (MARKER,))
@@ -122,7 +106,3 @@ class MistralParser:
         if self._value.done:
             self._state = "text"
         return self._value.done
-
-    def _add_text(self, text: str, pieces: list[Piece]) -> None:
-        if final := self._writer.add(text):
-            pieces.append(Text(final))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from outrider.services.gateway.parsers.markers import TextWriter, split_at_marker
-from outrider.services.gateway.parsers.pieces import CallWriter, Piece, Text, ToolOptions
+from outrider.services.gateway.parsers.buffered import BufferedParser
+from outrider.services.gateway.parsers.markers import split_at_marker
+from outrider.services.gateway.parsers.pieces import Piece, ToolOptions
 from outrider.services.gateway.parsers.python_literal import arguments_json, partial_arguments_json
 
 OPENERS = ("<|python_tag|>", "<|python_start|>")
@@ -13,20 +14,16 @@ MAX_NAME_CHARS = 256
 MAX_CALL_CHARS = 1024 * 1024
 
 
-class PythonicParser:
+class PythonicParser(BufferedParser):
     """Parses tool calls that a model writes as a Python list of calls at the start of the answer.
 
     An answer without such a list is text. The arguments of a call become one piece of JSON as soon as the
     call is complete.
     """
 
-    in_reasoning = False
-
     def __init__(self, options: ToolOptions) -> None:
+        super().__init__(options)
         self._options = options
-        self._calls = CallWriter(options)
-        self._writer = TextWriter()
-        self._buffer = ""
         # One of "start", "call" (after a bracket or a comma), "next" (after a call), or "text".
         self._state = "start"
         # Text of the current list that is not part of a parsed call.
@@ -35,15 +32,7 @@ class PythonicParser:
         self._depth = 0
         self._quote = ""
 
-    def push(self, text: str) -> list[Piece]:
-        self._buffer += text
-        pieces: list[Piece] = []
-        while self._buffer and self._step(pieces):
-            pass
-        return pieces
-
-    def finish(self) -> list[Piece]:
-        pieces: list[Piece] = []
+    def _finish(self, pieces: list[Piece]) -> None:
         name, start = self._head() if self._state == "call" else (None, None)
         if name is not None:
             # The answer ends inside a call.
@@ -53,13 +42,8 @@ class PythonicParser:
         else:
             self._to_text(pieces)
             self._add_text(self._buffer, pieces)
-        self._buffer = ""
-        if rest := self._writer.finish():
-            pieces.append(Text(rest))
-        return pieces
 
     def _step(self, pieces: list[Piece]) -> bool:
-        """Read the buffer up to the next change of state. Return False if the state needs more text."""
         match self._state:
             case "start":
                 return self._start(pieces)
@@ -170,7 +154,3 @@ class PythonicParser:
         """Treat all remaining text as text, including the part of the list that is not a call."""
         self._add_text(self._lead, pieces)
         self._state, self._lead = "text", ""
-
-    def _add_text(self, text: str, pieces: list[Piece]) -> None:
-        if final := self._writer.add(text):
-            pieces.append(Text(final))

@@ -59,7 +59,8 @@ export class FittedChat {
     }
   }
 
-  // Whether the request can be sent again, with fewer turns or without a limit, after the server refused it.
+  // Changes a refused request so that it may fit: without its limit, or with fewer turns. Returns whether there is
+  // anything left to change. The request is then sent again.
   retry(error) {
     if (error.code !== FULL) return false;
     if (error.param === 'max_tokens' && this.options.max_tokens) {

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from outrider.services.gateway.options.values import of_bodies
 from outrider.services.gateway.parameters import Parameters
-from outrider.services.gateway.schemas.base import NeutralOnly, OpenModel
+from outrider.services.gateway.schemas.base import NeutralOnly, OpenModel, given
 from outrider.services.gateway.schemas.chat_messages import (
     PART_SEPARATOR,
     CalledFunction,
@@ -74,18 +74,18 @@ class AnthropicMessage(OpenModel):
             where = f"{field}.content.{number}"
             match block.type:
                 case "text":
-                    texts.append(TextPart(type="text", text=_given(block.text, where, "text")))
+                    texts.append(TextPart(type="text", text=given(block.text, where, "text")))
                 case "thinking":
-                    thoughts.append(_given(block.thinking, where, "thinking"))
+                    thoughts.append(given(block.thinking, where, "thinking"))
                 case "redacted_thinking":
                     continue
                 case "tool_use":
                     function = CalledFunction(
-                        name=_given(block.name, where, "name"), arguments=block.input or {}
+                        name=given(block.name, where, "name"), arguments=block.input or {}
                     )
                     calls.append(ToolCall(id=block.id, function=function))
                 case "tool_result":
-                    call_id = _given(block.tool_use_id, where, "tool_use_id")
+                    call_id = given(block.tool_use_id, where, "tool_use_id")
                     results.append(Message(role="tool", content=block.content or "", tool_call_id=call_id))
                 case other:
                     raise InvalidRequestError(
@@ -281,11 +281,3 @@ def tool_input(arguments: str) -> dict[str, Any]:
     except (ValueError, RecursionError):
         value = None
     return value if isinstance(value, dict) else {"INVALID_JSON": arguments}
-
-
-def _given(value: Any, field: str, name: str) -> Any:
-    if value is None:
-        raise InvalidRequestError(
-            f"Missing field: {field}.{name}.", field=f"{field}.{name}", reason="missing_field"
-        )
-    return value

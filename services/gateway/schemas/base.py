@@ -97,6 +97,22 @@ class NeutralOnly(OpenModel):
                 raise unsupported(prefix + name)
 
 
+def given(value: Any, field: str, name: str) -> Any:
+    """Return a value that the object `field` of a request must contain as `name`.
+
+    Raises:
+        InvalidRequestError: The value is None.
+    """
+    if value is None:
+        raise missing(f"{field}.{name}")
+    return value
+
+
+def missing(field: str) -> InvalidRequestError:
+    """Return the error for a required field that a request leaves out."""
+    return InvalidRequestError(f"Missing field: {field}.", field=field, reason="missing_field")
+
+
 def unsupported(field: str) -> InvalidRequestError:
     """Return the error for a field that is refused."""
     return InvalidRequestError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar, Literal
 
 from outrider.services.gateway.parameters import check_prompt_text
-from outrider.services.gateway.schemas.base import Neutral, NeutralOnly, OpenModel
+from outrider.services.gateway.schemas.base import Neutral, NeutralOnly, OpenModel, missing
 from outrider.services.gateway.schemas.json_values import JsonValues
 from outrider.shared.base.errors import InvalidRequestError
 
@@ -138,7 +138,5 @@ class Message(NeutralOnly):
                 message = f"{where}: only text parts are supported, not {part.type[:32]!r}."
                 raise InvalidRequestError(message, field=where, reason="unsupported_parameter")
             if part.text is None:
-                raise InvalidRequestError(
-                    f"Missing field: {where}.text.", field=f"{where}.text", reason="missing_field"
-                )
+                raise missing(f"{where}.text")
         return PART_SEPARATOR.join(part.text or "" for part in self.content)

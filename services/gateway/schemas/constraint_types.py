@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from outrider.services.gateway.schemas.base import OpenModel
+from outrider.services.gateway.schemas.base import OpenModel, missing
 from outrider.services.gateway.schemas.json_values import JsonValues
 from outrider.shared.base.constraint import Constraint, ConstraintKind
 from outrider.shared.base.errors import InvalidRequestError
@@ -34,7 +34,7 @@ class ResponseFormat(OpenModel):
     def constraint(self, field: str) -> Constraint | None:
         """Return the constraint, or None if the format is plain text."""
         if self.type == "json_schema" and (self.json_schema is None or self.json_schema.schema_ is None):
-            raise _missing(f"{field}.json_schema.schema")
+            raise missing(f"{field}.json_schema.schema")
         if self.type != "json_schema" or self.json_schema is None:
             return of_type(self.type, None, field)
         return of_type(self.type, self.json_schema.schema_, f"{field}.json_schema.schema")
@@ -52,7 +52,7 @@ class TextFormat(OpenModel):
     def constraint(self, field: str) -> Constraint | None:
         """Return the constraint, or None if the format is plain text."""
         if self.type == "json_schema" and self.schema_ is None:
-            raise _missing(f"{field}.schema")
+            raise missing(f"{field}.schema")
         return of_type(self.type, self.schema_, f"{field}.schema" if self.type == "json_schema" else field)
 
 
@@ -123,7 +123,3 @@ def _checked(kind: ConstraintKind, source: str, field: str) -> Constraint:
     constraint = Constraint(kind, source, field=field)
     constraint.check()
     return constraint
-
-
-def _missing(field: str) -> InvalidRequestError:
-    return InvalidRequestError(f"Missing field: {field}.", field=field, reason="missing_field")

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 from pydantic import Field
 
 from outrider.services.gateway.requested_rules import NO_REQUESTED_LOGPROBS, RequestedLogprobs, check_top
-from outrider.services.gateway.schemas.base import Neutral, OpenModel
+from outrider.services.gateway.schemas.base import Neutral, OpenModel, given
 from outrider.services.gateway.schemas.chat_messages import CalledFunction, Message, TextPart, ToolCall
 from outrider.services.gateway.schemas.common import OpenAIRequest
 from outrider.services.gateway.schemas.constraint_types import TextFormat, only_one
@@ -83,13 +83,13 @@ class InputItem(OpenModel):
                     f"{field}.role must be one of {', '.join(ROLES)}.", field=f"{field}.role"
                 )
             case "function_call":
-                function = CalledFunction(name=_given(self.name, field, "name"), arguments=self.arguments)
+                function = CalledFunction(name=given(self.name, field, "name"), arguments=self.arguments)
                 return Message(role="assistant", tool_calls=[ToolCall(id=self.call_id, function=function)])
             case "function_call_output":
                 return Message(
                     role="tool",
-                    content=_given(self.output, field, "output"),
-                    tool_call_id=_given(self.call_id, field, "call_id"),
+                    content=given(self.output, field, "output"),
+                    tool_call_id=given(self.call_id, field, "call_id"),
                 )
             case "reasoning":
                 parts = self.content if isinstance(self.content, list) else []
@@ -212,14 +212,6 @@ class ResponsesRequest(ResponseFields, OpenAIRequest):
         if self.reasoning is not None and self.reasoning.effort is not None:
             options["reasoning_effort"] = self.reasoning.effort
         return options
-
-
-def _given(value: Any, field: str, name: str) -> Any:
-    if value is None:
-        raise InvalidRequestError(
-            f"Missing field: {field}.{name}.", field=f"{field}.{name}", reason="missing_field"
-        )
-    return value
 
 
 def _for_template(message: Message, field: str, values: JsonValues) -> dict[str, Any]:

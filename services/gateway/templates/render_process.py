@@ -7,15 +7,13 @@ template. A template that needs too much memory or time ends this process instea
 from __future__ import annotations
 
 import json
-import resource
 import signal
 import sys
-from pathlib import Path
-from typing import Any
 
 from outrider.services.gateway.templates.chat_template import ChatTemplate
 from outrider.services.gateway.templates.render_lines import reply_line
 from outrider.shared.base.errors import OutriderError
+from outrider.shared.base.line_process import limit_memory
 
 MEMORY_BYTES = 512 << 20
 """Memory for compiling and rendering, in addition to the memory of the loaded libraries."""
@@ -26,9 +24,7 @@ def main() -> None:
     # The gateway still needs this process while it drains after such a signal.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    most = _memory_bytes() + MEMORY_BYTES
-    limits: Any = (most, most)
-    resource.setrlimit(resource.RLIMIT_AS, limits)
+    limit_memory(MEMORY_BYTES)
     # The libraries are loaded.
     _reply("", "")
     source, special_tokens = json.loads(sys.stdin.buffer.readline())
@@ -46,12 +42,6 @@ def main() -> None:
             _reply("", error.message)
         else:
             _reply(text, "")
-
-
-def _memory_bytes() -> int:
-    """Return the size of this process's address space."""
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
-    return pages * resource.getpagesize()
 
 
 def _reply(text: str, error: str) -> None:

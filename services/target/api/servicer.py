@@ -42,7 +42,7 @@ from outrider.shared.base.generation import FinishReason, SpeculationReport
 from outrider.shared.nn.decoder import Decoder
 from outrider.shared.obs.metrics import join_expositions
 from outrider.shared.obs.open_tracer import open_tracer
-from outrider.shared.obs.tracing import TRACEPARENT, Tracer, checked_traceparent
+from outrider.shared.obs.tracing import Tracer, traceparent_of
 from outrider.shared.rpc.common_messages import report_to_proto
 from outrider.shared.rpc.target_version import offer_to
 from outrider.shared.rpc.tensors import split_tensor
@@ -156,7 +156,8 @@ class TargetServicer(target_pb2_grpc.TargetServicer):
         handle = 0  # The sink needs the handle, but `submit`, which returns the handle, needs the sink.
         sink = StreamSink(lambda paused: engine.pause(handle) if paused else engine.resume(handle))
         spans = RequestSpans(self._tracer, serving.model_id)
-        handle = engine.submit(spans.begin(parsed, request.traceparent or _traceparent(context)), sink)
+        parent = request.traceparent or traceparent_of(context.invocation_metadata())
+        handle = engine.submit(spans.begin(parsed, parent), sink)
         try:
             async for events in sink.batches():
                 for event in events:
@@ -370,8 +371,3 @@ def _cancelled(request: EngineRequest) -> FinishedEvent:
         prefill_s=0.0,
         decode_s=0.0,
     )
-
-
-def _traceparent(context: grpc.aio.ServicerContext[Any, Any]) -> str:
-    """Return the caller's span from the metadata of a call, or an empty string."""
-    return checked_traceparent(dict(context.invocation_metadata() or ()).get(TRACEPARENT))

@@ -9,9 +9,9 @@ import torch
 
 from outrider.draft.v1 import draft_pb2
 from outrider.services.target.draft_client.connection import Connection
-from outrider.services.target.draft_client.fences import fence_from_proto, fence_to_proto
 from outrider.services.target.draft_client.trees import check_tree
 from outrider.shared.base.errors import ProtocolError
+from outrider.shared.rpc.fence_messages import fence_from_proto, fence_to_proto
 from outrider.shared.rpc.version import Feature
 from outrider.shared.spec.drafter import AWAITED, WARMING, Commit, ProposalRow, SequenceOpen
 from outrider.shared.spec.fence import Fence

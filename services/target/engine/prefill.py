@@ -130,7 +130,7 @@ class Prefill:
             if not states.void:
                 self._emit_states(states)
         for index, ((sequence, residence), token) in enumerate(zip(launched.completed, tokens, strict=True)):
-            if sequence.residence != residence or sequence.slot < 0:
+            if sequence.has_left(residence):
                 continue
             sequence.tokens_ahead -= 1
             sequence.passes_ahead -= 1

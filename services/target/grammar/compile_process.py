@@ -8,15 +8,14 @@ needs too much memory or time ends this process instead of the target.
 from __future__ import annotations
 
 import json
-import resource
 import sys
 from pathlib import Path
-from typing import Any
 
 from outrider.services.target.grammar.backend import GrammarBackend, compile_grammar
 from outrider.services.target.grammar.vocabulary import Vocabulary
 from outrider.shared.base.constraint import Constraint, ConstraintKind
 from outrider.shared.base.errors import InvalidRequestError
+from outrider.shared.base.line_process import limit_memory
 
 MEMORY_BYTES = 2 << 30
 """Memory for compilations, in addition to the memory of the loaded libraries."""
@@ -39,9 +38,7 @@ def main(arguments: list[str]) -> None:
     vocabulary = Vocabulary(Path(file), int(vocab_size), tuple(int(end) for end in ends))
     # Loads the libraries.
     compile_grammar(Constraint(ConstraintKind.CHOICE, '["a"]'), vocabulary, backend)
-    most = _memory_bytes() + MEMORY_BYTES
-    limits: Any = (most, most)
-    resource.setrlimit(resource.RLIMIT_AS, limits)
+    limit_memory(MEMORY_BYTES)
     _answer("")
     for line in sys.stdin.buffer:
         kind, source, field = json.loads(line)
@@ -53,12 +50,6 @@ def main(arguments: list[str]) -> None:
             _answer(f"{field} needs too much memory.")
         else:
             _answer("")
-
-
-def _memory_bytes() -> int:
-    """Return the size of this process's address space."""
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
-    return pages * resource.getpagesize()
 
 
 def _answer(error: str) -> None:

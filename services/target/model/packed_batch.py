@@ -87,7 +87,7 @@ class Entry:
     @property
     def void(self) -> bool:
         """True if the sequence has left the slot since the round was planned."""
-        return self.sequence.residence != self.residence or self.sequence.slot < 0
+        return self.sequence.has_left(self.residence)
 
 
 WIDTHS = (1, 8, 64)

@@ -40,7 +40,7 @@ class ScoredPrompt:
     @property
     def void(self) -> bool:
         """True if the sequence has left its slot since the chunk was enqueued."""
-        return self.sequence.residence != self.residence or self.sequence.slot < 0
+        return self.sequence.has_left(self.residence)
 
 
 def score_prompts(decoder: Decoder, hidden: torch.Tensor, chunks: Seq[PrefillChunk]) -> list[ScoredPrompt]:

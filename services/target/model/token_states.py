@@ -101,7 +101,7 @@ class PromptStates:
     @property
     def void(self) -> bool:
         """True if the sequence has left its slot since the chunk was enqueued."""
-        return self.sequence.residence != self.residence or self.sequence.slot < 0
+        return self.sequence.has_left(self.residence)
 
     def parts(self, first: int, most_bytes: int) -> Iterator[TokenStates]:
         """Yield the states from token `first` on, in parts of at most `most_bytes` bytes or of one token."""

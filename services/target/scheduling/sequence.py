@@ -27,7 +27,7 @@ from outrider.services.target.grammar.form import OutputForm
 from outrider.services.target.policy.controller import SequenceState
 from outrider.services.target.policy.speculation_stats import SpeculationStats
 from outrider.services.target.request import EngineRequest, EventSink
-from outrider.shared.base.generation import FinishReason, RoundTrace, SpeculationMode
+from outrider.shared.base.generation import FinishReason, SpeculationMode
 from outrider.shared.kv.pages import PageLease
 from outrider.shared.spec.fence import FNV_OFFSET, Fence, extend_prefix_hash
 
@@ -116,7 +116,6 @@ class Sequence:
         "charged_len",
         "controller_state",
         "drafted",
-        "emitted_len",
         "epoch",
         "feature_len",
         "first_token_at",
@@ -130,8 +129,6 @@ class Sequence:
         "page_size",
         "passes_ahead",
         "paused_at",
-        "pending_rounds",
-        "pending_tokens",
         "prefix_hash",
         "prompt_len",
         "prompt_scored",
@@ -175,7 +172,6 @@ class Sequence:
         self.prompt_len = len(request.prompt_ids)
         self.cached_len = 0
         self.charged_len = self.prompt_len
-        self.emitted_len = 0
         self.page_size = page_size
         self.lease: PageLease | None = None
         self.wants_drafts = follow and self.speculates
@@ -209,8 +205,6 @@ class Sequence:
         self.states_len = request.states.start
         self.prompt_scored = max(1, request.logprobs.prompt_start)
         self.stats = SpeculationStats()
-        self.pending_tokens: list[int] = []
-        self.pending_rounds: list[RoundTrace] = []
         self.resumptions = 0
         self.submitted_at = time.monotonic()
         self.admitted_at = 0.0
@@ -320,6 +314,10 @@ class Sequence:
             self.prefix_hash = extend_prefix_hash(self.prefix_hash, self.tokens[self._hashed_len :])
             self._hashed_len = len(self.tokens)
         return Fence(self.session_id, self.epoch, len(self.tokens), self.prefix_hash)
+
+    def has_left(self, residence: int) -> bool:
+        """Return True if the sequence has left the slot that it had during this residence."""
+        return self.residence != residence or self.slot < 0
 
     def check(self) -> None:
         """Assert that the lengths are in the order of the module docstring."""

@@ -185,20 +185,6 @@ class CheckpointReader(TensorSource):
         if self.device.type != "meta" and self._ahead is None:
             self._ahead = ReadAhead(self._files.file_of[name].read(name) for name in names)
 
-    def take(
-        self,
-        name: str,
-        shape: TensorShape,
-        *,
-        dtype: torch.dtype | None = None,
-        to: torch.dtype | None = None,
-    ) -> torch.Tensor:
-        """Copy one tensor to the device; see `TensorSource.take`.
-
-        On a GPU, NaN and infinite numbers are reported later, by `check_finite`.
-        """
-        return self.take_rows([(name, shape)], dtype=dtype, to=to)
-
     def take_rows(
         self,
         parts: Sequence[tuple[str, TensorShape]],
@@ -206,7 +192,10 @@ class CheckpointReader(TensorSource):
         dtype: torch.dtype | None = None,
         to: torch.dtype | None = None,
     ) -> torch.Tensor:
-        """Copy several tensors into one tensor; see `TensorSource.take_rows`."""
+        """Copy several tensors into one tensor; see `TensorSource.take_rows`.
+
+        On a GPU, NaN and infinite numbers are reported later, by `check_finite`.
+        """
         infos = [self._require(name, shape, dtype) for name, shape in parts]
         target = dtype or to or self.dtype or infos[0].dtype
         rows = sum(shape[0] for _, shape in parts)

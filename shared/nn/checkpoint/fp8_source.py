@@ -71,17 +71,6 @@ class Fp8Source(TensorSource):
         self._block = block
         self._dtype = dtype
 
-    def take(
-        self,
-        name: str,
-        shape: TensorShape,
-        *,
-        dtype: torch.dtype | None = None,
-        to: torch.dtype | None = None,
-    ) -> torch.Tensor:
-        """Return one tensor, widened if it is stored in FP8."""
-        return self.take_rows([(name, shape)], dtype=dtype, to=to)
-
     def take_rows(
         self,
         parts: Sequence[tuple[str, TensorShape]],

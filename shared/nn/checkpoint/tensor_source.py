@@ -37,7 +37,7 @@ class TensorSource(Protocol):
             CheckpointError: The tensor is missing, has another shape or type, or contains NaN or infinite
                 numbers.
         """
-        ...
+        return self.take_rows([(name, shape)], dtype=dtype, to=to)
 
     def take_rows(
         self,
@@ -74,17 +74,6 @@ class ExpectedTensors(TensorSource):
     def __init__(self) -> None:
         self.shapes: dict[str, TensorShape] = {}
         self.dtypes: dict[str, torch.dtype] = {}
-
-    def take(
-        self,
-        name: str,
-        shape: TensorShape,
-        *,
-        dtype: torch.dtype | None = None,
-        to: torch.dtype | None = None,
-    ) -> torch.Tensor:
-        """Record one tensor."""
-        return self.take_rows([(name, shape)], dtype=dtype, to=to)
 
     def take_rows(
         self,

@@ -14,10 +14,10 @@ from outrider.draft.v1 import draft_pb2
 from outrider.services.target.draft_client import answer_wait
 from outrider.services.target.draft_client import remote_drafter as remote
 from outrider.services.target.draft_client.breaker import Breaker
-from outrider.services.target.draft_client.fences import fence_to_proto
 from outrider.services.target.draft_client.link import TargetIdentity, WeightReader
 from outrider.services.target.draft_client.remote_drafter import RemoteDrafter
 from outrider.services.target.draft_client.transport.carrier import Carrier
+from outrider.shared.rpc.fence_messages import fence_to_proto
 from outrider.shared.spec.drafter import (
     AWAITED,
     Commit,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -11,7 +11,6 @@ import grpc
 from outrider.shared.rpc.client import open_channel
 from support.connection.released_wire import as_released, released_method
 
-Rewrite = Callable[[bytes], bytes]
 THREADS = 32
 # A call without a deadline has more time left than this.
 NO_DEADLINE_S = 1e6

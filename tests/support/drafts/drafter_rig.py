@@ -82,16 +82,20 @@ class Rig:
 
     def open(self, session_id: int, prompt: Sequence[int], temperature: float) -> Stream:
         """Open a sequence. The last token of `prompt` is the first one that a target would have generated."""
-        stream = Stream(session_id, list(prompt), temperature, seed=session_id * 77 + 5)
-        self.drafter.open(
-            [SequenceOpen(stream.fence(len(prompt) - 1), stream.tokens[:-1], stream.seed, temperature)]
-        )
+        stream = self._open(session_id, prompt, temperature)
         rows = self.feature_rows(stream, 0, len(prompt) - 1)
         if rows is not None:
             self.drafter.features(session_id, 0, rows)
-        self.streams.append(stream)
-        stream.told = len(prompt) - 1
         self.commit(stream, [])
+        return stream
+
+    def _open(self, session_id: int, prompt: Sequence[int], temperature: float) -> Stream:
+        stream = Stream(session_id, list(prompt), temperature, seed=session_id * 77 + 5)
+        stream.told = len(prompt) - 1
+        self.drafter.open(
+            [SequenceOpen(stream.fence(stream.told), stream.tokens[:-1], stream.seed, temperature)]
+        )
+        self.streams.append(stream)
         return stream
 
     def commit(self, stream: Stream, tokens: Sequence[int]) -> None:
@@ -109,12 +113,7 @@ class Rig:
 
     def begin(self, session_id: int, prompt: Sequence[int], temperature: float) -> Stream:
         """Open a sequence like `open`, for rounds on the device."""
-        stream = Stream(session_id, list(prompt), temperature, seed=session_id * 77 + 5)
-        self.drafter.open(
-            [SequenceOpen(stream.fence(len(prompt) - 1), stream.tokens[:-1], stream.seed, temperature)]
-        )
-        self.streams.append(stream)
-        stream.told = len(prompt) - 1
+        stream = self._open(session_id, prompt, temperature)
         stream.unread.append(([prompt[-1]], False))
         return stream
 

@@ -67,6 +67,13 @@ class Machine:
         return max(self.rate(shape, batch_size, law) for shape in (NO_DRAFT, CHAIN_3, CHAIN_5, TREE))
 
 
+class CostlyRows(Machine):
+    """A machine on which each row beyond one per sequence takes 60 µs more to verify."""
+
+    def verify_s(self, batch_size: int, rows: int) -> float:
+        return super().verify_s(batch_size, batch_size) + 60e-6 * (rows - batch_size)
+
+
 @dataclass
 class Request:
     """A request that is being served."""

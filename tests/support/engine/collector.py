@@ -15,7 +15,7 @@ from outrider.shared.base.token_states import TokenStates
 class Collector:
     """An `EventSink` that stores the events of each request.
 
-    It checks that the first event with tokens tells the number of cached prompt tokens as the end does.
+    It checks that the first event with tokens and the last event report the same number of cached tokens.
     """
 
     tokens: dict[str, list[int]] = field(default_factory=dict)

@@ -1,8 +1,8 @@
 """Finds the compiled variants of Triton kernels that an engine on a CPU would launch on a GPU.
 
-The engine computes with torch. Beside each operation, its Triton version is called without a launch. Triton
+The engine computes with torch. Before each operation, its Triton version is called without a launch. Triton
 then reports the variant: types and alignment of the arguments, which integers are 1 or divisible by 16,
-constants, and options. The attention's sizes are those for a GPU with few multiprocessors.
+constants, and options. Attention uses the sizes for a GPU with few multiprocessors.
 
 Run as a program, the module prints the variants that a load needs and that the plan of a start lacks, as
 JSON. It changes Triton, so it needs a process of its own.
@@ -114,7 +114,7 @@ class KernelVariants:
         return True  # Triton compiles nothing
 
     def _use_triton(self, _tensor: torch.Tensor) -> bool:
-        """Call the operation that asks, with Triton but without launches. Let its reference compute then."""
+        """Call the operation that asks, with Triton but without launches. Then let its reference compute."""
         if self._launching:
             return True
         frame = inspect.currentframe()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -173,9 +173,13 @@ def reference(case: str) -> Any:
 
 def save(case: str, folder: Path) -> Path:
     """Save the checkpoint of a case into `folder`, unless it is saved already, and return its path."""
-    path = folder / case
+    return save_once(folder / case, lambda: reference(case))
+
+
+def save_once(path: Path, make: Callable[[], Any]) -> Path:
+    """Save the model that `make` returns at `path`, unless this folder exists, and return the path."""
     if not path.is_dir():
-        reference(case).save_pretrained(path)
+        make().save_pretrained(path)
     return path
 
 
@@ -213,11 +217,20 @@ def store_fp8(
     return meant
 
 
+def random_tokens(seed: int, count: int, vocab_size: int = VOCAB) -> list[int]:
+    return torch.randint(vocab_size, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def logits_of(model: nn.Module, tokens: Sequence[int]) -> torch.Tensor:
+    """Return the logits of a model of transformers, ``[len(tokens), vocab]``."""
+    with torch.no_grad():
+        logits: torch.Tensor = model(torch.tensor([list(tokens)]), use_cache=False).logits[0]
+    return logits
+
+
 def reference_logits(case: str, tokens: Sequence[int]) -> torch.Tensor:
     """Return the reference's logits, ``[len(tokens), vocab]``."""
-    with torch.no_grad():
-        logits: torch.Tensor = reference(case)(torch.tensor([list(tokens)]), use_cache=False).logits[0]
-    return logits
+    return logits_of(reference(case), tokens)
 
 
 def assert_near(got: torch.Tensor, want: torch.Tensor, tolerance: float = 1e-4) -> None:

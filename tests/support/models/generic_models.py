@@ -10,6 +10,8 @@ from typing import Any
 import torch
 import transformers
 
+from support.models.family_models import logits_of, save_once
+
 VOCAB, LAYERS, WINDOW = 97, 3, 24
 MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
 GPT2_SIZES = {"n_positions": 128, "n_embd": 64, "n_head": 4, "n_layer": LAYERS}
@@ -172,14 +174,9 @@ def reference(case: str) -> Any:
 
 def save(case: str, folder: Path) -> Path:
     """Save the checkpoint of a case into `folder`, unless it is saved already, and return its path."""
-    path = folder / case
-    if not path.is_dir():
-        reference(case).save_pretrained(path)
-    return path
+    return save_once(folder / case, lambda: reference(case))
 
 
 def reference_logits(case: str, tokens: Sequence[int]) -> torch.Tensor:
     """Return the logits of transformers' model, ``[len(tokens), vocab]``."""
-    with torch.no_grad():
-        logits: torch.Tensor = reference(case)(torch.tensor([list(tokens)]), use_cache=False).logits[0]
-    return logits
+    return logits_of(reference(case), tokens)

@@ -12,6 +12,7 @@ from outrider.services.draft.growth.recurrent_head import RecurrentHead
 from outrider.shared.attn.base import build_batch
 from outrider.shared.attn.create import create_backend
 from outrider.shared.kv.pool import KVPool
+from support.models.plain_heads import PlainHead
 from support.models.toy_heads import (
     HIDDEN,
     LATENT,
@@ -295,14 +296,44 @@ def canonical(tensors: Tensors) -> Tensors:
 def run(
     head: RecurrentHead, tokens: torch.Tensor, features: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the states and logits of a sequence with causal attention."""
+    """Return the states and logits of a sequence of up to 32 tokens with causal attention."""
     pool = KVPool(8, 4, head.num_layers, head.kv_heads, head.head_dim, torch.float32, CPU, latent=head.latent)
-    lease = pool.lease(ROWS)
+    rows = len(tokens)
+    lease = pool.lease(rows)
     assert lease is not None
     attention = create_backend("auto", CPU)
     with torch.inference_mode():
-        attention.plan(build_batch(pool, [lease], [0], [ROWS]))
+        attention.plan(build_batch(pool, [lease], [0], [rows]))
         states = head.forward(
-            tokens.to(torch.int32), features, head.rotation(torch.arange(ROWS)), attention, pool
+            tokens.to(torch.int32), features, head.rotation(torch.arange(rows)), attention, pool
         )
         return states, head.logits(states)
+
+
+def assert_computes(head: RecurrentHead, weights: Tensors, **config: Any) -> PlainHead:
+    """Compare a head with the plain reference head on a random sequence, and return the reference head."""
+    make = Maker(11)
+    lent = {
+        "model.embed_tokens.weight": make.matrix(VOCAB, HIDDEN),
+        "lm_head.weight": make.matrix(VOCAB, HIDDEN),
+    }
+    for key in list(head.missing()):
+        head.lend(key, lent[key])
+    double = {
+        name: tensor.double() if tensor.is_floating_point() else tensor for name, tensor in weights.items()
+    }
+    both = (lent[key].double() for key in ("model.embed_tokens.weight", "lm_head.weight"))
+    plain = PlainHead(base_config(head_dim=8) | config, double, *both)
+    tokens, features = (
+        torch.randint(0, VOCAB, (ROWS,), generator=torch.Generator().manual_seed(1)),
+        make.matrix(ROWS, HIDDEN),
+    )
+    states, logits = run(head, tokens, features)
+    wanted = plain.states(
+        tokens, features.double(), torch.arange(ROWS), torch.ones(ROWS, ROWS, dtype=torch.bool).tril()
+    )
+    torch.testing.assert_close(states.double(), wanted, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(
+        logits.double(), plain.logits(wanted)[:, head.vocabulary.target_ids(CPU)], rtol=1e-3, atol=1e-3
+    )
+    return plain

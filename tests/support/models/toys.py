@@ -219,6 +219,22 @@ def make_toy_eagle3(
     return path
 
 
+def make_toy_pair(
+    folder: Path, draft_vocab_size: int | None = None, *, planted: float = 0.0, **options: Any
+) -> tuple[Path, Path]:
+    """Save a random target and an EAGLE-3 head for it, and return their folders.
+
+    Args:
+        folder: Folder in which the two folders are made.
+        draft_vocab_size: Size of the draft vocabulary; see `make_toy_eagle3`.
+        planted: See `make_toy_target`. The head gets the same value.
+        options: Other arguments of `make_toy_target`.
+    """
+    target = make_toy_target(folder / "target", planted=planted, **options)
+    head = make_toy_eagle3(folder / "head", target, draft_vocab_size=draft_vocab_size, planted=planted)
+    return target, head
+
+
 def _plant_head(
     tensors: dict[str, torch.Tensor],
     prefix: str,

@@ -69,7 +69,7 @@ SAMPLINGS = (
 BROKEN_CHANCE = 0.3
 """Probability that a drafter on the host answers with a random tree, or with no tree."""
 KEEPS_TREE_CHANCE = 0.8
-"""Probability that an entry of a fixed shape drafts in a round whose fixed trees may be bounded."""
+"""Probability that an entry of a fixed shape keeps its tree in a round that limits such trees."""
 
 
 @dataclass(frozen=True)
@@ -351,7 +351,7 @@ class Service:
     def _share(
         self, session_ids: list[int], base_s: float, round_s: Callable[[Sequence[int]], float]
     ) -> set[int]:
-        """Choose at random which entries of fixed shapes draft, in the place of their measured bound."""
+        """Choose at random which entries of fixed shapes draft, in place of the measured bound."""
         chosen = {session_id for session_id in session_ids if self._rng.random() < KEEPS_TREE_CHANCE}
         self.seen["bounded trees"] += len(session_ids) - len(chosen)
         return chosen

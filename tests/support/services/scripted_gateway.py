@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+
+from support.services.json_handler import JsonHandler
 
 WAIT_S = 20
 
@@ -64,23 +65,23 @@ class ScriptedGateway:
 
 
 def _handler(script: ScriptedGateway) -> type[BaseHTTPRequestHandler]:
-    class Handler(BaseHTTPRequestHandler):
+    class Handler(JsonHandler):
         def do_GET(self) -> None:
             if self.path == "/v1/models":
-                self._json(200, {"data": [{"id": "toy"}]})
+                self.send_json(200, {"data": [{"id": "toy"}]})
             elif self.path == "/status.json" and script.status is not None:
                 script.num_status += 1
-                self._json(200, script.advance(script.num_status) if script.advance else script.status)
+                self.send_json(200, script.advance(script.num_status) if script.advance else script.status)
             else:
                 self._error(404, "not_found", "This path does not exist.", None)
 
         def do_POST(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+            body = self.read_json()
             texts = [one["content"] for one in body["messages"]] if "messages" in body else [body["prompt"]]
             num_tokens = sum(map(len, texts))
             if self.path == "/tokenize":
                 if script.counts:
-                    self._json(200, {"count": num_tokens, "max_model_len": script.context})
+                    self.send_json(200, {"count": num_tokens, "max_model_len": script.context})
                 else:
                     self._error(404, "not_found", "This path does not exist.", None)
                 return
@@ -93,20 +94,18 @@ def _handler(script: ScriptedGateway) -> type[BaseHTTPRequestHandler]:
             if len(texts) > script.max_messages or longest > script.max_characters:
                 self._error(400, "context_length_exceeded", "The prompt is too long.", "messages")
                 return
-            self.send_response(200)
-            self.send_header("content-type", "text/event-stream")
-            self.end_headers()
-            self._event({"choices": [{"delta": {"content": "The"}}]})
+            self.begin_events()
+            self.send_event({"choices": [{"delta": {"content": "The"}}]})
             is_traced = script.has_rounds and body.get("speculation", {}).get("trace")
             traced = {"speculation": {"trace": [ROUND]}} if is_traced else {}
-            self._event({"choices": [{"delta": {"content": " blue sky"}}], **traced})
+            self.send_event({"choices": [{"delta": {"content": " blue sky"}}], **traced})
             if script.pauses:
                 script.released.wait(WAIT_S)
             if script.hold:
                 self._wait_for_disconnect()
                 return
-            self._event({"choices": [{"delta": {}, "finish_reason": "stop"}], "speculation": END})
-            self._event({"choices": [], "usage": {"prompt_tokens": 4, "completion_tokens": 3}})
+            self.send_event({"choices": [{"delta": {}, "finish_reason": "stop"}], "speculation": END})
+            self.send_event({"choices": [], "usage": {"prompt_tokens": 4, "completion_tokens": 3}})
             self.wfile.write(b"data: [DONE]\n\n")
 
         def _wait_for_disconnect(self) -> None:
@@ -114,24 +113,23 @@ def _handler(script: ScriptedGateway) -> type[BaseHTTPRequestHandler]:
             if self.connection.recv(1) == b"":
                 script.disconnected.set()
 
-        def _event(self, event: dict[str, Any]) -> None:
-            self.wfile.write(f"data: {json.dumps(event)}\n\n".encode())
-            self.wfile.flush()
-
         def _error(self, status: int, code: str, message: str, field: str | None) -> None:
-            self._json(status, {"error": {"message": message, "code": code, "param": field}})
-
-        def _json(self, status: int, body: dict[str, Any]) -> None:
-            payload = json.dumps(body).encode()
-            self.send_response(status)
-            self.send_header("content-length", str(len(payload)))
-            self.end_headers()
-            self.wfile.write(payload)
-
-        def log_message(self, *_: Any) -> None:
-            """Suppress the request log."""
+            self.send_json(status, {"error": {"message": message, "code": code, "param": field}})
 
     return Handler
+
+
+def model_stats(running: int) -> dict[str, Any]:
+    """Return the figures of one model in a status reply."""
+    return {
+        "running": running,
+        "waiting": 1,
+        "max_running_requests": 16,
+        "generated_tokens": 0,
+        "kv_pages": {"total": 100, "free": 75, "held": 25},
+        "draft": {"state": "on", "algorithm": "EAGLE3"},
+        "accept_length": 2.5,
+    }
 
 
 @contextmanager

@@ -1,1 +1,1 @@
-"""How the tests run: devices, selected cases, the jobs of the GPU suite, and result files."""
+"""How the tests run: devices, selected cases, scripts, the jobs of the GPU suite, and result files."""

@@ -130,7 +130,7 @@ def test_a_shape_that_does_not_fit_is_refused_before_its_weights_are_made(
 ) -> None:
     monkeypatch.setattr(random_fit, "device_memory", lambda device: (14 << 30, 24 << 30))
     monkeypatch.setattr(
-        RandomTensors, "take", lambda *arguments, **options: pytest.fail("a tensor was allocated")
+        RandomTensors, "take_rows", lambda *arguments, **options: pytest.fail("a tensor was allocated")
     )
     with pytest.raises(ConfigurationError, match=r"--shape llama3\.1-8b does not fit") as refused:
         RUNNER.invoke(

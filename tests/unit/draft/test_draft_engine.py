@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.models.toys import make_toy_eagle3, make_toy_target
+from support.drafts.session_table import fence_of
+from support.models.toys import make_toy_eagle3, make_toy_pair
 
 from outrider.services.draft.build import build_engine
 from outrider.services.draft.engine import Drafted, DraftEngine
@@ -18,7 +19,6 @@ from outrider.services.draft.warmup import warm_up
 from outrider.shared.base.errors import CheckpointError, ConfigurationError
 from outrider.shared.nn.open import load_decoder
 from outrider.shared.spec.drafter import Commit, Commits, ProposalRequest, ProposalRow, SequenceOpen
-from outrider.shared.spec.fence import FNV_OFFSET, Fence, extend_prefix_hash
 from outrider.shared.spec.tree import DraftShape
 
 VOCAB, HIDDEN = 40, 32
@@ -29,9 +29,7 @@ SHAPE = DraftShape(4, 3, 9)
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    folder = tmp_path_factory.mktemp("pair")
-    target = make_toy_target(folder / "target", vocab_size=VOCAB, hidden_size=HIDDEN)
-    return target, make_toy_eagle3(folder / "head", target, draft_vocab_size=24)
+    return make_toy_pair(tmp_path_factory.mktemp("pair"), 24, vocab_size=VOCAB, hidden_size=HIDDEN)
 
 
 def settings(pair: tuple[Path, Path], **changes: object) -> DraftSettings:
@@ -51,10 +49,6 @@ def make_engine(pair: tuple[Path, Path], **changes: object) -> DraftEngine:
     return build_engine(settings(pair, **changes), CPU, torch.float32)
 
 
-def fence_of(session_id: int, tokens: Sequence[int], epoch: int = 1) -> Fence:
-    return Fence(session_id, epoch, len(tokens), extend_prefix_hash(FNV_OFFSET, tokens))
-
-
 def features(tokens: Sequence[int]) -> torch.Tensor:
     return torch.randn(len(tokens) - 1, HIDDEN, generator=torch.Generator().manual_seed(sum(tokens)))
 
@@ -67,12 +61,12 @@ def follow(engine: DraftEngine, session_id: int, length: int = 6, ask: Ask | Non
     tokens = prompt_of(session_id, length)
     rows = features(tokens)
     assert (
-        engine.open(PEER, SequenceOpen(fence_of(session_id, tokens[:-1]), tokens[:-1], 0, 0.0)).verdict
+        engine.open(PEER, SequenceOpen(fence_of(tokens[:-1], session_id), tokens[:-1], 0, 0.0)).verdict
         is MessageVerdict.ACCEPTED
     )
     engine.add_features(PEER, session_id, 1, 0, rows)
     engine.commit(
-        PEER, Commit(fence_of(session_id, tokens), length - 1, tokens[-1:], None), ask or Ask(1, SHAPE, 0.0)
+        PEER, Commit(fence_of(tokens, session_id), length - 1, tokens[-1:], None), ask or Ask(1, SHAPE, 0.0)
     )
     return tokens
 
@@ -87,7 +81,7 @@ def test_prompts_are_extended_in_chunks_before_anybody_asks(
     monkeypatch.setattr("outrider.services.draft.strategies.head.EXTEND_ROWS", 16)
     engine = make_engine(pair)
     tokens = prompt_of(1, 50)
-    engine.open(PEER, SequenceOpen(fence_of(1, tokens), tokens, 0, 0.0))
+    engine.open(PEER, SequenceOpen(fence_of(tokens, 1), tokens, 0, 0.0))
     engine.add_features(PEER, 1, 1, 0, features(tokens))
     session = engine.sessions.get(PEER, 1)
     assert session is not None
@@ -149,7 +143,7 @@ def test_a_failed_step_costs_the_sessions_in_hand_only(
     monkeypatch.undo()
     tokens = [*prompt_of(1), 5]
     assert (
-        engine.commit(PEER, Commit(fence_of(2, tokens), 6, [5], None), None).reason
+        engine.commit(PEER, Commit(fence_of(tokens, 2), 6, [5], None), None).reason
         is RefusalReason.UNKNOWN_SESSION
     )
     engine.check()
@@ -174,13 +168,13 @@ def test_features_that_are_not_numbers_spoil_their_own_tree_only(pair: tuple[Pat
         engine = make_engine(pair)
         for session_id in (1, 2):
             tokens = prompt_of(session_id)
-            engine.open(PEER, SequenceOpen(fence_of(session_id, tokens[:-1]), tokens[:-1], 0, 0.0))
+            engine.open(PEER, SequenceOpen(fence_of(tokens[:-1], session_id), tokens[:-1], 0, 0.0))
             rows = features(tokens)
             if poison and session_id == 1:
                 rows[2] = float("nan")
             engine.add_features(PEER, session_id, 1, 0, rows)
             engine.commit(
-                PEER, Commit(fence_of(session_id, tokens), 5, tokens[-1:], None), Ask(1, SHAPE, 0.0)
+                PEER, Commit(fence_of(tokens, session_id), 5, tokens[-1:], None), Ask(1, SHAPE, 0.0)
             )
         trees.append(engine.step().proposals[0].trees)
     healthy, poisoned = trees
@@ -260,7 +254,7 @@ class Host:
 
     def start(self, session_id: int, epoch: int = 1, length: int = 6) -> None:
         tokens = self.tokens.setdefault(session_id, prompt_of(session_id, length))
-        self.drafter.open([SequenceOpen(fence_of(session_id, tokens, epoch), tokens, 0, 0.0)])
+        self.drafter.open([SequenceOpen(fence_of(tokens, session_id, epoch), tokens, 0, 0.0)])
         self.drafter.features(session_id, 0, features(tokens))
 
     def commit(self, session_id: int, fresh: Sequence[int], epoch: int = 1) -> None:
@@ -269,12 +263,12 @@ class Host:
         tokens.extend(fresh)
         rows = torch.ones(len(fresh), HIDDEN)
         self.drafter.commit(
-            Commits(1, [Commit(fence_of(session_id, tokens, epoch), base_len, list(fresh), rows)])
+            Commits(1, [Commit(fence_of(tokens, session_id, epoch), base_len, list(fresh), rows)])
         )
 
     def row(self, session_id: int, shape: DraftShape = SHAPE, epoch: int = 1) -> ProposalRow:
         tokens = self.tokens[session_id]
-        return ProposalRow(fence_of(session_id, tokens, epoch), tokens[-1], shape)
+        return ProposalRow(fence_of(tokens, session_id, epoch), tokens[-1], shape)
 
 
 @pytest.fixture
@@ -300,7 +294,7 @@ def test_the_inprocess_drafter_answers_in_the_order_of_the_rows_and_pads(host: H
 
 def test_rows_without_features_get_the_root_and_a_reason(host: Host) -> None:
     host.tokens[1] = prompt_of(1)
-    host.drafter.open([SequenceOpen(fence_of(1, host.tokens[1]), host.tokens[1], 0, 0.0)])
+    host.drafter.open([SequenceOpen(fence_of(host.tokens[1], 1), host.tokens[1], 0, 0.0)])
     host.commit(1, [4])
     trees = host.drafter.propose(ProposalRequest(1, [host.row(1)], None))
     assert trees.num_nodes.tolist() == [1]

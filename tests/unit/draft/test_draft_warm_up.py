@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support.engine.played_graphs import PlayedGraphs
-from support.models.toys import make_toy_eagle3, make_toy_target
+from support.models.toys import make_toy_pair
 
 from outrider.services.draft import app, warmup
 from outrider.services.draft.build import build_engine
@@ -28,9 +28,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    folder = tmp_path_factory.mktemp("pair")
-    target = make_toy_target(folder / "target")
-    return target, make_toy_eagle3(folder / "head", target)
+    return make_toy_pair(tmp_path_factory.mktemp("pair"))
 
 
 def engine_of(pair: tuple[Path, Path], **values: Any) -> DraftEngine:

@@ -12,6 +12,7 @@ from typing import Any
 import promql_parser
 import pytest
 import yaml
+from support.suite.scripts import import_script
 
 from outrider.services.draft.metrics import DraftMetrics
 from outrider.services.gateway.metrics import GatewayMetrics
@@ -156,9 +157,7 @@ def test_panels_fit_the_grid_and_do_not_overlap() -> None:
 
 
 def test_the_dashboard_is_written_by_its_script(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
-    import dashboard
-
+    dashboard = import_script("dashboard")
     assert dashboard.rendered() == dashboard.FILE.read_text(encoding="utf-8")
     monkeypatch.setattr(sys, "argv", ["dashboard.py", "check"])
     assert dashboard.main() == 0

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
-import sys
+import runpy
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 from pydantic import ValidationError
+from support.suite.scripts import import_script
 
 from outrider.services.gateway.options.rows import FieldGroup, RequestOption, grpc, option, rest
 from outrider.services.gateway.options.table import OPTIONS, grpc_path
 
-ROOT = Path(__file__).resolve().parents[3]
 WARMTH = option(
     "warmth",
     "How warm the answer is, 0 to 9.",
@@ -24,22 +22,8 @@ WARMTH = option(
 )
 
 
-def load(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec
-    assert spec.loader
-    module = importlib.util.module_from_spec(spec)
-    # pydantic looks up the types of fields in the module of their class.
-    sys.modules[path.stem] = module
-    try:
-        spec.loader.exec_module(module)
-    finally:
-        del sys.modules[path.stem]
-    return module
-
-
-SCRIPT = load(ROOT / "scripts" / "option_sources.py")
-PAGE = load(ROOT / "scripts" / "grpc_fields.py")
+SCRIPT = import_script("option_sources")
+PAGE = import_script("grpc_fields")
 
 
 def test_the_protos_and_the_fields_are_current() -> None:
@@ -83,7 +67,7 @@ def test_an_option_of_the_table_appears_in_both_apis(tmp_path: Path) -> None:
 
     path = tmp_path / "sampling_with_warmth.py"
     path.write_text(SCRIPT.module("sampling", options))
-    fields = load(path).SamplingFields
+    fields = runpy.run_path(str(path))["SamplingFields"]
     assert fields.model_fields["warmth"].description == "How warm the answer is, 0 to 9."
     assert fields.model_validate({}).warmth is None
     assert fields.model_validate({"warmth": 9}).warmth == 9

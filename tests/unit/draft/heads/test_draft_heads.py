@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.models.draft_reference import PlainEagle3
+from support.models.head_dialects import run
 from support.models.toys import make_toy_eagle3, make_toy_target, read_target_tensor
 
 from outrider.services.draft.build import borrow, build_engine
@@ -19,10 +20,7 @@ from outrider.services.draft.heads.registry import load_head
 from outrider.services.draft.settings import DraftSettings
 from outrider.services.draft.target_info import TargetInfo
 from outrider.services.draft.vocab import DraftVocabulary
-from outrider.shared.attn.base import build_batch
-from outrider.shared.attn.create import create_backend
 from outrider.shared.base.errors import CheckpointError
-from outrider.shared.kv.pool import KVPool
 
 VOCAB, HIDDEN, DRAFT_VOCAB = 40, 32, 24
 CPU = torch.device("cpu")
@@ -53,16 +51,7 @@ def outputs(head: Eagle3Head, rows: int = 7) -> tuple[torch.Tensor, torch.Tensor
     generator = torch.Generator().manual_seed(3)
     tokens = torch.randint(0, VOCAB, (rows,), generator=generator)
     features = torch.randn(rows, HIDDEN, generator=generator)
-    pool = KVPool(8, 4, 1, head.kv_heads, head.head_dim, torch.float32, CPU)
-    lease = pool.lease(rows)
-    assert lease is not None
-    attention = create_backend("auto", CPU)
-    with torch.inference_mode():
-        attention.plan(build_batch(pool, [lease], [0], [rows]))
-        states = head.forward(
-            tokens.to(torch.int32), features, head.rotation(torch.arange(rows)), attention, pool
-        )
-        return states, head.logits(states)
+    return run(head, tokens, features)
 
 
 def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]) -> None:

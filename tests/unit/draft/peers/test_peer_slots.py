@@ -16,7 +16,7 @@ from support.drafts.slotted_target import (
     host_tree,
     told,
 )
-from support.models.toys import make_toy_eagle3, make_toy_target
+from support.models.toys import make_toy_pair
 
 from outrider.draft.v1 import draft_pb2
 from outrider.services.draft.build import build_engine
@@ -33,9 +33,7 @@ SHAPE, OTHER_SHAPE = DraftShape(3, 2, 8), DraftShape(2, 1, 3)
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    folder = tmp_path_factory.mktemp("pair")
-    target = make_toy_target(folder / "target")
-    return target, make_toy_eagle3(folder / "head", target)
+    return make_toy_pair(tmp_path_factory.mktemp("pair"))
 
 
 @pytest.fixture

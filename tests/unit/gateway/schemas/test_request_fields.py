@@ -5,7 +5,6 @@ Request models take only fields of the table of options.
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 import re
 from pathlib import Path
@@ -17,6 +16,7 @@ from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 from openai.types.responses import response_create_params
 from pydantic import BaseModel
+from support.suite.scripts import import_script
 
 from outrider.services.gateway.options.table import OPTIONS
 from outrider.services.gateway.schemas.base import OpenModel
@@ -26,16 +26,7 @@ ROOT = Path(__file__).resolve().parents[4]
 GENERATED = "outrider.services.gateway.schemas.option_fields."
 
 
-def load_script() -> Any:
-    spec = importlib.util.spec_from_file_location("request_fields", ROOT / "scripts" / "request_fields.py")
-    assert spec
-    assert spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-SCRIPT = load_script()
+SCRIPT = import_script("request_fields")
 
 
 def test_the_page_contains_the_table_of_the_code() -> None:

@@ -1,7 +1,8 @@
-"""The process that renders chat templates: what it renders, and the limits that no template outlives."""
+"""The process that renders chat templates: its output, and its limits on time and memory."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -136,6 +137,11 @@ def test_closing_ends_a_chat_that_is_being_rendered(
     monkeypatch.setattr(module, "RENDER_S", 600.0)
     renderer = make_renderer("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}")
     renderer.start().result()
+    process, sent = renderer._process, threading.Event()
+    assert process is not None
+    send = process.send
+    monkeypatch.setattr(process, "send", lambda line: (send(line), sent.set()))
     chat = renderer.submit([], {})
+    assert sent.wait(60)
     renderer.close()
-    assert chat.cancelled() or isinstance(chat.exception(0), InvalidRequestError)
+    assert isinstance(chat.exception(0), InvalidRequestError)

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import pytest
 import typer
 from pydantic import Field
 from rich.console import Console
+from support.services.json_handler import JsonHandler
 from typer.testing import CliRunner
 
 from outrider.services.cli import commands as cli
@@ -185,7 +186,7 @@ def test_serve_without_the_other_commands_has_the_same_help(monkeypatch: pytest.
     assert "--port" in refused.stderr
 
 
-class CannedGateway(BaseHTTPRequestHandler):
+class CannedGateway(JsonHandler):
     """A server with canned answers in the gateway's format. It records the request bodies."""
 
     bodies: list[dict[str, Any]]
@@ -194,18 +195,18 @@ class CannedGateway(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         if self.path == "/v1/models":
-            self._json(200, {"data": [{"id": "toy"}]})
+            self.send_json(200, {"data": [{"id": "toy"}]})
         else:
-            self._json(200 if type(self).ready else 503, {"status": "ok"})
+            self.send_json(200 if type(self).ready else 503, {"status": "ok"})
 
     def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        body = self.read_json()
         if self.path == "/tokenize":
-            self._json(200, {"count": 5, "max_model_len": 4096})
+            self.send_json(200, {"count": 5, "max_model_len": 4096})
             return
         type(self).bodies.append(body)
         if body["max_tokens"] == 0:
-            self._json(
+            self.send_json(
                 400,
                 {
                     "error": {
@@ -216,16 +217,14 @@ class CannedGateway(BaseHTTPRequestHandler):
                 },
             )
             return
-        self.send_response(200)
-        self.send_header("content-type", "text/event-stream")
-        self.end_headers()
+        self.begin_events()
         chat = self.path.endswith("chat/completions")
         for token, piece in enumerate(type(self).pieces, 5):
             choice = {"delta": {"content": piece}} if chat else {"text": piece}
             ids = {"token_ids": [token]} if body.get("return_token_ids") else {}
-            self._event({"choices": [choice | ids], "usage": None})
+            self.send_event({"choices": [choice | ids], "usage": None})
         end = {"delta": {}, "text": "", "finish_reason": "stop"}
-        self._event(
+        self.send_event(
             {
                 "choices": [end],
                 "speculation": {
@@ -237,21 +236,8 @@ class CannedGateway(BaseHTTPRequestHandler):
                 "usage": None,
             }
         )
-        self._event({"choices": [], "usage": {"prompt_tokens": 4, "completion_tokens": 7}})
+        self.send_event({"choices": [], "usage": {"prompt_tokens": 4, "completion_tokens": 7}})
         self.wfile.write(b": keep-alive\n\ndata: [DONE]\n\n")
-
-    def log_message(self, *_: Any) -> None:
-        """Suppress the request log."""
-
-    def _event(self, event: dict[str, Any]) -> None:
-        self.wfile.write(f"data: {json.dumps(event)}\n\n".encode())
-
-    def _json(self, status: int, body: dict[str, Any]) -> None:
-        payload = json.dumps(body).encode()
-        self.send_response(status)
-        self.send_header("content-length", str(len(payload)))
-        self.end_headers()
-        self.wfile.write(payload)
 
 
 @pytest.fixture

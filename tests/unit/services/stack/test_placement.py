@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from support.services.nvidia_smi import fake_nvidia_smi
 
 from outrider.services.stack import placement
 from outrider.services.stack.options import StackOptions, Transport
@@ -139,23 +140,13 @@ def test_the_build_of_torch_is_read_from_its_version_file(
     assert not torch_has_cuda()
 
 
-def tool(monkeypatch: pytest.MonkeyPatch, folder: Path, output: str) -> Path:
-    """Put a fake nvidia-smi first on PATH, and return the file in which it records its arguments."""
-    command = folder / "nvidia-smi"
-    command.write_text(f'#!/bin/sh\necho "$@" >> {folder}/asked\necho "{output}"\n')
-    command.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    return folder / "asked"
-
-
 def test_gpu_memory_respects_cuda_visible_devices(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    asked = tool(monkeypatch, tmp_path, "100, 200")
+    asked = fake_nvidia_smi(monkeypatch, tmp_path, "100, 200")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,GPU-ab")
     assert nvidia_smi_memory(1) == (100 << 20, 200 << 20)
     assert asked.read_text().strip().endswith("--id=GPU-ab")
     assert nvidia_smi_memory(2) is None
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert nvidia_smi_memory(0) is None, "an empty list hides all GPUs"
-    tool(monkeypatch, tmp_path, "No devices were found")
+    fake_nvidia_smi(monkeypatch, tmp_path, "No devices were found")
     assert nvidia_smi_memory(0) is None

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.models.toys import make_toy_eagle3, make_toy_target
+from support.services.nvidia_smi import fake_nvidia_smi
 
 from outrider.services.doctor.memory import estimate_memory
 from outrider.services.doctor.pair import Pair
@@ -35,16 +36,6 @@ def options(tmp_path_factory: pytest.TempPathFactory) -> StackOptions:
     )
 
 
-def tool(monkeypatch: pytest.MonkeyPatch, folder: Path, output: str) -> Path:
-    """Put a fake nvidia-smi first on PATH, and return the file in which it records its arguments."""
-    command = folder / "nvidia-smi"
-    command.write_text(f'#!/bin/sh\necho "$@" >> {folder}/asked\necho "{output}"\n')
-    command.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    return folder / "asked"
-
-
 def changed(options: StackOptions, **values: object) -> StackOptions:
     return launch.replace(options, **values)  # type: ignore[arg-type]
 
@@ -52,7 +43,7 @@ def changed(options: StackOptions, **values: object) -> StackOptions:
 def test_both_caches_get_the_size_of_the_in_process_plan(
     options: StackOptions, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    asked = tool(monkeypatch, tmp_path, "8000, 10000")
+    asked = fake_nvidia_smi(monkeypatch, tmp_path, "8000, 10000")
     tokens = shared_kv_tokens(options)
     assert asked.read_text().strip().endswith("--id=1")
     pair = Pair(options.target, options.draft, Algorithm.AUTO, torch.device("cuda:1"), torch.bfloat16)  # type: ignore[arg-type]

@@ -8,21 +8,10 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from support.services.scripted_gateway import model_stats
 
 from outrider.services.gateway.playground import pages
 from outrider.services.terminal.status_panels import render, short_duration
-
-
-def stats(running: int) -> dict[str, Any]:
-    return {
-        "running": running,
-        "waiting": 1,
-        "max_running_requests": 16,
-        "generated_tokens": 0,
-        "kv_pages": {"total": 100, "free": 75, "held": 25},
-        "draft": {"state": "on", "algorithm": "EAGLE3"},
-        "accept_length": 2.5,
-    }
 
 
 def shown(targets: list[dict[str, Any]], metrics: dict[str, float] | None = None) -> str:
@@ -51,7 +40,7 @@ def shown(targets: list[dict[str, Any]], metrics: dict[str, float] | None = None
 
 
 def test_each_target_has_a_line() -> None:
-    up = {"address": "10.0.0.1:7001", "model": "m", "ready": True, "load_tokens": 9, "stats": stats(3)}
+    up = {"address": "10.0.0.1:7001", "model": "m", "ready": True, "load_tokens": 9, "stats": model_stats(3)}
     down = {"address": "10.0.0.2:7001", "model": None, "ready": False, "load_tokens": 0, "stats": None}
     text = shown([up, down])
     assert "1 of 2 ready" in text
@@ -63,14 +52,14 @@ def test_each_target_has_a_line() -> None:
 
 
 def test_one_target_needs_no_list() -> None:
-    one = {"address": "10.0.0.1:7001", "model": "m", "ready": True, "load_tokens": 9, "stats": stats(3)}
+    one = {"address": "10.0.0.1:7001", "model": "m", "ready": True, "load_tokens": 9, "stats": model_stats(3)}
     assert "10.0.0.1:7001" not in shown([one])
 
 
 def test_services_have_times_and_lost_connections() -> None:
     draft = {"state": "draft_down", "algorithm": "EAGLE3", "uptime_s": None, "connections_lost": 2}
     one = {"address": "a:1", "model": "m", "ready": True, "load_tokens": 9, "connections_lost": 1}
-    text = shown([one | {"stats": stats(3) | {"uptime_s": 185.0, "draft": draft}}])
+    text = shown([one | {"stats": model_stats(3) | {"uptime_s": 185.0, "draft": draft}}])
     assert all(part in text for part in ("target up for", "3 min", "target 1 ×, draft 2 ×"))
     assert "does not answer" in text
     assert "draft_down" not in text
@@ -80,7 +69,7 @@ def test_services_have_times_and_lost_connections() -> None:
 def test_names_and_numbers_have_the_form_of_the_page() -> None:
     """Each name is also a name on the page (`status.js`), where it begins with a capital letter."""
     one = {"address": "a:1", "model": "m", "ready": True, "load_tokens": 9}
-    busy = stats(3) | {"uptime_s": 185.0, "kv_pages": {"total": 5000, "free": 1000, "held": 0}}
+    busy = model_stats(3) | {"uptime_s": 185.0, "kv_pages": {"total": 5000, "free": 1000, "held": 0}}
     metrics = {
         'outrider_kv_cache_tokens{kind="committed"}': 23456.0,
         "outrider_num_preemptions_total": 1024.0,
@@ -139,11 +128,11 @@ def test_memory_graphs_transport_and_the_decision_are_shown() -> None:
         'outrider_drafted_rounds_total{depth="2"}': 4.0,
         "outrider_estimated_speedup": 1.5,
     }
-    text = shown([one | {"stats": stats(3) | {"resources": used, "auto": auto}}], metrics)
+    text = shown([one | {"stats": model_stats(3) | {"resources": used, "auto": auto}}], metrics)
     sizes = ("3.0 GiB", "2.5 GiB", "200.0 MiB", "40.0 GiB of 80.0 GiB", "256.0 MiB")
     assert all(part in text for part in (*sizes, "31 recorded, 4 left", "IPC, on the device"))
     without_gpu = used | {"gpu_used_bytes": 0, "gpu_total_bytes": 0}
-    on_cpu = shown([one | {"stats": stats(3) | {"resources": without_gpu, "auto": auto}}])
+    on_cpu = shown([one | {"stats": model_stats(3) | {"resources": without_gpu, "auto": auto}}])
     assert "IPC" in on_cpu
     assert "on the device" not in on_cpu
     assert "2 × chain of 3, 1 × plain decoding" in text

@@ -8,24 +8,13 @@ from typing import Any
 
 import pytest
 from rich.console import Console, RenderableType
+from support.services.scripted_gateway import model_stats
 
 from outrider.services.gateway.playground import pages
 from outrider.services.terminal.charts import ChartHistory, bars
 from outrider.services.terminal.keys import key_names
 from outrider.services.terminal.scrolled import Scrolled
 from outrider.services.terminal.status_panels import render
-
-
-def stats(running: int) -> dict[str, Any]:
-    return {
-        "running": running,
-        "waiting": 1,
-        "max_running_requests": 16,
-        "generated_tokens": 0,
-        "kv_pages": {"total": 100, "free": 75, "held": 25},
-        "draft": {"state": "on", "algorithm": "EAGLE3"},
-        "accept_length": 2.5,
-    }
 
 
 def printed(content: RenderableType, height: int = 25) -> str:
@@ -43,7 +32,7 @@ def whole_status() -> dict[str, Any]:
         2**20,
     )
     auto = {"reason": "pays", "shapes": [], "plain_rows": 1, "estimated_speedup": 1.75, "round_ms": 12.5}
-    target = stats(3) | {
+    target = model_stats(3) | {
         "draft": draft,
         "auto": auto,
         "resources": used
@@ -116,7 +105,7 @@ def test_all_values_of_the_operators_page_are_shown() -> None:
 
 
 def test_every_card_of_the_page_has_a_panel() -> None:
-    one = {"address": "a:1", "model": "m", "ready": True, "load_tokens": 9, "stats": stats(1)}
+    one = {"address": "a:1", "model": "m", "ready": True, "load_tokens": 9, "stats": model_stats(1)}
     text = printed(render(whole_status() | {"targets": [one, one]}, None, ChartHistory()))
     titles = re.findall(r'<h2 id="\w+-title">(.*?)</h2>', Path(pages.FOLDER, "status.html").read_text())
     assert len(titles) >= 9

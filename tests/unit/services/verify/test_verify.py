@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import Result
+from support.outputs.verify_coverage import COVERED, NOT_COMPARED
 from tokenizers import Tokenizer
 from typer.testing import CliRunner
 
@@ -22,7 +23,6 @@ from outrider.services.gateway.options.table import OPTIONS as REQUEST_OPTIONS
 from outrider.services.target.request import EngineRequest
 from outrider.services.verify import command
 from outrider.services.verify.cases import OPTIONS, requests_of, ways, without_speculation
-from outrider.services.verify.coverage import COVERED, NOT_COMPARED
 from outrider.services.verify.law import chi_square
 from outrider.services.verify.logprobs import compare_logprobs
 from outrider.services.verify.pair_engine import Answers, PairEngine

@@ -11,13 +11,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.models.family_models import Sequences, assert_near
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from outrider.shared.attn.base import build_batch
-from outrider.shared.attn.create import create_backend
 from outrider.shared.base.errors import CheckpointError
-from outrider.shared.kv.pool import KVPool
-from outrider.shared.nn.decoder import Decoder
 from outrider.shared.nn.open import expected_tensors, load_decoder
 
 VOCAB, LAYERS, TOLERANCE = 101, 5, 1e-4
@@ -79,46 +77,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("models")
 
 
-class Sequences:
-    """Runs rows of several sequences through a decoder."""
-
-    def __init__(self, decoder: Decoder, count: int, *, page_size: int = 4, tokens: int = 96) -> None:
-        self.decoder = decoder
-        self.pool: KVPool = decoder.make_pool(count * (-(-tokens // page_size)), page_size)
-        self.leases = [self.pool.lease(tokens) for _ in range(count)]
-        self.attention = create_backend("auto", "cpu")
-
-    def run(
-        self,
-        starts: list[int],
-        rows: list[list[int]],
-        positions: list[list[int]] | None = None,
-        ancestors: torch.Tensor | None = None,
-        aux: tuple[int, ...] = (),
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return logits ``[rows, vocab]`` and captured states of all rows."""
-        leases = [lease for lease in self.leases[: len(starts)] if lease is not None]
-        self.attention.plan(
-            build_batch(self.pool, leases, starts, [len(row) for row in rows], ancestors=ancestors)
-        )
-        if positions is None:
-            positions = [
-                list(range(start, start + len(row))) for start, row in zip(starts, rows, strict=True)
-            ]
-        tokens = torch.tensor([token for row in rows for token in row])
-        output = self.decoder.forward(
-            tokens, torch.tensor([p for row in positions for p in row]), self.attention, self.pool, aux
-        )
-        return self.decoder.logits(output.hidden), output.aux
-
-
-def assert_near(got: torch.Tensor, want: torch.Tensor) -> None:
-    """Assert equality within 1e-4 of the largest reference value."""
-    assert got.shape == want.shape
-    error = (got - want).abs().max() / want.abs().max()
-    assert error <= TOLERANCE, f"relative error {error:.2e}"
-
-
 @pytest.mark.parametrize("variant", list(VARIANTS))
 def test_logits_equal_transformers(variant: str, folder: Path) -> None:
     decoder = load_decoder(saved(variant, folder))
@@ -155,7 +113,7 @@ def test_captured_states_are_the_outputs_of_the_named_layers(variant: str, folde
     assert aux is not None
     want = torch.cat([states[index].view(len(tokens), -1) for index in (0, 2, LAYERS - 1)], dim=-1)
     assert_near(aux, want)
-    batch = build_batch(sequences.pool, [lease for lease in sequences.leases if lease], [0], [len(tokens)])
+    batch = build_batch(sequences.pool, sequences.leases, [0], [len(tokens)])
     sequences.attention.plan(batch)
     output = decoder.forward(
         torch.tensor(tokens), torch.arange(len(tokens)), sequences.attention, sequences.pool

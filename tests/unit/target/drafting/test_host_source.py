@@ -16,12 +16,10 @@ from support.engine.target_harness import (
     FakeDrafter,
     Harness,
     generate_plain,
-    load_toy,
     make_harness,
     oracle_plan,
     trees_to_batch,
 )
-from support.models.toys import make_toy_target
 from support.suite.compute_device import DEVICE
 
 from outrider.services.target.drafting import host_source
@@ -67,18 +65,8 @@ class Listening(FakeDrafter):
 
 
 @pytest.fixture(scope="module")
-def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
-    return load_toy(make_toy_target(tmp_path_factory.mktemp("target"), vocab_size=64, seed=3))
-
-
-@pytest.fixture(scope="module")
 def plain(decoder: Decoder) -> list[list[int]]:
     return [generate_plain(decoder, NoDrafter(decoder.device), prompt, NEW_TOKENS) for prompt in PROMPTS]
-
-
-@pytest.fixture(params=[0, 1], ids=["read first", "one ahead"])
-def plan(request: pytest.FixtureRequest) -> LoopPlan:
-    return LoopPlan(lookahead=request.param)
 
 
 def followed(
@@ -222,7 +210,7 @@ def test_a_sequence_chooses_once_a_round_and_counts_a_fallback_once(
         assert (fallbacks(harness, state.value), sum(choices)) == (sum(rounds), 0)
     else:
         assert drafter.log.count("propose") > 1
-        # An entry joins a round with trees on their way without a choice of its own.
+        # `choose` is not called for an entry that joins after the trees of a round were requested.
         assert all(count - 1 <= choice <= count for choice, count in zip(choices, rounds, strict=True))
 
 

@@ -10,11 +10,9 @@ from support.engine.target_harness import (
     FakeDrafter,
     Harness,
     generate_plain,
-    load_toy,
     make_harness,
     oracle_plan,
 )
-from support.models.toys import make_toy_target
 
 from outrider.services.target.drafting.no_drafter import NoDrafter
 from outrider.services.target.engine.loop_plan import LoopPlan
@@ -63,18 +61,8 @@ class Withholding(FakeDrafter):
 
 
 @pytest.fixture(scope="module")
-def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
-    return load_toy(make_toy_target(tmp_path_factory.mktemp("target"), vocab_size=64, seed=3))
-
-
-@pytest.fixture(scope="module")
 def plain(decoder: Decoder) -> list[list[int]]:
     return [generate_plain(decoder, NoDrafter(decoder.device), prompt, NEW_TOKENS) for prompt in PROMPTS]
-
-
-@pytest.fixture(params=[0, 1], ids=["read first", "one ahead"])
-def plan(request: pytest.FixtureRequest) -> LoopPlan:
-    return LoopPlan(lookahead=request.param)
 
 
 def withheld(decoder: Decoder, plain: list[list[int]], plan: LoopPlan) -> tuple[Harness, Withholding]:

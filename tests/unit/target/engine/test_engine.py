@@ -11,12 +11,10 @@ from support.engine.target_harness import (
     FakeDrafter,
     Harness,
     generate_plain,
-    load_toy,
     make_harness,
     oracle_plan,
     random_plan,
 )
-from support.models.toys import make_toy_target
 from support.outputs.traces import check_round
 
 from outrider.services.target.drafting.no_drafter import NoDrafter
@@ -30,11 +28,6 @@ from outrider.shared.spec.tree import NO_DRAFT
 torch.set_num_threads(1)
 VOCAB = 64
 PROMPT = [5, 9, 2, 33, 7]
-
-
-@pytest.fixture(scope="module")
-def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
-    return load_toy(make_toy_target(tmp_path_factory.mktemp("target"), vocab_size=VOCAB, seed=3))
 
 
 @pytest.fixture(scope="module")
@@ -122,9 +115,8 @@ def test_a_paused_request_is_skipped_and_goes_on(harness: Harness, plain: list[i
     assert harness.sink.tokens["a"] == harness.sink.tokens["b"] == plain
 
 
-def test_not_a_number_fails_one_request_only(
-    harness: Harness, decoder: Decoder, plain: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def poison_forward(monkeypatch: pytest.MonkeyPatch, decoder: Decoder, plain: list[int]) -> int:
+    """Return a token that the plain answer lacks, and after which the decoder's states are not numbers."""
     poison = unused(plain)
     forward = decoder.forward
 
@@ -134,6 +126,13 @@ def test_not_a_number_fails_one_request_only(
         return output
 
     monkeypatch.setattr(decoder, "forward", poisoned)
+    return poison
+
+
+def test_not_a_number_fails_one_request_only(
+    harness: Harness, decoder: Decoder, plain: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    poison = poison_forward(monkeypatch, decoder, plain)
     harness.submit([1, 2, poison], 60, request_id="bad")
     harness.submit(PROMPT, 60, request_id="good", mode=SpeculationMode.OFF)
     harness.run()
@@ -146,15 +145,7 @@ def test_not_a_number_fails_one_request_only(
 def test_a_rejected_node_that_is_not_a_number_harms_nobody(
     decoder: Decoder, plain: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    poison = unused(plain)
-    forward = decoder.forward
-
-    def poisoned(tokens: torch.Tensor, *arguments: object) -> DecoderOutput:
-        output = forward(tokens, *arguments)  # type: ignore[arg-type]
-        output.hidden[tokens == poison] = math.nan
-        return output
-
-    monkeypatch.setattr(decoder, "forward", poisoned)
+    poison = poison_forward(monkeypatch, decoder, plain)
     harness = make_harness(decoder, FakeDrafter(lambda tokens, row: [(poison, 0), (poison, 1)]))
     harness.submit(PROMPT, 60, request_id="a")
     harness.run()

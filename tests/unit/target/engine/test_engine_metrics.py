@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from support.engine.target_harness import (
     FakeDrafter,
     generate_plain,
-    load_toy,
     make_harness,
     oracle_plan,
     random_plan,
 )
-from support.models.toys import make_toy_target
 
 from outrider.services.target.drafting.no_drafter import NoDrafter
 from outrider.services.target.policy.verdict import AutoReason, AutoVerdict
@@ -22,11 +19,6 @@ from outrider.shared.spec.tree import DraftShape
 torch.set_num_threads(1)
 VOCAB = 64
 PROMPT = [5, 9, 2, 33, 7]
-
-
-@pytest.fixture(scope="module")
-def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
-    return load_toy(make_toy_target(tmp_path_factory.mktemp("target"), vocab_size=VOCAB, seed=3))
 
 
 def test_metrics_count_what_happened(decoder: Decoder) -> None:

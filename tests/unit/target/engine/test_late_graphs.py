@@ -6,8 +6,7 @@ import pytest
 import torch
 from support.engine.device_toys import AnswerDrafter
 from support.engine.played_graphs import BoundedGraphs
-from support.engine.target_harness import Harness, generate_plain, load_toy, make_harness
-from support.models.toys import make_toy_target
+from support.engine.target_harness import Harness, generate_plain, make_harness
 
 from outrider.services.target.drafting.no_drafter import NoDrafter
 from outrider.services.target.engine.loop_plan import LoopPlan
@@ -24,11 +23,6 @@ PROMPT = [5, 9, 2, 33, 7]
 NEW_TOKENS = 40
 MAX_LATE_GRAPHS = 3
 SHAPES = [(depth, topk, 1 + depth * topk) for depth in (1, 2, 3, 4) for topk in (1, 2, 3)]
-
-
-@pytest.fixture(scope="module")
-def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
-    return load_toy(make_toy_target(tmp_path_factory.mktemp("target"), vocab_size=VOCAB, seed=3))
 
 
 @pytest.fixture(scope="module")

@@ -5,15 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 
-import numpy as np
 import pytest
-from support.grammars.grammar_rig import ENDS, SIZE
+from support.grammars.grammar_rig import ENDS, SIZE, allows
 from tokenizers import Tokenizer
 
 from outrider.services.target.grammar import backend
 from outrider.services.target.grammar.backend import GrammarBackend, compile_grammar, versions_of
 from outrider.services.target.grammar.guidance import GuidanceGrammar
-from outrider.services.target.grammar.matcher import Grammar, Matcher, token_mask_words
+from outrider.services.target.grammar.matcher import Grammar
 from outrider.services.target.grammar.vocabulary import Vocabulary
 from outrider.services.target.grammar.xgrammar import XGrammar
 from outrider.shared.base.constraint import Constraint, ConstraintKind
@@ -34,12 +33,6 @@ Compile = Callable[[ConstraintKind, str], Grammar]
 @pytest.fixture(params=[GrammarBackend.LLGUIDANCE, GrammarBackend.XGRAMMAR])
 def compiled(request: pytest.FixtureRequest, vocabulary: Vocabulary) -> Compile:
     return lambda kind, source: compile_grammar(Constraint(kind, source), vocabulary, request.param)
-
-
-def allows(matcher: Matcher, token: int) -> bool:
-    mask = np.zeros(token_mask_words(SIZE), dtype=np.int32)
-    matcher.fill(mask)
-    return bool(mask.view(np.uint32)[token // 32] >> token % 32 & 1)
 
 
 @pytest.mark.parametrize(

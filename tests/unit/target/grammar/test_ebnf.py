@@ -39,7 +39,6 @@ ABOUT = {one for bound in (-293, -7, 0, 17, 4707) for one in range(bound - 2, bo
     999,
     -1000,
 }
-INTEGERS = " ".join(map(str, sorted(ABOUT)))
 CASES: list[tuple[Any, str, str]] = [
     # The schema, and the values that it allows and does not allow, separated by spaces.
     ({"type": "null"}, "null", "nul 0"),

@@ -6,26 +6,18 @@ import contextlib
 import json
 
 import llguidance
-import numpy as np
 import pytest
-from support.grammars.grammar_rig import SIZE, check_refusal
+from support.grammars.grammar_rig import SIZE, allows, check_refusal
 from tokenizers import Tokenizer
 
 from outrider.services.target.grammar import guidance
 from outrider.services.target.grammar.guidance import compile_guidance
-from outrider.services.target.grammar.matcher import Matcher, token_mask_words
 from outrider.services.target.grammar.vocabulary import Vocabulary
 from outrider.shared.base.constraint import Constraint, ConstraintKind
 from outrider.shared.base.errors import InvalidRequestError
 
 SCHEMA = json.dumps({"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]})
 KINDS = ConstraintKind
-
-
-def allows(matcher: Matcher, token: int) -> bool:
-    mask = np.zeros(token_mask_words(SIZE), dtype=np.int32)
-    matcher.fill(mask)
-    return bool(mask.view(np.uint32)[token // 32] >> token % 32 & 1)
 
 
 @pytest.mark.parametrize(

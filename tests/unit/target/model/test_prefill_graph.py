@@ -20,9 +20,7 @@ from support.engine.prefill_rig import (
     make_sequence,
     prefill,
 )
-from support.engine.target_harness import load_toy
 from support.kernels.tile_attention import Recorder, attend_tile
-from support.models.toys import make_toy_target
 
 from outrider.services.target.model import model_runner
 from outrider.services.target.model.graph_key import GraphKey
@@ -35,12 +33,6 @@ from outrider.shared.attn.triton import KernelAttention
 from outrider.shared.base.generation import SpeculationMode
 from outrider.shared.engine.graphs import GraphCache
 from outrider.shared.nn.decoder import Decoder
-
-
-@pytest.fixture(scope="module")
-def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
-    return load_toy(make_toy_target(tmp_path_factory.mktemp("target"), vocab_size=64, seed=3))
-
 
 MODES = [(SpeculationMode.ON,), (SpeculationMode.OFF,), (SpeculationMode.OFF, SpeculationMode.AUTO)]
 

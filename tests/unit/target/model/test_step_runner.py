@@ -7,8 +7,7 @@ import torch
 from support.engine.played_graphs import BoundedGraphs
 from support.engine.slot_rig import PROMPTS, SlotRig, produced
 from support.engine.slot_sequences import TREE, seated_sequence
-from support.engine.target_harness import generate_plain, load_toy
-from support.models.toys import make_toy_target
+from support.engine.target_harness import generate_plain
 
 from outrider.services.target.drafting.no_drafter import NoDrafter
 from outrider.services.target.model.graph_key import GraphKey
@@ -24,11 +23,6 @@ from outrider.shared.spec.tree import NO_DRAFT, DraftShape
 
 torch.set_num_threads(1)
 VOCAB, NEW_TOKENS = 64, 12
-
-
-@pytest.fixture(scope="module")
-def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
-    return load_toy(make_toy_target(tmp_path_factory.mktemp("target"), vocab_size=VOCAB, seed=3))
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 import pytest
-from support.engine.auto_machine import CHAIN_3, CHAIN_5, TREE, Machine, Server, law_of
+from support.engine.auto_machine import CHAIN_3, CHAIN_5, TREE, CostlyRows, Machine, Server, law_of
 from support.suite.cases import every_pair
 
 from outrider.services.target.policy.acceptance import SamplingKind
@@ -114,11 +114,7 @@ def test_a_slower_machine_needs_no_other_constants() -> None:
 def test_a_mixture_of_requests_is_faster_than_any_shape_for_all() -> None:
     """Rows cost much here, so that useless drafts of some sequences delay the others."""
 
-    class Costly(Machine):
-        def verify_s(self, batch_size: int, rows: int) -> float:
-            return super().verify_s(batch_size, batch_size) + 60e-6 * (rows - batch_size)
-
-    laws, costly, new_tokens = [law_of(4.0), law_of(1.0)], Costly(), 1500
+    laws, costly, new_tokens = [law_of(4.0), law_of(1.0)], CostlyRows(), 1500
     rates = []
     for shape in (NO_DRAFT, CHAIN_3, CHAIN_5):
         fixed: SpeculationController = Fixed(shape)  # type: ignore[assignment]

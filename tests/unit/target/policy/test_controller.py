@@ -7,7 +7,7 @@ from collections import Counter
 from itertools import groupby
 
 import pytest
-from support.engine.auto_machine import CHAIN, CHAIN_3, TREE, Machine, Server, law_of
+from support.engine.auto_machine import CHAIN, CHAIN_3, TREE, CostlyRows, Machine, Server, law_of
 
 from outrider.services.target.policy.acceptance import SamplingKind
 from outrider.services.target.policy.controller import (
@@ -117,12 +117,8 @@ def test_kinds_of_sampling_are_told_apart() -> None:
 
 
 def test_requests_of_one_kind_are_told_apart_by_their_drafts() -> None:
-    class Costly(Machine):
-        def verify_s(self, batch_size: int, rows: int) -> float:
-            return super().verify_s(batch_size, batch_size) + 60e-6 * (rows - batch_size)
-
     controller = SpeculationController()
-    one = Server(controller, Costly(), 16, 1500, [GOOD, USELESS])
+    one = Server(controller, CostlyRows(), 16, 1500, [GOOD, USELESS])
     one.run(10_000)
     drafts: dict[bool, Counter[bool]] = {True: Counter(), False: Counter()}
     for _ in range(150):

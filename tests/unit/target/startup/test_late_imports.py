@@ -1,7 +1,7 @@
-"""A start imports all code at its beginning, and no large library that it does not need.
+"""A target imports every library before it loads the model, and none later.
 
-Libraries that a function imports at its first call delay the start where nobody expects it. For example,
-`torch.unravel_index` imports sympy.
+Some functions import a large library when they are first called. For example, `torch.unravel_index` imports
+sympy. A start that calls such a function takes longer.
 """
 
 from __future__ import annotations

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from support.engine.target_harness import FakeDrafter, Harness, load_toy, make_harness, random_plan
-from support.models.toys import make_toy_target
+from support.engine.target_harness import FakeDrafter, Harness, make_harness, random_plan
 from support.outputs.parity_faults import FAULTS, planted
 
 from outrider.services.target.drafting.no_drafter import NoDrafter
@@ -22,11 +21,6 @@ from outrider.shared.nn.decoder import Decoder
 
 torch.set_num_threads(1)
 VOCAB = 64
-
-
-@pytest.fixture(scope="module")
-def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
-    return load_toy(make_toy_target(tmp_path_factory.mktemp("target"), vocab_size=VOCAB, seed=3))
 
 
 @pytest.fixture

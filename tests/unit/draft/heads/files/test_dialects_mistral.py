@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from support.models.head_dialects import run
-from support.models.plain_heads import PlainHead
+from support.models.head_dialects import assert_computes
 from support.models.toy_heads import (
     HIDDEN,
     INNER,
@@ -27,7 +26,6 @@ from support.models.toy_heads import (
 
 from outrider.services.convert.head import HeadLayout, rewrite_head
 from outrider.services.draft.algorithm import Algorithm, identify
-from outrider.services.draft.growth.recurrent_head import RecurrentHead
 from outrider.services.draft.heads.registry import HeadKind, head_kind, load_head
 from outrider.services.draft.target_info import TargetInfo
 from outrider.services.stack.launch import check_options, free_port
@@ -35,7 +33,6 @@ from outrider.services.stack.options import StackOptions
 from outrider.shared.base.errors import CheckpointError
 
 CPU = torch.device("cpu")
-ROWS = 9
 NATIVE = {
     "self_attn.q_proj": "attention.wq",
     "self_attn.k_proj": "attention.wk",
@@ -109,35 +106,6 @@ def write_native(
         str(folder / "consolidated.safetensors"),
     )
     return folder
-
-
-def assert_computes(head: RecurrentHead, weights: Tensors, **config: Any) -> PlainHead:
-    """Compare a head with the plain reference head on a random sequence, and return the reference head."""
-    make = Maker(11)
-    lent = {
-        "model.embed_tokens.weight": make.matrix(VOCAB, HIDDEN),
-        "lm_head.weight": make.matrix(VOCAB, HIDDEN),
-    }
-    for key in list(head.missing()):
-        head.lend(key, lent[key])
-    double = {
-        name: tensor.double() if tensor.is_floating_point() else tensor for name, tensor in weights.items()
-    }
-    both = (lent[key].double() for key in ("model.embed_tokens.weight", "lm_head.weight"))
-    plain = PlainHead(base_config(head_dim=8) | config, double, *both)
-    tokens, features = (
-        torch.randint(0, VOCAB, (ROWS,), generator=torch.Generator().manual_seed(1)),
-        make.matrix(ROWS, HIDDEN),
-    )
-    states, logits = run(head, tokens, features)
-    wanted = plain.states(
-        tokens, features.double(), torch.arange(ROWS), torch.ones(ROWS, ROWS, dtype=torch.bool).tril()
-    )
-    torch.testing.assert_close(states.double(), wanted, rtol=1e-3, atol=1e-3)
-    torch.testing.assert_close(
-        logits.double(), plain.logits(wanted)[:, head.vocabulary.target_ids(CPU)], rtol=1e-3, atol=1e-3
-    )
-    return plain
 
 
 MISTRAL_PLAIN = {"num_hidden_layers": 2, "rope_theta": 1e6, "turns_pairs": True}

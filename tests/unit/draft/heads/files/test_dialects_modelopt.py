@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.models.head_dialects import assert_computes
 from support.models.toy_heads import (
     HIDDEN,
     TARGET_LAYERS,
@@ -18,7 +19,6 @@ from support.models.toy_heads import (
     eagle_tensors,
     write_head,
 )
-from test_dialects_mistral import assert_computes
 
 from outrider.services.convert.head import HeadLayout, rewrite_head
 from outrider.services.draft.heads.registry import load_head

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from support.models.head_dialects import assert_computes
 from support.models.toy_heads import HIDDEN, VOCAB, base_config, eagle3_tensors, eagle_tensors, write_head
 from support.models.toys import make_toy_target
-from test_dialects_mistral import assert_computes
 
 from outrider.services.convert.head import HeadLayout, rewrite_head
 from outrider.services.doctor.examine import examine

@@ -14,10 +14,10 @@ import torch
 from support.models.family_models import (
     CASES,
     LAYERS,
-    VOCAB,
     WINDOW,
     Sequences,
     assert_near,
+    random_tokens,
     reference,
     reference_logits,
     save,
@@ -35,10 +35,6 @@ BACKENDS = ("reference", "triton")  # without a GPU, "triton" runs the kernels' 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("families")
-
-
-def random_tokens(seed: int, count: int) -> list[int]:
-    return torch.randint(VOCAB, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.models.family_models import Sequences, assert_near
+from support.models.family_models import Sequences, assert_near, random_tokens
 from support.models.generic_models import (
     CASES,
     LAYERS,
     REFUSED,
-    VOCAB,
     WINDOW,
     WINDOWED,
     make,
@@ -40,10 +39,6 @@ torch.set_num_threads(1)
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("generic")
-
-
-def random_tokens(seed: int, count: int) -> list[int]:
-    return torch.randint(VOCAB, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Services that a benchmark starts: what a terminal shows meanwhile, and their output after a failure."""
+"""Services that a command starts: what a terminal shows meanwhile, and their output after a failure."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import pytest
 from rich.console import Console
 from structlog.typing import FilteringBoundLogger
 
-from outrider.bench.stacks import started_services as module
-from outrider.bench.stacks.started_services import started_services
+from outrider.services.stack import started_services as module
 from outrider.services.stack.options import StackOptions
+from outrider.services.stack.started_services import started_services
 from outrider.shared.obs import progress
 from outrider.shared.obs.logging import configure_logging, get_logger
 from outrider.shared.obs.progress import log_lines

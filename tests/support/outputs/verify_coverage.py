@@ -1,4 +1,4 @@
-"""Maps the request options of the APIs to the options of `outrider verify`, or to why they need none."""
+"""Lists which options of `outrider verify` test each request option, and which need no test."""
 
 from __future__ import annotations
 

@@ -1,11 +1,13 @@
-"""Starts the services that a benchmark measures, and shows what they are doing meanwhile."""
+"""Starts services for a command that uses them, and shows what they are doing meanwhile."""
 
 from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+
+from rich.console import Console
 
 from outrider.services.stack.launch import Stack, running_stack
 from outrider.services.stack.options import StackOptions
@@ -13,14 +15,21 @@ from outrider.services.stack.start_bar import StartBar
 
 
 @contextmanager
-def started_services(options: StackOptions, kept_lines: int = 40) -> Iterator[Stack]:
-    """Start a stack of services for a benchmark, and stop it on exit.
+def started_services(
+    options: StackOptions,
+    kept_lines: int = 40,
+    console: Console | None = None,
+    tell: Callable[[str], None] | None = None,
+) -> Iterator[Stack]:
+    """Start a stack of services, and stop it on exit.
 
-    If the benchmark fails, the last lines of the services are printed to standard error.
+    If the caller's code fails, the last lines of the services are printed to standard error.
 
     Args:
         options: Models and settings to serve.
         kept_lines: Number of lines to print after a failure.
+        console: Console of the bar that shows the progress of the start; by default, standard error.
+        tell: Called with the messages of `running_stack`. By default, the bar shows some of them.
 
     Yields:
         The running stack.
@@ -30,7 +39,7 @@ def started_services(options: StackOptions, kept_lines: int = 40) -> Iterator[St
         UnavailableError: The services were not ready in time.
     """
     log: deque[str] = deque(maxlen=kept_lines)
-    bar = StartBar()
+    bar = StartBar(console)
 
     def echo(service: str, line: str) -> None:
         log.append(f"{service} | {line}")
@@ -39,7 +48,7 @@ def started_services(options: StackOptions, kept_lines: int = 40) -> Iterator[St
     try:
         with ExitStack() as cleanup:
             with bar:
-                stack = cleanup.enter_context(running_stack(options, echo, bar.tell))
+                stack = cleanup.enter_context(running_stack(options, echo, tell or bar.tell))
             yield stack
     except Exception:
         print(*log, sep="\n", file=sys.stderr)
