@@ -22,6 +22,7 @@ MIXED = (
     "loop-2026-11-22/mixed_odd2.json",
     "gpu-2026-11-23/odd.json",
     "gpu-2026-11-23-second/odd.json",
+    "gpu-2026-11-23-third/odd.json",
 )
 """Runs of the part `odd` of `outrider bench mixed`, the oldest first."""
 BATCHES = (1, 4, 16, 64)
