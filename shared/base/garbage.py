@@ -1,4 +1,4 @@
-"""Pauses garbage collection while modules are imported."""
+"""Keeps garbage collections short: pauses them during imports, and exempts objects that stay."""
 
 from __future__ import annotations
 
@@ -32,3 +32,21 @@ def without_collections() -> Iterator[None]:
     finally:
         gc.freeze()
         gc.enable()
+
+
+def freeze_objects() -> None:
+    """Exempt all objects that exist now from later garbage collections.
+
+    Call this function when most objects of the process will stay until its end. Otherwise, every full
+    collection visits them, which stops all threads for tens of milliseconds.
+
+    Example:
+        >>> import gc
+        >>> before = gc.get_freeze_count()
+        >>> kept = [[]]
+        >>> freeze_objects()
+        >>> gc.get_freeze_count() > before
+        True
+    """
+    gc.collect()
+    gc.freeze()

@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
+from outrider.shared.base.garbage import freeze_objects
 from outrider.shared.engine.graphs import GraphCache
 
 IDLE_S = 0.25
@@ -200,6 +201,7 @@ class GraphRecorder:
             description = self._record(self._further)
             if not self._further:
                 self._report("all")
+                freeze_objects()
         for one in list(self._heard):
             asked, for_all = one
             if not self._first and not (for_all and (self._further or self._preparations)):

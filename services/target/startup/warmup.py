@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import threading
 import time
@@ -26,6 +25,7 @@ from outrider.services.target.scheduling.scheduler import PrefillChunk
 from outrider.services.target.scheduling.sequence import Sequence
 from outrider.services.target.startup.trial_sequences import WARM_UP_ROOM, release, trial_sequence
 from outrider.shared.base.errors import InvalidRequestError
+from outrider.shared.base.garbage import freeze_objects
 from outrider.shared.base.generation import SamplingParams, SpeculationMode
 
 REHEARSED_PROMPTS = ((300,), (2000,), (40, 50), (300, 400), (1,), (10,))
@@ -103,8 +103,7 @@ def run_through(engine: TargetEngine, limits: SpeculationLimits) -> None:
             return  # a cold start does not matter with such a small pool
         sink.ended.wait(2 * RUN_THROUGH_TIMEOUT_S)
     engine.forget_warm_up()
-    gc.collect()
-    gc.freeze()  # A full collection would visit what startup has made, which takes 0.1 s.
+    freeze_objects()
 
 
 def warm_up_requests(limits: SpeculationLimits, *, measures_shapes: bool) -> list[WarmUpRequest]:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
+from outrider.services.target.engine import recorder
 from outrider.services.target.engine.recorder import IDLE_S, GraphRecorder, Recording, RecordingList
 from outrider.shared.engine.graphs import GraphCache
 
@@ -144,3 +145,15 @@ def test_recorded_graphs_are_permanent_and_logged(caplog: pytest.LogCaptureFixtu
         world.run()
     assert kept == [True]
     assert [record.message.split()[0] for record in caplog.records] == ["first", "all"]
+
+
+def test_what_recording_has_made_is_exempted_from_garbage_collections_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A full collection would otherwise visit the graphs, and delay all streams for that time."""
+    world = World("a", "bc").follow()
+    monkeypatch.setattr(recorder, "freeze_objects", lambda: world.made.append("frozen"))
+    world.run()
+    world.now += IDLE_S
+    world.run()
+    assert world.made == ["a", "b", "c", "frozen"]
