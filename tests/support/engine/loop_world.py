@@ -154,7 +154,7 @@ class LoopWorld:
     def committed(self, entry: Entry, kept: Sequence[int], outcome: Outcome) -> None:
         self.log.append(f"committed {entry.sequence.session_id} {list(kept)}")
 
-    def read(self, ended: AbstractSet[int]) -> None:
+    def read(self, ended: AbstractSet[int], draft_s: float) -> None:
         self.log.append(f"drafts read {sorted(ended)}")
 
     def abandon(self) -> None:
