@@ -74,7 +74,7 @@ def parsed(name: str, monkeypatch: pytest.MonkeyPatch, **environment: str) -> An
     monkeypatch.setattr(launch, "running_stack", keep)
     for entry in ("run_gateway", "run_target", "run_draft"):
         monkeypatch.setattr(entrypoints, entry, keep)
-    monkeypatch.setattr("outrider.shared.obs.queued_stream.queue_stderr", lambda: None)
+    monkeypatch.setattr("outrider.shared.obs.queued_stream.queue_stderr", lambda **_: None)
     # Dockerfile: the entry point is `outrider serve`, unless the service has its own.
     result = CliRunner().invoke(cli.app, words if name == "outrider" else ["serve", *words])
     assert len(seen) == 1, result.output or result.exception
