@@ -6,7 +6,10 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from http.client import HTTPConnection, HTTPSConnection
+from ssl import SSLContext
 from urllib.parse import urlsplit
+
+from outrider.services.clients.server_trust import server_trust
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +34,13 @@ class LoneConnection:
 
     def __init__(self, url: str, headers: Mapping[str, str], timeout_s: float) -> None:
         parts = urlsplit(url)
-        kind = HTTPSConnection if parts.scheme == "https" else HTTPConnection
-        self._connection = kind(parts.hostname or "", parts.port, timeout=timeout_s)
+        self._connection: HTTPConnection
+        if isinstance(trust := server_trust(url), SSLContext):
+            self._connection = HTTPSConnection(
+                parts.hostname or "", parts.port, timeout=timeout_s, context=trust
+            )
+        else:
+            self._connection = HTTPConnection(parts.hostname or "", parts.port, timeout=timeout_s)
         self._folder = parts.path
         self._headers = {"content-type": "application/json", **headers}
 

@@ -12,6 +12,7 @@ import httpx
 
 from outrider.bench.load.open_loop import Experience, LoadClient, LoadRequest
 from outrider.bench.load.server import Server, key_headers, refusal
+from outrider.services.clients.server_trust import server_trust
 from outrider.shared.base.errors import UnavailableError
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -45,6 +46,7 @@ class RestLoad(LoadClient):
             timeout=TIMEOUT_S,
             limits=limits,
             trust_env=False,
+            verify=server_trust(server.url),
         )
         self._model = server.model
         self._omitted = omitted

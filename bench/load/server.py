@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from outrider.services.clients.rest import gateway_url
+from outrider.services.clients.server_trust import server_trust, tls_failure
 from outrider.shared.base.errors import ConfigurationError, OutriderError, UnavailableError
 
 OUTRIDER = "outrider"
@@ -93,14 +94,20 @@ def find_server(url: str, api_key: str | None) -> Server:
 
     Raises:
         ConfigurationError: The address is malformed, the key is refused, or the server has no OpenAI API.
-        UnavailableError: No server answers at the address.
+        UnavailableError: No server answers at the address, or its certificate is not accepted.
     """
     address = server_address(url)
-    with httpx.Client(base_url=address, headers=key_headers(api_key), timeout=10.0, trust_env=False) as http:
+    with httpx.Client(
+        base_url=address,
+        headers=key_headers(api_key),
+        timeout=10.0,
+        trust_env=False,
+        verify=server_trust(address),
+    ) as http:
         try:
             listed = http.get("/v1/models")
-        except httpx.TransportError:
-            raise UnavailableError(
+        except httpx.TransportError as error:
+            raise tls_failure(error, address) or UnavailableError(
                 f"--url {url}: no server answers. Start one, for example with `outrider up`, or give another "
                 "--url.",
                 field="--url",

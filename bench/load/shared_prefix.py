@@ -27,6 +27,7 @@ from outrider.bench.load.lone import LoneConnection
 from outrider.bench.load.server import find_server, key_headers, refusal
 from outrider.bench.measure.prompts import HELDOUT_PROMPTS, Messages, load_prompts
 from outrider.bench.report.record import Result, Row, show_and_save
+from outrider.services.clients.server_trust import server_trust
 from outrider.services.stack.options import StackOptions
 from outrider.services.stack.started_services import started_services
 from outrider.shared.base.errors import ConfigurationError, UnavailableError
@@ -193,7 +194,12 @@ async def _measure(
 ) -> tuple[Hits, Hits, tuple[list[float], list[float]], tuple[float, float] | None]:
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(
-        base_url=url, headers=key_headers(options.api_key), timeout=TIMEOUT_S, limits=limits, trust_env=False
+        base_url=url,
+        headers=key_headers(options.api_key),
+        timeout=TIMEOUT_S,
+        limits=limits,
+        trust_env=False,
+        verify=server_trust(url),
     ) as client:
         requests = 2 * options.chats.count * options.chats.turns + 2 * REPEATS + TALK_REQUESTS * TALKS
         with Progress("prefix", requests) as progress:

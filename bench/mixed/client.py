@@ -19,6 +19,7 @@ import httpx
 from outrider.bench.load.lone import LoneConnection
 from outrider.bench.load.server import QUOTED_CHARS, Server, key_headers, refusal
 from outrider.bench.mixed.cases import RequestKind
+from outrider.services.clients.server_trust import server_trust
 from outrider.shared.base.errors import UnavailableError
 
 TIMEOUT_S = 600.0
@@ -225,6 +226,7 @@ class MixedClient:
             timeout=TIMEOUT_S,
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
             trust_env=False,
+            verify=server_trust(self._url),
         )
 
     def body(

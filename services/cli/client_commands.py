@@ -196,7 +196,7 @@ def health(
         verify = probe_context(*(Path(file) if file else None for file in (cert, key, ca)))
         url = f"https://{gateway_url(url).partition('://')[2]}"
     with RestClient(url, verify=verify) as client:
-        answers = {path: client.status(path) for path in ("/health", "/ready")}
+        answers = {path: client.answer(path) for path in ("/health", "/ready")}
     for path, (status_code, body) in answers.items():
         typer.echo(f"{client.url}{path} {status_code or 'no answer'} {body or ''}".rstrip())
     raise typer.Exit(0 if all(status_code == 200 for status_code, _ in answers.values()) else 1)

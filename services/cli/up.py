@@ -257,7 +257,7 @@ def up(
     from outrider.shared.base.lifecycle import StopSignal
     from outrider.shared.obs.queued_stream import queue_stderr
 
-    queue_stderr()
+    queue_stderr(json_service="up" if log_json else None)
 
     if model is not None and target is not None:
         raise ConfigurationError(

@@ -16,6 +16,7 @@ from typing import Any
 import httpx
 
 from outrider.services.clients.received import ReceivedTrace
+from outrider.services.clients.server_trust import server_trust, tls_failure
 from outrider.shared.base.errors import ErrorCode, OutriderError, UnavailableError
 
 DEFAULT_URL = "http://127.0.0.1:8000"
@@ -87,11 +88,12 @@ class RestClient:
         url: URL of the gateway, in any format that `gateway_url` accepts.
         api_key: API key to send. None sends no key.
         timeout_s: Time limit of each network read and write, in seconds.
-        verify: True to require a valid certificate from an https URL. An SSL context defines its own check,
-            and may contain a client certificate.
+        verify: True to require a certificate that `server_trust` accepts from an https URL. An SSL context
+            defines its own check, and may contain a client certificate. False accepts any certificate.
 
     Raises:
-        UnavailableError: No server answers at the URL, or the connection breaks.
+        UnavailableError: No server answers at the URL, its certificate is not accepted, or the connection
+            breaks.
         OutriderError: The server reports an error. The exception has the server's message and status.
     """
 
@@ -110,7 +112,7 @@ class RestClient:
             headers=headers,
             timeout=httpx.Timeout(timeout_s, connect=5.0),
             trust_env=False,
-            verify=verify,
+            verify=server_trust(self.url) if verify is True else verify,
         )
 
     def __enter__(self) -> RestClient:
@@ -120,14 +122,26 @@ class RestClient:
         self._http.close()
 
     def status(self, path: str) -> tuple[int, dict[str, Any]]:
+        """Request a status route like `answer`, but return the status 0 if TLS fails, too."""
+        try:
+            return self.answer(path)
+        except UnavailableError:
+            return 0, {}
+
+    def answer(self, path: str) -> tuple[int, dict[str, Any]]:
         """Request a status route.
 
         Returns:
             (HTTP status, JSON body or an empty dict). The status is 0 if no server answers.
+
+        Raises:
+            UnavailableError: TLS failed, for example because the server's certificate is not accepted.
         """
         try:
             response = self._http.get(path, timeout=5.0)
-        except httpx.TransportError:
+        except httpx.TransportError as error:
+            if (refusal := tls_failure(error, self.url)) is not None:
+                raise refusal from None
             return 0, {}
         try:
             body = response.json()
@@ -139,10 +153,10 @@ class RestClient:
         """Return the JSON object of a GET route.
 
         Raises:
-            UnavailableError: No server answers.
+            UnavailableError: No server answers, or its certificate is not accepted.
             OutriderError: The server reports an error.
         """
-        status, body = self.status(path)
+        status, body = self.answer(path)
         if status != httpx.codes.OK:
             raise self._unreachable() if status == 0 else _error(status, body)
         return body
@@ -165,8 +179,8 @@ class RestClient:
         try:
             kind = "prompt" if isinstance(prompt, str) else "messages"
             response = self._http.post("/tokenize", json={"model": self.model, kind: prompt})
-        except httpx.TransportError:
-            raise self._unreachable() from None
+        except httpx.TransportError as error:
+            raise tls_failure(error, self.url) or self._unreachable() from None
         body = _json_object(response.content)
         count, context = body.get("count"), body.get("max_model_len")
         if not isinstance(count, int) or not isinstance(context, int):
@@ -226,8 +240,8 @@ class RestClient:
                         reply.text += piece or ""
                         received.add(trace[0] if trace else None)
                         yield piece or "", trace[0] if trace else None
-        except httpx.ConnectError:
-            raise self._unreachable() from None
+        except httpx.ConnectError as error:
+            raise tls_failure(error, self.url) or self._unreachable() from None
         except httpx.TransportError as error:
             raise UnavailableError(f"The connection to {self.url} broke: {error}.", field="url") from None
         finally:

@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx
 
+from outrider.services.clients.server_trust import server_trust
 from outrider.services.tune.candidates import AutoLimits
 from outrider.shared.base.errors import OutriderError, UnavailableError
 from outrider.shared.spec.tree import DraftShape
@@ -78,7 +79,7 @@ class LiveClient:
         self._on_run = on_run
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         # A new context for each run would take longer than a short answer.
-        self._tls = httpx.create_ssl_context(trust_env=False)
+        self._tls = server_trust(url)
 
     def run(
         self,

@@ -14,6 +14,7 @@ from structlog.contextvars import bound_contextvars as log_context
 from structlog.typing import FilteringBoundLogger, Processor
 
 from outrider.shared.obs.printable import printable
+from outrider.shared.obs.queued_stream import QueuedStream
 
 __all__ = ["configure_logging", "get_logger", "log_context"]
 
@@ -30,6 +31,8 @@ def configure_logging(
         stream: Output stream; stderr by default.
     """
     stream = stream or sys.stderr
+    if isinstance(stream, QueuedStream):
+        stream.json_service = service if json else None
 
     def add_service(
         _logger: Any, _method: str, event: structlog.typing.EventDict

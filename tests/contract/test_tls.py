@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import ssl
+import subprocess
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -17,17 +19,22 @@ from gateway_thread import GatewayThread, free_port
 from support.connection.throwaway_ca import Certificate, ThrowawayCa
 from test_process import TIMEOUT_S, process, wait_ready
 from tokenizers import Tokenizer
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
+from outrider.bench.load.lone import LoneConnection
+from outrider.bench.load.server import find_server
 from outrider.gateway.v1 import gateway_pb2, gateway_pb2_grpc
 from outrider.services.cli.commands import app
+from outrider.services.clients.rest import RestClient
 from outrider.services.gateway.settings import GatewaySettings
 from outrider.services.stack.liveness import service_probes
 from outrider.services.stack.options import StackOptions
 from outrider.services.stack.service_checks import check_gateway_flags, gateway_context
-from outrider.shared.base.errors import ConfigurationError
+from outrider.services.tune.live import LiveClient
+from outrider.shared.base.errors import ConfigurationError, UnavailableError
 from outrider.shared.rpc.peer_security import load_security
 from outrider.shared.rpc.server import sync_server
+from outrider.shared.spec.tree import NO_DRAFT
 from outrider.target.v1 import target_pb2_grpc
 
 TOKEN = "0123456789abcdef-the-token"
@@ -169,6 +176,87 @@ def test_a_health_check_in_the_container_uses_the_certificate_of_the_gateway(
     assert "/ready 200" in result.output
     monkeypatch.setenv("OUTRIDER_GATEWAY_TLS_CERT", "")
     assert CliRunner().invoke(app, command).exit_code == 1
+
+
+def test_commands_trust_the_authorities_of_ssl_cert_file_and_dir(
+    make_gateway: Callable[..., GatewayThread],
+    ca: ThrowawayCa,
+    front: Certificate,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    gateway = make_gateway(tls_cert=front.cert, tls_key=front.key)
+    gateway.wait_ready()
+    url = f"https://127.0.0.1:{gateway.server.port}"
+    commands = (
+        ["health", "--url", url],
+        ["generate", "--raw", "--max-tokens", "2", "--url", url, "hello"],
+        ["top", "--once", "--json", "--url", url],
+    )
+
+    def run(command: list[str]) -> Result:
+        return CliRunner().invoke(app, command)
+
+    def ask() -> None:
+        with RestClient(url) as client:
+            live = LiveClient(url, client.model)
+            load = LoneConnection(url, {}, TIMEOUT_S)
+            body = json.dumps({**BODY, "model": client.model}).encode()
+            assert load.post("/v1/completions", body).status == 200
+            load.close()
+            assert find_server(url, None).model == client.model
+            (answer,) = live.run([[9, 9]], NO_DRAFT, streams=1, tokens=2).answers
+            assert len(answer.token_ids) == 2
+
+    for command in commands:
+        error = run(command).exception
+        assert isinstance(error, UnavailableError)
+        assert f"The certificate of {url} is not accepted" in error.message
+        assert "SSL_CERT_FILE" in error.message
+    with pytest.raises(UnavailableError, match="SSL_CERT_FILE"):
+        find_server(url, None)
+    monkeypatch.setenv("SSL_CERT_FILE", str(ca.cert))
+    for command in commands:
+        result = run(command)
+        assert result.exit_code == 0, result.output or result.exception
+    ask()
+    monkeypatch.delenv("SSL_CERT_FILE")
+    # OpenSSL finds an authority in a folder by the hash of its name.
+    hashed = ["openssl", "x509", "-noout", "-hash", "-in", str(ca.cert)]
+    digest = subprocess.run(hashed, check=True, capture_output=True, text=True).stdout.strip()
+    (tmp_path / f"{digest}.0").symlink_to(ca.cert)
+    monkeypatch.setenv("SSL_CERT_DIR", str(tmp_path))
+    ask()
+
+
+def test_commands_say_why_tls_fails(
+    make_gateway: Callable[..., GatewayThread],
+    ca: ThrowawayCa,
+    front: Certificate,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.setenv("SSL_CERT_FILE", str(ca.cert))
+
+    def failure(url: str) -> str:
+        with RestClient(url) as client, pytest.raises(UnavailableError) as caught:
+            client.get_json("/health")
+        return caught.value.message
+
+    mutual = make_gateway(tls_cert=front.cert, tls_key=front.key, tls_ca=ca.cert)
+    assert "requires client certificates" in failure(f"https://127.0.0.1:{mutual.server.port}")
+    other = make_gateway(host="127.0.0.2", tls_cert=front.cert, tls_key=front.key)
+    assert "that the certificate contains" in failure(f"https://127.0.0.2:{other.server.port}")
+    plain = make_gateway()
+    assert "Does the server use TLS" in failure(f"https://127.0.0.1:{plain.server.port}")
+    for content in (None, "no certificate"):
+        monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "ca.pem"))
+        if content is not None:
+            (tmp_path / "ca.pem").write_text(content)
+        with pytest.raises(ConfigurationError, match=r"SSL_CERT_FILE=.*ca\.pem cannot be used"):
+            RestClient("https://127.0.0.1:1")
+    with RestClient(plain.stack.base_url) as client:  # without TLS, the file is not needed
+        assert client.status("/health")[0] == 200
 
 
 def test_a_renewed_certificate_is_used_without_a_restart(

@@ -16,8 +16,8 @@ from outrider.shared.obs.logging import get_logger
 
 NEEDS_KEY = "This server needs an API key. Send it as: Authorization: Bearer KEY."
 _log = get_logger("outrider.gateway.keys")
-Stamp = tuple[int, int, int]
-"""Identifies one version of a file: time of the last change, inode and size."""
+Stamp = tuple[int, int, int, int, int]
+"""Identifies one version of a file: change times of content and metadata, inode, size and mode."""
 
 
 class KeyRing:
@@ -123,4 +123,6 @@ def _stamp(file: Path) -> Stamp | None:
         found = os.stat(file)
     except OSError:
         return None
-    return found.st_mtime_ns, found.st_ino, found.st_size
+    # The mode and the owner decide whether the file may be used, so `chmod` and `chown` must cause a reload.
+    # Two changes within one tick of the file system's clock have the same time, so the mode is compared, too.
+    return found.st_mtime_ns, found.st_ctime_ns, found.st_ino, found.st_size, found.st_mode

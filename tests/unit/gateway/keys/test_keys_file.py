@@ -161,6 +161,20 @@ def test_a_bad_file_keeps_the_old_keys_and_is_logged(
     assert SECRET not in "".join(capsys.readouterr())
 
 
+def test_the_chmod_that_an_error_asks_for_is_enough(tmp_path: Path) -> None:
+    file = write(tmp_path / "keys.toml", ROW)
+    metrics = Metrics()
+    ring = KeyRing((), file, lambda: 0.0, KeyMetrics(metrics))
+    fresh = write(tmp_path / "keys.new", ROW.replace(SECRET, f"{SECRET}-new"), 0o644)
+    os.replace(fresh, file)
+    assert not ring.reload_if_changed()
+    assert b"outrider_api_keys_file_ok 0.0" in metrics.render().encode()
+    file.chmod(0o600)
+    assert ring.reload_if_changed()
+    assert ring.identify(f"Bearer {SECRET}-new") is not None
+    assert b"outrider_api_keys_file_ok 1.0" in metrics.render().encode()
+
+
 def test_every_key_is_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """A search that ends at the first match would tell how far down the list a key is."""
     compared: list[bytes] = []

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ PROFILES = {
 OBSERVERS = PROFILES["obs"]
 ENGINES = ("outrider", "target", "draft", "target-cpu", "draft-cpu")
 GATEWAYS = ("outrider", "gateway", "gateway-cpu")
-VARIABLE = re.compile(r"\$\{(\w+)(?::-([^}]*))?\}")
+VARIABLE = re.compile(r"(?<!\$)\$\{(\w+)(?::-([^}]*))?\}")
 
 
 def interpolated(value: Any, environment: Mapping[str, str]) -> Any:
@@ -74,7 +75,7 @@ def parsed(name: str, monkeypatch: pytest.MonkeyPatch, **environment: str) -> An
     monkeypatch.setattr(launch, "running_stack", keep)
     for entry in ("run_gateway", "run_target", "run_draft"):
         monkeypatch.setattr(entrypoints, entry, keep)
-    monkeypatch.setattr("outrider.shared.obs.queued_stream.queue_stderr", lambda: None)
+    monkeypatch.setattr("outrider.shared.obs.queued_stream.queue_stderr", lambda **_: None)
     # Dockerfile: the entry point is `outrider serve`, unless the service has its own.
     result = CliRunner().invoke(cli.app, words if name == "outrider" else ["serve", *words])
     assert len(seen) == 1, result.output or result.exception
@@ -211,6 +212,33 @@ def test_one_container_gets_the_files_of_the_gateway() -> None:
     assert environment["OUTRIDER_GATEWAY_TLS_CERT"] == "/etc/outrider/cert.pem"
     for name in GATEWAYS:
         assert "--own-tls" in services()[name]["healthcheck"]["test"]
+
+
+@pytest.mark.parametrize(
+    ("given", "key"),
+    [
+        ({}, ""),
+        ({"OUTRIDER_API_KEY": "sk-users"}, "sk-users"),
+        ({"OUTRIDER_API_KEY": "sk-users", "OUTRIDER_METRICS_API_KEY": "sk-admin $x"}, "sk-admin $x"),
+        ({"OUTRIDER_METRICS_API_KEY": "sk-admin"}, "sk-admin"),
+    ],
+)
+def test_prometheus_sends_its_own_key_or_else_the_key_of_the_clients(
+    tmp_path: Path, given: dict[str, str], key: str
+) -> None:
+    service = services(**given)["prometheus"]
+    (script,) = service["command"]
+    scrape = yaml.safe_load((ROOT / "deploy" / "prometheus" / "prometheus.yml").read_text())[
+        "scrape_configs"
+    ][0]
+    file = tmp_path / "key"
+    # Compose passes $$ as $ to the shell of the container.
+    write, _, start = script.replace("$$", "$").partition("exec ")
+    assert start.startswith("/bin/prometheus")
+    write = write.replace(scrape["authorization"]["credentials_file"], shlex.quote(str(file)))
+    subprocess.run([*service["entrypoint"], write], check=True, env=service["environment"], timeout=30)
+    assert file.read_text() == key
+    assert file.stat().st_mode & 0o777 == 0o600
 
 
 @pytest.mark.parametrize("name", ["outrider", "target", "draft"])
