@@ -38,6 +38,8 @@ TYPES = {
     "ReasoningEffort": f"{SCHEMAS}.field_types",
     "Truncation": f"{SCHEMAS}.field_types",
     "RequestName": f"{SCHEMAS}.field_types",
+    "Salt": f"{SCHEMAS}.field_types",
+    "Salts": f"{SCHEMAS}.field_types",
     "StartLength": f"{SCHEMAS}.field_types",
     "StopStrings": f"{SCHEMAS}.field_types",
     "TokenIds": f"{SCHEMAS}.field_types",

@@ -109,7 +109,7 @@ ROUTES: tuple[tuple[str, type[OpenModel], dict[str, list[str]]], ...] = (
     (
         "/v1/chat/completions",
         ChatRequest,
-        {"OpenAI": OPENAI_CHAT, "vLLM": VLLM, "SGLang": SGLANG_OPENAI},
+        {"OpenAI": OPENAI_CHAT, "vLLM": VLLM, "SGLang": [*SGLANG_OPENAI, "return_meta_info"]},
     ),
     (
         "/v1/completions",

@@ -15,7 +15,7 @@ def shorter_conversations(messages: Messages) -> list[Messages]:
 
     Instructions at the beginning and the last message are always kept. Each version begins, after the
     instructions, with a message of the user. The versions thus leave out whole turns. If only one turn is
-    left, further versions leave out the oldest tool calls of this turn, together with their outputs.
+    left, further versions leave out the oldest tool calls of this turn, one by one, with their outputs.
     """
     first = next((at for at, one in enumerate(messages) if one["role"] != "system"), len(messages))
     instructions, rest = list(messages[:first]), list(messages[first:])
@@ -25,8 +25,40 @@ def shorter_conversations(messages: Messages) -> list[Messages]:
         instructions.append(rest[turns[-1]])
         rest = rest[turns[-1] + 1 :]
     # A tool's output stays with the call before it.
-    calls = [at for at, one in enumerate(rest) if one["role"] != "tool"]
-    return [*versions, *([*instructions, *rest[at:]] for at in calls if at)]
+    for at in (at for at, one in enumerate(rest) if one["role"] != "tool"):
+        if at:
+            versions.append([*instructions, *rest[at:]])
+        versions += ([*instructions, *version] for version in _without_parallel_calls(rest[at:]))
+    return versions
+
+
+def _without_parallel_calls(messages: Messages) -> list[Messages]:
+    """Return versions without the oldest calls of the first message, and without the outputs of these calls.
+
+    The versions are sorted from long to short. At least one call is kept. If the last message is the output
+    of one of the calls, this call is kept.
+    """
+    first, *rest = messages
+    calls = list(first.get("tool_calls") or ())
+    end = next((at for at, one in enumerate(rest) if one["role"] != "tool"), len(rest))
+    outputs, later = rest[:end], rest[end:]
+    ids = [call.get("id") for call in calls]
+    for names in (ids, [one.get("tool_call_id") for one in outputs]):
+        if None in names or len(set(names)) < len(names):
+            return []  # nothing says which output belongs to which call
+    last = messages[-1].get("tool_call_id")
+    versions: list[Messages] = []
+    for oldest in [one for one in ids if one != last or later][: len(ids) - 1]:
+        calls = _without(calls, "id", oldest)
+        outputs = _without(outputs, "tool_call_id", oldest)
+        versions.append([{**first, "tool_calls": calls}, *outputs, *later])
+    return versions
+
+
+def _without(items: list[Any], field: str, value: Any) -> list[Any]:
+    """Return a list without the first item whose field has this value."""
+    at = next((at for at, one in enumerate(items) if one[field] == value), len(items))
+    return items[:at] + items[at + 1 :]
 
 
 async def longest_that_fits(

@@ -11,7 +11,8 @@ import warnings
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 
-# Python's parser of regular expressions has no public name.
+# Python's parser of regular expressions and its table of letters have no public names.
+from re import _casefix as sre_casefix  # type: ignore[attr-defined]
 from re import _parser as sre_parse  # type: ignore[attr-defined]
 from typing import Any
 
@@ -126,19 +127,29 @@ class StopAutomaton:
 
         A match may end anywhere in `text`. The end of `text` counts as the end of the whole text.
         """
-        for index, character in enumerate(text):
-            # `$` also matches before a line break at the end of the text.
-            key = "\n$" if character == "\n" and index == len(text) - 1 else character
-            move = state.moves.get(key)
-            if move is None:
-                move = self._move(state, character, key)
+        before = state
+        for character in text:
+            before = state
+            move = self._moved(state, character)
             if isinstance(move, int):
                 return move
             state = move
-        if state.at_end is None:
-            ends = (node.pattern for node in self._reached(state, "") if node.pattern >= 0)
-            state.at_end = min(ends, default=-1)
-        return state if state.at_end < 0 else state.at_end
+        last = state
+        if text.endswith("\n"):
+            # `$` also matches before a line break at the end of the text. More text ends such a match.
+            move = self._moved(before, "\n", "\n$")
+            if isinstance(move, int):
+                return move
+            last = move
+        if last.at_end is None:
+            ends = (node.pattern for node in self._reached(last, "") if node.pattern >= 0)
+            last.at_end = min(ends, default=-1)
+        return state if last.at_end < 0 else last.at_end
+
+    def _moved(self, state: _State, character: str, key: str = "") -> _State | int:
+        """Return the next state, or the index of the first pattern with a match."""
+        move = state.moves.get(key or character)
+        return self._move(state, character, key or character) if move is None else move
 
     def _move(self, state: _State, character: str, key: str) -> _State | int:
         nodes = {self._start}
@@ -196,6 +207,8 @@ class StopAutomaton:
         match kind:
             case "SUBPATTERN":
                 _, added, removed, items = value
+                if added & _ALPHABETS:
+                    flags &= ~_ALPHABETS
                 return self._sequence(items, to, (flags | added) & ~removed)
             case "BRANCH":
                 node = self._node()
@@ -206,7 +219,8 @@ class StopAutomaton:
                 return self._repeat(least, most, items, to, flags)
             case "AT":
                 node = self._node()
-                node.needs = _POSITIONS[str(value), bool(flags & re.MULTILINE)]
+                positions = _ASCII_POSITIONS if flags & re.ASCII else _POSITIONS
+                node.needs = positions[str(value), bool(flags & re.MULTILINE)]
             case _ if kind in _UNSUPPORTED:
                 raise ValueError(f"{_UNSUPPORTED[kind]} is not supported")
             case _:
@@ -252,8 +266,11 @@ class StopSearch:
     def push(self, text: str) -> str | None:
         """Read the text of the next token. Return the pattern that the text so far matches, or None.
 
-        After a match, the search goes on behind `text`, and the match before is forgotten.
+        After a match, the search goes on behind `text`, and the match before is forgotten. An empty `text`
+        never completes a match.
         """
+        if not text:
+            return None
         found = self._automaton.advance(self._state, text)
         if isinstance(found, int):
             self._state = self._automaton.start(text[-1])
@@ -279,9 +296,7 @@ def _accepts(kind: str, value: Any, flags: int) -> Accepts:
     members = [_member(which, one, flags) for which, one in value if which != "NEGATE"]
 
     def accepts(character: str) -> bool:
-        forms = {character}
-        if flags & re.IGNORECASE and (character.isascii() or not flags & re.ASCII):
-            forms |= {form for form in (character.lower(), character.upper()) if len(form) == 1}
+        forms = _cases(character, bool(flags & re.ASCII)) if flags & re.IGNORECASE else {character}
         return any(member(form) for member in members for form in forms) is not negated
 
     return accepts
@@ -304,21 +319,49 @@ def _member(kind: str, value: Any, flags: int) -> Accepts:
             return lambda character: test(character) is wanted
 
 
+def _cases(character: str, ascii_only: bool) -> set[str]:
+    """Return all characters that differ from `character` only in case, and `character` itself.
+
+    Args:
+        character: One character.
+        ascii_only: If true, only ASCII letters have two cases.
+    """
+    if ascii_only:
+        return {character.lower(), character.upper()} if character.isascii() else {character}
+    lower = character.lower()[0]  # only the lower case of `İ` has two characters, and `re` takes the first
+    lowers = [lower, *map(chr, sre_casefix._EXTRA_CASES.get(ord(lower), ()))]
+    forms = {form for one in lowers for form in (one, one.upper(), one.title()) if len(form) == 1}
+    return forms | {_MORE_CAPITALS[one] for one in lowers if one in _MORE_CAPITALS}
+
+
 def _is_word(character: str) -> bool:
     return character.isalnum() or character == "_"
+
+
+def _is_ascii_word(character: str) -> bool:
+    return character.isascii() and _is_word(character)
 
 
 def _kind(character: str) -> str:
     """Return a character that stands for all characters that the conditions of nodes treat alike."""
     if character in ("", "\n"):
         return character
-    return "_" if _is_word(character) else " "
+    if _is_word(character):
+        return "_" if character.isascii() else "é"
+    return " "
 
 
 def _at_boundary(before: str, after: str) -> bool:
     return _is_word(before) is not _is_word(after[:1])
 
 
+def _at_ascii_boundary(before: str, after: str) -> bool:
+    return _is_ascii_word(before) is not _is_ascii_word(after[:1])
+
+
+_ALPHABETS = re.ASCII | re.UNICODE | re.LOCALE
+_MORE_CAPITALS = {"i": "\u0130", "θ": "\u03f4", "ß": "\u1e9e", "ω": "\u2126", "k": "\u212a", "å": "\u212b"}
+"""Lower-case letters, and their capitals that `str.upper` does not return."""
 _CATEGORIES: dict[str, Accepts] = {"DIGIT": str.isdecimal, "SPACE": str.isspace, "WORD": _is_word}
 _POSITIONS: dict[tuple[str, bool], Callable[[str, str], bool]] = {
     **{("AT_BEGINNING_STRING", lines): lambda before, after: not before for lines in (False, True)},
@@ -332,4 +375,12 @@ _POSITIONS: dict[tuple[str, bool], Callable[[str, str], bool]] = {
     ("AT_BEGINNING", True): lambda before, after: before in ("", "\n"),
     ("AT_END", False): lambda before, after: after in ("", "\n$"),
     ("AT_END", True): lambda before, after: after[:1] in ("", "\n"),
+}
+_ASCII_POSITIONS: dict[tuple[str, bool], Callable[[str, str], bool]] = {
+    **_POSITIONS,
+    **{("AT_BOUNDARY", lines): _at_ascii_boundary for lines in (False, True)},
+    **{
+        ("AT_NON_BOUNDARY", lines): lambda before, after: not _at_ascii_boundary(before, after)
+        for lines in (False, True)
+    },
 }

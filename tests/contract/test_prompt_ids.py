@@ -87,5 +87,40 @@ def test_extra_key_separates_prefixes_as_cache_salt_does(http: httpx.Client, fak
     native = {"text": "x", "sampling_params": {"max_new_tokens": 1}, "extra_key": "yours"}
     assert http.post("/generate", json=native).status_code == 200
     assert fake.seen[-1].cache_salt == "yours"
-    both = http.post(CHAT, json={"messages": TURNS, "extra_key": "a", "cache_salt": "b"})
-    assert error_of(both)["param"] == "cache_salt"
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [(CHAT, {"messages": TURNS}), ("/generate", {"text": "x"}), (COMPLETIONS, {"prompt": "x"})],
+)
+@pytest.mark.parametrize(
+    ("fields", "error"),
+    [
+        (
+            {"extra_key": "a", "cache_salt": "b"},
+            ("cache_salt", "cache_salt and extra_key differ. Set only one of them."),
+        ),
+        ({"extra_key": "x" * 257}, ("extra_key", "extra_key: must have at most 256 characters.")),
+        ({"cache_salt": "x" * 257}, ("cache_salt", "cache_salt: must have at most 256 characters.")),
+    ],
+)
+def test_errors_of_salts_name_the_field(
+    http: httpx.Client, path: str, body: dict[str, Any], fields: dict[str, str], error: tuple[str, str]
+) -> None:
+    found = error_of(http.post(path, json={**body, **fields}))
+    assert (found["param"], found["message"]) == error
+
+
+@pytest.mark.parametrize("field", ["extra_key", "cache_salt"])
+def test_each_prompt_of_a_batch_may_have_its_own_salt(
+    http: httpx.Client, fake: FakeTarget, field: str
+) -> None:
+    body = {"text": ["x", "y"], "sampling_params": {"max_new_tokens": 1}}
+    assert http.post("/generate", json={**body, field: ["mine", "yours"]}).status_code == 200
+    assert sorted(one.cache_salt for one in fake.seen[-2:]) == ["mine", "yours"]
+    assert http.post("/generate", json={**body, field: "ours"}).status_code == 200
+    assert [one.cache_salt for one in fake.seen[-2:]] == ["ours", "ours"]
+    wrong = error_of(http.post("/generate", json={**body, field: ["mine"]}))
+    assert wrong["message"] == f"{field} has 1 entries, but there are 2 prompts."
+    wrong = error_of(http.post("/generate", json={**body, field: ["mine", "x" * 257]}))
+    assert wrong["message"] == f"{field}: must have at most 256 characters."

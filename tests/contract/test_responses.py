@@ -79,6 +79,25 @@ def test_with_truncation_auto_the_oldest_turns_are_left_out(
     assert length + 20 <= MAX_MODEL_LEN < length + 20 + len(tokenizer.encode(LONG).ids)
 
 
+def test_with_truncation_auto_the_oldest_parallel_calls_are_left_out(
+    client: openai.OpenAI, fake: FakeTarget, tokenizer: Tokenizer
+) -> None:
+    calls = [
+        {"type": "function_call", "call_id": f"c{number}", "name": "get_weather", "arguments": "{}"}
+        for number in range(6)
+    ]
+    outputs = [
+        {"type": "function_call_output", "call_id": f"c{number}", "output": f"Output {number}. {LONG}"}
+        for number in range(6)
+    ]
+    items: Any = [{"role": "user", "content": "Weather?"}, *calls, *outputs]
+    client.responses.create(model="toy", input=items, tools=TOOLS, truncation="auto", max_output_tokens=20)
+    prompt = prompt_of(fake, tokenizer)
+    assert "Output 0." not in prompt
+    assert "Output 5." in prompt
+    assert prompt.count("<tool_call>") == prompt.count("Output ")
+
+
 def test_a_conversation_that_fits_stays_whole(
     client: openai.OpenAI, fake: FakeTarget, tokenizer: Tokenizer
 ) -> None:

@@ -75,6 +75,7 @@ def test_names_that_are_unfit_for_a_header_are_replaced_and_cut(http: httpx.Clie
         {"lora_path": None, "guided_json": None, "structured_outputs": {}, "bad_words": []},
         {"add_generation_prompt": True, "continue_final_message": False, "echo": False},
         {"spaces_between_special_tokens": True, "top_logprobs": 0, "suffix": ""},
+        {"spaces_between_special_tokens": False, "skip_special_tokens": False, "custom_params": {}},
         {"repeat_penalty": 1, "typical_p": 1.0, "mirostat": 0, "xtc_probability": 0, "dry_multiplier": 0.0},
         {"structured_outputs": {"regex": "a", "disable_any_whitespace": True}},
     ],
@@ -89,6 +90,9 @@ def test_neutral_values_pass_without_a_warning(http: httpx.Client, fields: dict[
     ("fields", "param"),
     [
         ({"repeat_penalty": 1.1}, "repeat_penalty"),
+        ({"custom_params": {"a": 1}}, "custom_params"),
+        ({"spaces_between_special_tokens": 2}, "spaces_between_special_tokens"),
+        ({"return_meta_info": True}, "return_meta_info"),
         ({"typical_p": 0.9}, "typical_p"),
         ({"mirostat": 2}, "mirostat"),
         ({"xtc_probability": 0.5}, "xtc_probability"),

@@ -32,7 +32,7 @@ def of_bodies(*bodies: BaseModel, prefix: str = "") -> OptionValues:
 
     Args:
         bodies: Parsed parts of the body. Each part may declare some of the fields.
-        prefix: Text to put before field names in errors.
+        prefix: Text to put before field names in errors, except before the names of outer options.
 
     Raises:
         InvalidRequestError: Two fields of one option have different values.
@@ -45,9 +45,9 @@ def of_bodies(*bodies: BaseModel, prefix: str = "") -> OptionValues:
         if option.default is False:
             first = any(given.values())
         elif any(value != first for value in given.values()):
-            names = list(given)
+            names = [name if option.is_outer else prefix + name for name in given]
             raise InvalidRequestError(
-                f"{prefix}{names[0]} and {names[1]} differ. Set only one of them.", field=prefix + names[0]
+                f"{names[0]} and {names[1]} differ. Set only one of them.", field=names[0]
             )
         values.put(option, tuple(first) if isinstance(first, list) else first)
     return values

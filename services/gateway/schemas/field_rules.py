@@ -45,6 +45,7 @@ REFUSED: Mapping[str, tuple[Any, ...]] = {
     "allowed_token_ids": (),
     "logits_processors": (),
     "custom_logit_processor": (),
+    "custom_params": (),
     "watermarking": (),
     "stop_regex": (),
     "repetition_detection": (),
@@ -94,6 +95,8 @@ REFUSED: Mapping[str, tuple[Any, ...]] = {
     "disable_additional_properties": (),
     "functions": (),
     "function_call": ("none", "auto"),
+    # Fast tokenizers ignore this field, so the text is the same with true and with false.
+    "spaces_between_special_tokens": (True,),
     # Fields that ask for data which the reply would lack.
     "logprobs": (),
     "top_logprobs": (0,),
@@ -109,6 +112,7 @@ REFUSED: Mapping[str, tuple[Any, ...]] = {
     "return_routed_experts": (),
     "return_indexer_topk": (),
     "return_entropy": (),
+    "return_meta_info": (),
 }
 """Maps each refused field to the values that it still accepts, in addition to `ALWAYS_NEUTRAL`.
 
@@ -125,7 +129,6 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "return_text_in_logprobs": (True,),
     "routed_experts_prompt_start": (0,),
     "routed_experts_start_len": (0,),
-    "spaces_between_special_tokens": (True,),
     "stream_interval": (1,),
     "stream_reasoning": (True,),
 }

@@ -41,6 +41,8 @@ PER_PROMPT = (
     "logprob_start_len",
     "top_logprobs_num",
     "return_hidden_states",
+    "cache_salt",
+    "extra_key",
 )
 """Fields that may be lists with one entry per prompt."""
 
@@ -118,8 +120,9 @@ class NativeRequest(NeutralOnly, GenerateFields):
         self.refuse_unsupported()
         given = self._of("sampling_params", number) or NativeSamplingParams()
         given.refuse_unsupported("sampling_params.")
+        salts = {name: self._of(name, number) for name in ("cache_salt", "extra_key")}
         return Parameters.of(
-            of_bodies(given, self, prefix="sampling_params."),
+            of_bodies(given, self.model_copy(update=salts), prefix="sampling_params."),
             speculation=requested_speculation(self.speculation),
             logprobs=self.wanted_logprobs(number),
             constraint=given.constraint("sampling_params."),

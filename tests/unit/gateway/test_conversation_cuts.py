@@ -41,6 +41,42 @@ def test_versions_leave_out_whole_turns_and_then_calls(roles: str, versions: lis
     assert [places(one) for one in shorter_conversations(conversation(roles))] == versions
 
 
+def calling(ids: str) -> dict[str, Any]:
+    return {"role": "assistant", "content": ids, "tool_calls": [{"id": one} for one in ids]}
+
+
+def outputs(ids: str) -> list[dict[str, Any]]:
+    return [{"role": "tool", "content": one, "tool_call_id": one} for one in ids]
+
+
+def shown(messages: Sequence[Mapping[str, Any]]) -> str:
+    """Return the calls of each message in parentheses, and the contents of the other messages."""
+    texts = ("".join(call["id"] for call in one.get("tool_calls", ())) for one in messages)
+    return "".join(f"({ids})" if ids else one["content"] for ids, one in zip(texts, messages, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("turn", "versions"),
+    [
+        ([calling("abc"), *outputs("abc")], ["?(abc)abc", "?(bc)bc", "?(c)c"]),
+        # The last output stays, and so does its call.
+        ([calling("abc"), *outputs("cba")], ["?(abc)cba", "?(ac)ca", "?(a)a"]),
+        ([calling("abc")], ["?(abc)", "?(bc)", "?(c)"]),
+        # Ids may return in later calls.
+        (
+            [calling("ab"), *outputs("ba"), calling("ab"), *outputs("ab")],
+            ["?(ab)ba(ab)ab", "?(b)b(ab)ab", "?(ab)ab", "?(b)b"],
+        ),
+        # The outputs of these calls cannot be told apart.
+        ([calling("aa"), *outputs("aa")], ["?(aa)aa"]),
+        ([calling("ab"), *outputs("aba")], ["?(ab)aba"]),
+    ],
+)
+def test_parallel_calls_are_left_out_one_by_one(turn: list[dict[str, Any]], versions: list[str]) -> None:
+    question = {"role": "user", "content": "?"}
+    assert [shown(one) for one in shorter_conversations([question, *turn])] == versions
+
+
 def kept(roles: str, limit: int, refuses_above: int = 10**6) -> tuple[str, int]:
     """Return the messages that are kept if each has one token, and how often they are encoded."""
     calls = 0

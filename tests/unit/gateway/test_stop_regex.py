@@ -17,9 +17,11 @@ PATTERNS = [
     *(r"[^abc\n ]", r"[a-c]{3}\d", r"(a|b)*a(a|b){3}c", r"\s\w+\s", r"a.c", r"(?s)a.c", r"\Aab", r"ab\Z"),
     *(r"(?:ab){2,}", r"a{0,2}b{3}", r"(a?){3}c1", r"a*?b{4}", r"(?i:A)b", r"\W{2}", r"[\w-]{5}", r"\S{6}"),
     *(r"(?a)\w{5}", r"é+", r"[^\W\d]{5}", r"(ab|a)(c|bcd)1", r"x?1$", r"(?P<year>1\d)", r"(?x) a b # note"),
-    *(r"(?i)[a-c]\.", r"(?im)^B$", r"(a*)*c", r"()b{3}", r"(?i)ß", r"\D\d\D"),
+    *(r"(?i)[a-c]\.", r"(?im)^B$", r"(a*)*c", r"()b{3}", r"(?i)ß", r"\D\d\D", r"(?a)a\b", r"(?a)a\B"),
+    *(r"(?a)(?u:\w){5}", r"(?:a\b$|b$)\sa"),
 ]
 PIECES = st.lists(st.text("abc12 \n.ABéß_-", min_size=1, max_size=5), max_size=12)
+CASED = "".join(one for one in map(chr, range(0x110000)) if one.lower() != one or one.upper() != one)
 
 
 def first_match(pattern: str, pieces: list[str]) -> int | None:
@@ -34,6 +36,17 @@ def test_each_piece_is_judged_as_re_judges_the_text_so_far(pattern: str, pieces:
     ends = range(1, len(pieces) + 1)
     expected = next((end - 1 for end in ends if re.search(pattern, "".join(pieces[:end]))), None)
     assert first_match(pattern, pieces) == expected
+
+
+@pytest.mark.parametrize("flags", ["(?i)", "(?ai)"])
+@pytest.mark.parametrize("item", [*"isktIſKİı", "ß", "ẞ", "[k]", "[^s]", "[h-j]", "[İ-ı]", "[א-₿]", "µ", "ι"])
+def test_cases_are_ignored_as_re_ignores_them(flags: str, item: str) -> None:
+    found = [one for one in CASED if first_match(flags + item, [one]) == 0]
+    assert found == re.findall(flags + item, CASED)
+
+
+def test_an_empty_piece_completes_no_match() -> None:
+    assert first_match("a*", ["", "", "b"]) == 2
 
 
 def test_a_match_may_be_longer_than_any_window() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import BaseModel, Field
 
-from outrider.services.gateway.schemas.field_types import ExpertsStart, RequestName, StartLength
+from outrider.services.gateway.schemas.field_types import ExpertsStart, RequestName, Salts, StartLength
 from outrider.services.gateway.schemas.option_fields.speculation import SpeculationOptions
 
 
@@ -23,10 +23,11 @@ class GenerateFields(BaseModel):
     priority: int | None = Field(
         default=None, description="Requests with a higher number start first. Default: 0."
     )
-    cache_salt: str | None = Field(
-        default=None, description="Requests share the K/V of a prompt only if they have the same salt."
+    cache_salt: Salts | None = Field(
+        default=None,
+        description="Requests share the K/V of a prompt only if they have the same salt. May be a list.",
     )
-    extra_key: str | None = Field(default=None, description="SGLang's other name of `cache_salt`.")
+    extra_key: Salts | None = Field(default=None, description="SGLang's other name of `cache_salt`.")
     speculation: SpeculationOptions | None = Field(
         default=None, description="Whether the server drafts, and how large the trees are."
     )

@@ -8,7 +8,7 @@ from pydantic import BaseModel, Field
 
 from outrider.services.gateway.schemas.chat_messages import Message
 from outrider.services.gateway.schemas.constraint_types import JsonSchema, ResponseFormat, StructuredOutputs
-from outrider.services.gateway.schemas.field_types import ExpertsStart, ReasoningEffort, Truncation
+from outrider.services.gateway.schemas.field_types import ExpertsStart, ReasoningEffort, Salt, Truncation
 from outrider.services.gateway.schemas.option_fields.speculation import SpeculationOptions
 from outrider.services.gateway.schemas.stream_options import StreamOptions
 from outrider.services.gateway.schemas.tools import Tool, ToolChoice
@@ -55,10 +55,10 @@ class OpenAIFields(BaseModel):
     priority: int | None = Field(
         default=None, description="Requests with a higher number start first. Default: 0."
     )
-    cache_salt: str | None = Field(
+    cache_salt: Salt | None = Field(
         default=None, description="Requests share the K/V of a prompt only if they have the same salt."
     )
-    extra_key: str | None = Field(default=None, description="SGLang's other name of `cache_salt`.")
+    extra_key: Salt | None = Field(default=None, description="SGLang's other name of `cache_salt`.")
     min_tokens: int | None = Field(
         default=None,
         description="Number of tokens before which no stop token or stop string ends the answer.",
