@@ -16,9 +16,9 @@ from fastapi.middleware.cors import CORSMiddleware
 
 from outrider.services.gateway.core import GatewayCore
 from outrider.services.gateway.errors import install_handlers
-from outrider.services.gateway.guards.connections import (
+from outrider.services.gateway.guards.connections import ConnectionGuard
+from outrider.services.gateway.guards.open_files import (
     ACCEPTED_AT_ONCE,
-    ConnectionGuard,
     connection_cap,
     limit_accept_errors,
     raise_file_limit,
@@ -63,6 +63,8 @@ from outrider.shared.rpc.server import AioServer, aio_server
 PUBLIC_PATHS = frozenset(["/health", "/ping", "/ready"])
 ROUTES = (chat, completions, responses, anthropic, native, sglang_admin, models, ops)
 HEADER_LIMIT_BYTES = 64 * 1024
+UNSENT_BYTES = 128 * 1024
+"""Number of bytes above which the kernel accepts no more bytes for a connection, until it can send some."""
 BACKLOG = 2048
 # Seconds to flush the last bytes of replies after the grace period.
 HTTP_STOP_S = 2
@@ -161,7 +163,12 @@ class GatewayServer:
             )
             self.grpc_port = self._grpc.port
             await self._grpc.start()
-        guard = ConnectionGuard(connection_cap(settings.max_connections, open_files), settings.head_timeout_s)
+        guard = ConnectionGuard(
+            connection_cap(settings.max_connections, open_files),
+            settings.head_timeout_s,
+            settings.unread_timeout_s,
+            settings.slow_reader_timeout_s + settings.unread_timeout_s,
+        )
         config = uvicorn.Config(
             app,
             log_config=None,
@@ -177,14 +184,17 @@ class GatewayServer:
             ssl_ca_certs=None if settings.tls_ca is None else str(settings.tls_ca),
             ssl_cert_reqs=ssl.CERT_NONE if settings.tls_ca is None else ssl.CERT_REQUIRED,
         )
+        config.load()
+        # The guard encrypts connections itself, because it counts them before the TLS handshake.
+        guard.tls, config.ssl = config.ssl, None
         self._http = _QuietServer(config)
         self._http_task = asyncio.create_task(self._http.serve([self._socket]), name="http")
         self._readiness = asyncio.create_task(self._follow_target(), name="readiness")
         if settings.api_keys_file is not None:
             self._keys = asyncio.create_task(self._follow_keys(), name="keys")
-        if (files := settings.front_security().files) is not None:
+        if (files := settings.front_security().files) is not None and guard.tls is not None:
             self._certificates = asyncio.create_task(
-                self._follow_certificates(config, files), name="certificates"
+                self._follow_certificates(guard.tls, files), name="certificates"
             )
 
     async def drain(self) -> None:
@@ -228,17 +238,17 @@ class GatewayServer:
             await asyncio.sleep(KEYS_POLL_S)
             self.core.ring.reload_if_changed()
 
-    async def _follow_certificates(self, config: uvicorn.Config, files: CertificateFiles) -> None:
+    async def _follow_certificates(self, tls: ssl.SSLContext, files: CertificateFiles) -> None:
         """Use renewed certificates for new REST connections. gRPC reads its certificates itself."""
         settings = self._settings
         while True:
             await asyncio.sleep(CHECK_S)
-            if files.changed() is None or config.ssl is None:
+            if files.changed() is None:
                 continue
             assert settings.tls_cert is not None
-            config.ssl.load_cert_chain(settings.tls_cert, settings.tls_key)
+            tls.load_cert_chain(settings.tls_cert, settings.tls_key)
             if settings.tls_ca is not None:
-                config.ssl.load_verify_locations(settings.tls_ca)
+                tls.load_verify_locations(settings.tls_ca)
 
     async def _follow_target(self) -> None:
         """Log `ready` once, and report the target's readiness in gRPC health checks."""
@@ -325,6 +335,10 @@ def _bind(host: str, port: int) -> socket.socket:
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        # Accepted connections inherit this option. Without it, the kernel would buffer megabytes for a client
+        # that does not read, and the gateway would notice such a client late. Some sandboxes lack the option.
+        with contextlib.suppress(OSError):
+            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)
         listener.bind((host, port))
         listener.listen(BACKLOG)
     except OSError as error:

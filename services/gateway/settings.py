@@ -146,7 +146,15 @@ class GatewaySettings(PeerSettings):
         description="Maximum number of REST connections. 0: as many as the limit of open files allows.",
     )
     head_timeout_s: float = Field(
-        10.0, gt=0, description="Time after which a connection without a complete request head is closed."
+        10.0,
+        gt=0,
+        description="Time after which a connection without complete TLS handshake or request head is closed.",
+    )
+    unread_timeout_s: float = Field(
+        30.0,
+        gt=0,
+        description="Time for which a client may read nothing of a reply before its connection is closed. "
+        "For streams, this time follows --slow-reader-timeout-s.",
     )
     max_body_bytes: int = Field(8 * MIB, ge=1024, description="Maximum size of a request body.")
     max_choices: int = Field(16, ge=1, le=1024, description="Maximum n of a request.")

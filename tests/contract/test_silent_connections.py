@@ -5,17 +5,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import http.client
 import resource
 import socket
+import ssl
 import subprocess
 import sys
+from pathlib import Path
 
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from http_calls import MakeGateway, client_of
+from support.connection.throwaway_ca import ThrowawayCa
 
-from outrider.services.gateway.guards.connections import (
+from outrider.services.gateway.guards.open_files import (
     connection_cap,
     limit_accept_errors,
     raise_file_limit,
@@ -70,6 +74,38 @@ def test_silent_connections_make_room_for_requests(
     assert capsys.readouterr().out.count("too many connections") == 1
 
 
+@pytest.mark.parametrize("sent", [b"", b"\x16\x03\x01"])
+def test_a_connection_without_a_tls_handshake_is_closed(
+    make_gateway: MakeGateway, tmp_path: Path, sent: bytes
+) -> None:
+    """asyncio would wait for the handshake for 60 s."""
+    front = ThrowawayCa(tmp_path).issue("front")
+    gateway = make_gateway(tls_cert=front.cert, tls_key=front.key, head_timeout_s=0.2)
+    with _connect(gateway.server.port) as connection:
+        connection.sendall(sent)
+        assert _closed(connection)
+
+
+def test_connections_without_a_tls_handshake_make_room_for_requests(
+    make_gateway: MakeGateway, tmp_path: Path
+) -> None:
+    ca = ThrowawayCa(tmp_path)
+    front = ca.issue("front")
+    gateway = make_gateway(tls_cert=front.cert, tls_key=front.key, max_connections=16, head_timeout_s=300)
+    with contextlib.ExitStack() as held:
+        connections = [held.enter_context(_connect(gateway.server.port)) for _ in range(64)]
+        assert all(map(_closed, connections[:48]))
+        client = http.client.HTTPSConnection(
+            "127.0.0.1",
+            gateway.server.port,
+            timeout=WAIT_S,
+            context=ssl.create_default_context(cafile=ca.cert),
+        )
+        with contextlib.closing(client):
+            client.request("GET", "/health")
+            assert client.getresponse().status == 200
+
+
 def test_silent_connections_to_the_grpc_port_leave_the_rest_alone(
     make_gateway: MakeGateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -110,7 +146,7 @@ def test_the_soft_limit_of_open_files_is_raised() -> None:
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     script = (
         "import resource\n"
-        "from outrider.services.gateway.guards.connections import raise_file_limit\n"
+        "from outrider.services.gateway.guards.open_files import raise_file_limit\n"
         f"resource.setrlimit(resource.RLIMIT_NOFILE, (256, {hard}))\n"
         "print(raise_file_limit(), resource.getrlimit(resource.RLIMIT_NOFILE)[0])\n"
     )

@@ -1,16 +1,20 @@
-"""Limits the connections of the REST port: their number, and the wait for each complete request head.
+"""Limits the connections of the REST port: their number, and the waits for request heads and readers.
 
-A client needs no key to connect. Without these limits, silent connections would use up all file descriptors.
+A client needs no key to connect. Without these limits, connections that send nothing, or that read nothing,
+would use up all file descriptors. `guards/open_files.py` computes the largest number of connections, and
 `shared/rpc/options.py` has the corresponding limits of the gRPC port.
 """
 
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import math
-import resource
 import socket
-import time
+import ssl
+import struct
+import termios
+from asyncio.sslproto import SSLProtocol
 from typing import Any
 
 import h11
@@ -18,20 +22,19 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
+from outrider.services.gateway.guards.open_files import LimitedLines
 from outrider.shared.obs.logging import get_logger
-from outrider.shared.rpc.options import OPEN_FILES_SHARE
 
-WANTED_FILES = 65_536
-"""Number of file descriptors to request. With more, ports or memory would run out first."""
-OTHER_FILES = 256
-"""Number of file descriptors reserved for other uses than client connections: the target, log files."""
-ACCEPTED_AT_ONCE = 64
-"""Number of connections that asyncio accepts before the gateway can close any of them."""
-MIN_CONNECTIONS = 16
-LOG_INTERVAL_S = 10.0
 # Interval between checks of a half-closed connection. It doubles from check to check.
 FIRST_PEER_CHECK_S = 0.005
 LAST_PEER_CHECK_S = 0.2
+UNREAD_CHECK_S = 1.0
+"""Interval between checks of a reply that the client does not read.
+
+A connection without progress since the last check may be replaced by a new one.
+"""
+TLS_CLOSE_S = 600.0
+"""Time to close a TLS connection, from the end of its last reply. A slow client may still read the reply."""
 KEEP_ALIVE = b": keep-alive\n\n"
 """A comment in a stream of server-sent events, which clients ignore."""
 EVENT_STREAM = "event_stream"
@@ -41,92 +44,40 @@ TCP_CLOSE = 7
 _log = get_logger("outrider.gateway.connections")
 
 
-def raise_file_limit() -> int:
-    """Raise this process's soft limit of open files to `WANTED_FILES`.
-
-    If the hard limit is lower, raise the soft limit to the hard limit.
-
-    Returns:
-        The soft limit that is now in force, or `WANTED_FILES` if it is unlimited.
-    """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = WANTED_FILES if hard == resource.RLIM_INFINITY else min(WANTED_FILES, hard)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        try:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-        except (OSError, ValueError):
-            return soft
-        return wanted
-    return WANTED_FILES if soft == resource.RLIM_INFINITY else soft
-
-
-def connection_cap(asked: int, open_files: int) -> int:
-    """Return the largest number of connections that the REST port accepts.
-
-    Args:
-        asked: Limit that the operator set. With 0, use the largest number that the limit of open files
-            allows.
-        open_files: Limit of open files of this process.
-    """
-    for_grpc = open_files // OPEN_FILES_SHARE
-    fitting = max(MIN_CONNECTIONS, open_files - for_grpc - OTHER_FILES - ACCEPTED_AT_ONCE)
-    return min(asked, fitting) if asked else fitting
-
-
-def limit_accept_errors(loop: asyncio.AbstractEventLoop) -> None:
-    """Log at most one line per `LOG_INTERVAL_S` when the event loop cannot accept connections.
-
-    While the process has no free file descriptor, asyncio reports each failed attempt, with a traceback.
-    """
-    lines = _LimitedLines()
-
-    def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        error = context.get("exception")
-        if "socket.accept()" not in str(context.get("message")) or not isinstance(error, OSError):
-            loop.default_exception_handler(context)
-        elif failed := lines.count():
-            _log.error("cannot accept connections", error=error.strerror, failed=failed)
-
-    loop.set_exception_handler(handle)
-
-
-class _LimitedLines:
-    """Counts events that are too many to log one by one."""
-
-    def __init__(self) -> None:
-        self._logged_at = -math.inf
-        self._unlogged = 0
-
-    def count(self) -> int:
-        """Count one event. If a line is due, return the number of events since the last line, otherwise 0."""
-        self._unlogged += 1
-        if (now := time.monotonic()) - self._logged_at < LOG_INTERVAL_S:
-            return 0
-        unlogged, self._logged_at, self._unlogged = self._unlogged, now, 0
-        return unlogged
-
-
 class ConnectionGuard:
-    """Counts the connections of the REST port, and closes those that wait too long for a request head.
+    """Counts the connections of the REST port, and closes those that send or read nothing for too long.
 
-    At the connection limit, a new connection replaces the connection that has waited longest for its head. If
-    every open connection has a running request, the guard closes the new connection instead.
+    At the connection limit, a new connection replaces the one whose client has read nothing for the longest
+    time. If there is none, it replaces the connection that has waited longest for its TLS handshake or
+    request head. Otherwise the guard closes the new connection.
 
     Attributes:
-        limit: Largest number of connections.
-        head_timeout_s: Longest wait for a complete request head, in seconds. The wait begins with the
-            connection or with the end of the previous request.
+        limit: Largest number of connections. Connections count from the moment that they are accepted.
+        head_timeout_s: Longest wait for a TLS handshake, and for a complete request head, in seconds. The
+            wait for a head begins with the connection, or when the kernel has the whole previous reply.
+        unread_timeout_s: Time for which a client may read nothing of a reply, in seconds.
+        stream_timeout_s: The same time for a stream of server-sent events. It must be long enough for the
+            stream's own limit, which ends the stream with an error.
+        tls: Certificates of the port. Without them, connections are not encrypted.
         closed: Number of connections that were closed because of the limit.
     """
 
-    def __init__(self, limit: int, head_timeout_s: float) -> None:
+    def __init__(
+        self, limit: int, head_timeout_s: float, unread_timeout_s: float, stream_timeout_s: float
+    ) -> None:
         self.limit = limit
         self.head_timeout_s = head_timeout_s
+        self.unread_timeout_s = unread_timeout_s
+        self.stream_timeout_s = stream_timeout_s
+        self.tls: ssl.SSLContext | None = None
         self.closed = 0
-        self._open: set[GuardedProtocol] = set()
-        # Connections that wait for a head, in the order in which they began to wait. The values are unused.
-        self._waiting: dict[GuardedProtocol, None] = {}
-        self._lines = _LimitedLines()
+        self._open: set[GuardedProtocol | TlsConnection] = set()
+        # Connections that wait for a handshake or a head, in the order in which they began to wait. The
+        # values of both dictionaries are unused.
+        self._waiting: dict[GuardedProtocol | TlsConnection, None] = {}
+        # Connections whose clients do not read, in the order in which they were found.
+        self._unread: dict[GuardedProtocol | TlsConnection, None] = {}
+        self._lines = LimitedLines()
 
     def protocol(
         self,
@@ -134,30 +85,44 @@ class ConnectionGuard:
         server_state: ServerState,
         app_state: dict[str, Any],
         _loop: asyncio.AbstractEventLoop | None = None,
-    ) -> asyncio.Protocol:
+    ) -> asyncio.BaseProtocol:
         """Make the protocol of a new connection. This is uvicorn's `http_protocol_class`."""
-        return GuardedProtocol(self, config, server_state, app_state, _loop)
+        connection = GuardedProtocol(self, config, server_state, app_state, _loop)
+        return connection if self.tls is None else TlsConnection(self, connection, self.tls)
 
-    def opened(self, connection: GuardedProtocol) -> None:
+    def opened(self, connection: GuardedProtocol | TlsConnection) -> None:
         """Count a new connection, and close a connection if there are now too many."""
         self._open.add(connection)
         if len(self._open) > self.limit:
-            victim = next(iter(self._waiting), connection)
+            victim = next(iter(self._unread), None) or next(iter(self._waiting), connection)
             self._note_closed()
             self.lost(victim)
-            victim.transport.abort()
+            victim.abort()
 
-    def lost(self, connection: GuardedProtocol) -> None:
+    def lost(self, connection: GuardedProtocol | TlsConnection) -> None:
         """Forget a connection."""
         self._open.discard(connection)
         self._waiting.pop(connection, None)
+        self._unread.pop(connection, None)
 
-    def waits(self, connection: GuardedProtocol, waiting: bool) -> None:
-        """Note whether a connection waits for a request head."""
-        if waiting and connection in self._open:
-            self._waiting.setdefault(connection, None)
-        elif not waiting:
-            self._waiting.pop(connection, None)
+    def waits(self, connection: GuardedProtocol | TlsConnection, waiting: bool) -> None:
+        """Note whether a connection waits for a handshake or a request head."""
+        self._note(self._waiting, connection, waiting)
+
+    def reads_nothing(self, connection: GuardedProtocol, stuck: bool) -> None:
+        """Note whether the client of a connection does not read its reply."""
+        self._note(self._unread, connection, stuck)
+
+    def _note(
+        self,
+        found: dict[GuardedProtocol | TlsConnection, None],
+        connection: GuardedProtocol | TlsConnection,
+        applies: bool,
+    ) -> None:
+        if applies and connection in self._open:
+            found.setdefault(connection, None)
+        elif not applies:
+            found.pop(connection, None)
 
     def _note_closed(self) -> None:
         self.closed += 1
@@ -165,22 +130,77 @@ class ConnectionGuard:
             _log.warning("too many connections", limit=self.limit, closed=closed)
 
 
+class TlsConnection(SSLProtocol):
+    """asyncio's TLS protocol. The guard counts its connection before the handshake, too.
+
+    asyncio's server would report a connection only after the handshake.
+
+    Attributes:
+        socket_transport: Transport of the encrypted bytes, once the connection is made.
+    """
+
+    def __init__(self, guard: ConnectionGuard, served: GuardedProtocol, context: ssl.SSLContext) -> None:
+        # The type stubs do not allow a missing waiter.
+        super().__init__(
+            served.loop,
+            served,
+            context,
+            None,  # type: ignore[arg-type]
+            server_side=True,
+            ssl_handshake_timeout=guard.head_timeout_s,  # type: ignore[arg-type]
+            ssl_shutdown_timeout=TLS_CLOSE_S,
+        )
+        self._guard = guard
+        self._served = served
+        self.socket_transport: asyncio.Transport | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Count the connection, and begin the handshake."""
+        self.socket_transport = transport
+        self._served.below = self
+        self._guard.opened(self)
+        self._guard.waits(self, True)
+        super().connection_made(transport)
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        """Forget the connection."""
+        self._guard.lost(self)
+        super().connection_lost(exc)
+
+    def unsent(self) -> int:
+        """Return the number of bytes that the kernel does not have yet, encrypted or not."""
+        assert self.socket_transport is not None
+        return int(self._get_write_buffer_size()) + self.socket_transport.get_write_buffer_size()
+
+    def abort(self) -> None:
+        """Close the connection at once, in whatever state it is."""
+        if self.socket_transport is not None:
+            self.socket_transport.abort()
+
+
 class GuardedProtocol(H11Protocol):
-    """uvicorn's HTTP/1.1 protocol, with a time limit for each complete request head.
+    """uvicorn's HTTP/1.1 protocol, with time limits for each complete request head and for unread replies.
 
     It also replies to a client that has closed its own direction of the connection after the request. uvicorn
     would treat such a client as disconnected.
+
+    Attributes:
+        below: The TLS protocol of this connection, if it is encrypted.
     """
 
     def __init__(self, guard: ConnectionGuard, *arguments: Any) -> None:
         super().__init__(*arguments)
+        self.below: TlsConnection | None = None
         self._guard = guard
         self._head_timer: asyncio.TimerHandle | None = None
         self._peer_timer: asyncio.TimerHandle | None = None
+        self._unread_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Accept the connection, or close a connection if there are too many."""
         super().connection_made(transport)
+        if self.below is not None:
+            self._guard.lost(self.below)
         self._guard.opened(self)
         self._follow_head()
 
@@ -193,6 +213,21 @@ class GuardedProtocol(H11Protocol):
         """Begin to wait for the next head."""
         super().on_response_complete()
         self._follow_head()
+
+    def pause_writing(self) -> None:
+        """Begin to watch whether the client reads."""
+        super().pause_writing()
+        self._follow_unread()
+
+    def resume_writing(self) -> None:
+        """Stop to watch, because the client has read most of what it had not read."""
+        super().resume_writing()
+        self._stop_unread()
+        self._follow_head()
+
+    def abort(self) -> None:
+        """Close the connection at once. Bytes that the kernel does not have yet are lost."""
+        (self.below or self.transport).abort()
 
     def eof_received(self) -> bool:  # type: ignore[override]
         """Keep the connection open while a request is running, until the client turns out to be gone.
@@ -220,6 +255,7 @@ class GuardedProtocol(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Forget the connection."""
         self._stop_timer()
+        self._stop_unread()
         if self._peer_timer is not None:
             self._peer_timer.cancel()
         self._guard.lost(self)
@@ -235,19 +271,80 @@ class GuardedProtocol(H11Protocol):
             self._peer_timer = self.loop.call_later(wait_s, self._follow_peer, longer_s)
 
     def _follow_head(self) -> None:
-        """Start the timer if no request is running, or stop it otherwise. Do not extend a running timer."""
-        waiting = self.cycle is None or self.cycle.response_complete
-        self._guard.waits(self, waiting)
-        if not waiting:
+        """Start the timer if the connection waits for a head, or stop it otherwise. Do not extend it.
+
+        While the client still reads the previous reply, watch whether it reads.
+        """
+        running = self.cycle is not None and not self.cycle.response_complete
+        reading = not running and self._unsent() > 0
+        self._guard.waits(self, not running and not reading)
+        if running or reading:
             self._stop_timer()
-        elif self._head_timer is None and not self.transport.is_closing():
+        elif self._head_timer is None:
             self._head_timer = self.loop.call_later(self._guard.head_timeout_s, self._close_headless)
+        if reading:
+            self._follow_unread()
+        elif running and not self.flow.write_paused:
+            self._stop_unread()
 
     def _close_headless(self) -> None:
         self._head_timer = None
-        self.transport.abort()
+        self.abort()
 
     def _stop_timer(self) -> None:
         if self._head_timer is not None:
             self._head_timer.cancel()
             self._head_timer = None
+
+    def _follow_unread(self) -> None:
+        """Watch whether the client reads, while nothing new can be written."""
+        if self._unread_timer is None:
+            self._check_unread(math.inf, self.loop.time())
+
+    def _stop_unread(self) -> None:
+        self._guard.reads_nothing(self, False)
+        if self._unread_timer is not None:
+            self._unread_timer.cancel()
+            self._unread_timer = None
+
+    def _check_unread(self, least: float, read_at: float) -> None:
+        """Abort the connection if the client has read nothing for too long.
+
+        Args:
+            least: Number of unread bytes at the last check.
+            read_at: Time of the event loop at which the number last became smaller, in seconds.
+        """
+        self._unread_timer = None
+        now, guard = self.loop.time(), self._guard
+        if not self._unsent():
+            guard.reads_nothing(self, False)
+            self._follow_head()
+            return
+        streams = self.cycle is not None and self.cycle.scope["state"].get(EVENT_STREAM)
+        limit_s = guard.stream_timeout_s if streams else guard.unread_timeout_s
+        unread = self._unsent() + self._unacknowledged()
+        if unread < least:
+            least, read_at = unread, now
+        elif now - read_at >= limit_s:
+            self.abort()
+            return
+        # A stream has its own rule for slow readers.
+        guard.reads_nothing(self, read_at < now and not streams)
+        wait_s = min(UNREAD_CHECK_S, limit_s / 4)
+        self._unread_timer = self.loop.call_later(wait_s, self._check_unread, least, read_at)
+
+    def _unsent(self) -> int:
+        """Return the number of bytes of replies that the kernel does not have yet."""
+        return self.transport.get_write_buffer_size() if self.below is None else self.below.unsent()
+
+    def _unacknowledged(self) -> int:
+        """Return the number of bytes that the kernel has, and that the client's kernel has not acknowledged.
+
+        The kernel accepts more bytes only when much of its own buffer is free, so that the number of unsent
+        bytes alone would not show a slow reader's progress.
+        """
+        transport = self.transport if self.below is None else self.below.socket_transport
+        assert transport is not None
+        if (number := transport.get_extra_info("socket").fileno()) < 0:
+            return 0
+        return int(struct.unpack("i", fcntl.ioctl(number, termios.TIOCOUTQ, bytes(4)))[0])
