@@ -170,7 +170,8 @@ class TlsConnection(SSLProtocol):
     def unsent(self) -> int:
         """Return the number of bytes that the kernel does not have yet, encrypted or not."""
         assert self.socket_transport is not None
-        return int(self._get_write_buffer_size()) + self.socket_transport.get_write_buffer_size()
+        own: int = self._get_write_buffer_size()  # type: ignore[attr-defined]  # the type stubs lack it
+        return own + self.socket_transport.get_write_buffer_size()
 
     def abort(self) -> None:
         """Close the connection at once, in whatever state it is."""
