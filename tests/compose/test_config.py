@@ -13,7 +13,6 @@ import pytest
 import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
-PROGRAM = [found] if (found := shutil.which("docker-compose")) else ["docker", "compose"]
 NEEDED = {
     "gpu": {"outrider"},
     "apart": {"gateway", "target", "draft", "namespaces"},
@@ -24,8 +23,10 @@ NEEDED = {
 
 def config(*arguments: str, **variables: str) -> dict[str, Any]:
     """Return the file as compose resolves it."""
+    # Not at the top, because the engine of test_compose.py may install the program first.
+    program = [found] if (found := shutil.which("docker-compose")) else ["docker", "compose"]
     done = subprocess.run(
-        [*PROGRAM, *arguments, "config"],
+        [*program, *arguments, "config"],
         cwd=ROOT,
         env={**os.environ, **variables},
         capture_output=True,
