@@ -41,6 +41,7 @@ class OutputForm:
     ) -> None:
         self._grammar = grammar
         self._matcher = grammar.matcher()
+        self._letters = grammar.letters()
         self.ends = grammar.ends()
         self.vocab_size = grammar.vocab_size
         marker, opening = (
@@ -127,6 +128,19 @@ class OutputForm:
         forked = copy.copy(self)
         forked._matcher, forked._path = self._matcher.fork(), list(self._path)
         return forked
+
+    def takes_text(self) -> bool:
+        """Return whether any text may probably come next, for example within a string.
+
+        A few letters are tried, which takes microseconds. The mask of such a place can take a millisecond.
+        """
+        if self.dead or self._tail is not None or self._may_open:
+            return not self.dead
+        for token in self._letters:
+            if not self._matcher.accept(token):
+                return False
+            self._matcher.rollback(1)
+        return bool(self._letters)
 
     def forced(self) -> list[int]:
         """Return tokens that the grammar probably forces next; see `Matcher.forced`."""

@@ -69,3 +69,7 @@ class Grammar(Protocol):
     def token_of(self, text: str) -> int | None:
         """Return the single token with exactly this text, or None."""
         ...
+
+    def letters(self) -> tuple[int, ...]:
+        """Return the tokens of a few letters. A grammar that allows all of them probably allows any text."""
+        ...

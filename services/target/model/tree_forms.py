@@ -133,7 +133,11 @@ class TreeForms:
         masks.upload()
 
     def _find_roots(self, drafted: Seq[FormedEntry]) -> None:
-        """Find the masks of the roots of drafted trees, while the device still drafts."""
+        """Find the masks of the roots of drafted trees, while the device still drafts.
+
+        Where any text may follow a root, fitting needs no mask. `fill` finds it during the forward pass.
+        """
+        drafted = [one for one in drafted if not one.form.takes_text()]
         found = np.zeros((len(drafted), self._words), dtype=np.int32)
         fill_all([(one.form, mask) for one, mask in zip(drafted, found, strict=True)])
         for one, mask in zip(drafted, found, strict=True):

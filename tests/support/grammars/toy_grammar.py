@@ -21,6 +21,7 @@ class ToyGrammar(Grammar):
         states: Number of states.
         stuck: A state that allows nothing. None if every state allows something.
         last: A state that allows only the end. None if there is none.
+        letters: The tokens of letters.
     """
 
     def __init__(
@@ -32,7 +33,9 @@ class ToyGrammar(Grammar):
         *,
         stuck: int | None = None,
         last: int | None = None,
+        letters: tuple[int, ...] = (),
     ) -> None:
+        self._letters = letters
         self._vocab_size, self._ends, self._states = vocab_size, ends, states
         rng = random.Random(seed)
         inner = [token for token in range(vocab_size) if token not in ends]
@@ -58,6 +61,9 @@ class ToyGrammar(Grammar):
 
     def ends(self) -> tuple[int, ...]:
         return self._ends
+
+    def letters(self) -> tuple[int, ...]:
+        return self._letters
 
     def token_of(self, text: str) -> int | None:
         return int(text[1:-1])
