@@ -76,41 +76,70 @@ class EventStream(Response):
             await run_until_disconnect(receive, self._stream(scope, receive, send))
 
     async def _stream(self, scope: Scope, receive: Receive, send: Send) -> None:
-        begun = False
-        pending: asyncio.Task[dict[str, Any] | None] | None = None
+        reply = _Reply(scope, send, self.raw_headers)
+        # A task for the comments costs less than a timeout for each event.
+        comments = asyncio.create_task(reply.fill_silence(self._keep_alive_s))
+        ended = False
         try:
-            while True:
-                pending = pending or asyncio.create_task(_next(self._events))
-                done, _ = await asyncio.wait({pending}, timeout=self._keep_alive_s)
-                if done:
-                    try:
-                        event, pending = pending.result(), None
-                        data = self.done if event is None else self.encode(event)
-                        ended = event is None
-                    except Exception as error:
-                        failure = as_outrider_error(error)
-                        if not begun:
-                            await self.refuse(failure)(scope, receive, send)
-                            return
-                        note_error(scope, failure)
-                        data, pending = self.encode(self.failure(failure)) + self.done, None
-                        ended = True
-                else:
-                    data, ended = KEEP_ALIVE, False
-                if not begun:
-                    begun = True
-                    await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-                    scope.setdefault("state", {})[EVENT_STREAM] = True
-                if ended:
-                    scope["state"].pop(EVENT_STREAM)
-                await send({"type": "http.response.body", "body": data, "more_body": not ended})
-                if ended:
-                    return
+            while not ended:
+                try:
+                    event = await anext(self._events, None)
+                    data = self.done if event is None else self.encode(event)
+                    ended = event is None
+                except Exception as error:
+                    failure = as_outrider_error(error)
+                    if not reply.begun:
+                        comments.cancel()
+                        await self.refuse(failure)(scope, receive, send)
+                        return
+                    note_error(scope, failure)
+                    data, ended = self.encode(self.failure(failure)) + self.done, True
+                await reply.send(data, ended)
         finally:
-            if pending:
-                pending.cancel()
-                await asyncio.gather(pending, return_exceptions=True)
+            comments.cancel()
+            await asyncio.gather(comments, return_exceptions=True)
             await self._events.aclose()
+
+
+class _Reply:
+    """The messages of one streamed reply.
+
+    Attributes:
+        begun: Whether the status of the reply has been sent.
+    """
+
+    def __init__(self, scope: Scope, send: Send, raw_headers: list[tuple[bytes, bytes]]) -> None:
+        self.begun = False
+        self._scope = scope
+        self._send = send
+        self._raw_headers = raw_headers
+        self._clock = asyncio.get_running_loop().time
+        self._last = self._clock()
+        self._sending = asyncio.Lock()
+
+    async def send(self, data: bytes, ended: bool = False) -> None:
+        """Send a part of the body, and the status before the first part."""
+        async with self._sending:
+            if not self.begun:
+                self.begun = True
+                head = {"type": "http.response.start", "status": 200, "headers": self._raw_headers}
+                await self._send(head)
+                self._scope.setdefault("state", {})[EVENT_STREAM] = True
+            if ended:
+                self._scope["state"].pop(EVENT_STREAM)
+            await self._send({"type": "http.response.body", "body": data, "more_body": not ended})
+            self._last = self._clock()
+
+    async def fill_silence(self, keep_alive_s: float) -> None:
+        """Send a comment whenever nothing has been sent for `keep_alive_s` seconds, until cancelled."""
+        while True:
+            wait_s = self._last + keep_alive_s - self._clock()
+            if wait_s > 0:
+                await asyncio.sleep(wait_s)
+            elif self._sending.locked():
+                await asyncio.sleep(keep_alive_s)
+            else:
+                await self.send(KEEP_ALIVE)
 
 
 class NamedEventStream(EventStream):
@@ -144,7 +173,3 @@ async def run_until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -
 async def _disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-async def _next(events: AsyncGenerator[dict[str, Any], None]) -> dict[str, Any] | None:
-    return await anext(events, None)
