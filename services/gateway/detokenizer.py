@@ -158,9 +158,8 @@ class TextAssembler:
         """Return all text and tokens that are still held back. Call this once the sequence has ended."""
         text = ""
         released: list[int] = []
-        if self._decoder is not None and self.matched_stop is None:
-            if piece := self._decoder.flush():
-                text, released = self._append(piece)
+        if self._decoder is not None and self.matched_stop is None and (piece := self._decoder.flush()):
+            text, released = self._append(piece)
         if self.matched_stop is None:
             text += self._text
         released += [token for group in self._pending for token in group.token_ids] + self._undecoded

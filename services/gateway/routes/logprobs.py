@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 from outrider.services.gateway.core import GatewayCore, Job
@@ -60,7 +59,11 @@ def completion_reply_logprobs(core: GatewayCore, job: Job, one: Completion) -> d
     prompt: Sequence[int] = ()
     logprobs: list[TokenLogprob | None] = []
     if wanted.echoed is not None:
-        echoed = [replace(each, top=each.top[: wanted.echoed]) for each in one.prompt_logprobs]
+        most = wanted.echoed
+        echoed = [
+            TokenLogprob(each.logprob, each.top_ids[:most], each.top_logprobs[:most])
+            for each in one.prompt_logprobs
+        ]
         prompt, logprobs = one.prompt_ids, [None, *echoed]
     return completion_logprobs(
         [*prompt, *one.token_ids], [*logprobs, *one.logprobs], core.token_bytes, wanted.ids_as_text
