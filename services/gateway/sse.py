@@ -25,15 +25,19 @@ _LINE_BREAKS = {ord(one): f"\\u{ord(one):04x}" for one in "\x85\u2028\u2029"}
 _JSON = json.JSONEncoder(allow_nan=False, separators=(",", ":"), ensure_ascii=False)
 
 
-def encode_event(event: dict[str, Any]) -> bytes:
-    """Encode one event as one data line.
+def json_line(value: Any) -> str:
+    """Return a value as JSON without line breaks.
 
     JSON escapes ASCII's line breaks. The other characters that Python's `str.splitlines` treats as line
     breaks are escaped, too, because some clients split events there, for example those that use httpx.
     """
-    text = _JSON.encode(event)
-    if not text.isascii():
-        text = text.translate(_LINE_BREAKS)
+    text = _JSON.encode(value)
+    return text if text.isascii() else text.translate(_LINE_BREAKS)
+
+
+def encode_event(event: dict[str, Any] | str) -> bytes:
+    """Encode one event as one data line. An event that is text is JSON already, from `json_line`."""
+    text = event if isinstance(event, str) else json_line(event)
     return b"data: " + text.encode("utf-8", "backslashreplace") + b"\n\n"
 
 
@@ -50,7 +54,7 @@ class EventStream(Response):
 
     def __init__(
         self,
-        events: AsyncGenerator[dict[str, Any], None],
+        events: AsyncGenerator[dict[str, Any] | str, None],
         keep_alive_s: float,
         headers: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
@@ -59,8 +63,8 @@ class EventStream(Response):
         self._events = events
         self._keep_alive_s = keep_alive_s
 
-    def encode(self, event: dict[str, Any]) -> bytes:
-        """Return the bytes of an event."""
+    def encode(self, event: dict[str, Any] | str) -> bytes:
+        """Return the bytes of an event. An event that is text is JSON already, from `json_line`."""
         return encode_event(event)
 
     def failure(self, error: OutriderError) -> dict[str, Any]:
@@ -147,7 +151,8 @@ class NamedEventStream(EventStream):
 
     done = b""
 
-    def encode(self, event: dict[str, Any]) -> bytes:
+    def encode(self, event: dict[str, Any] | str) -> bytes:
+        assert isinstance(event, dict), "the name of an event is a field"
         return b"event: " + str(event["type"]).encode("ascii") + b"\n" + encode_event(event)
 
 

@@ -146,8 +146,8 @@ def write_event(event: Event, reply: target_pb2.GenerateReply) -> None:
             write_logprob(scored, delta.prompt_logprobs.add())
         if event.rounds:
             delta.rounds.extend(round_to_proto(one) for one in event.rounds)
-        if event.states is not None:
-            delta.states.CopyFrom(states_to_proto(event.states))
+        if (states := states_to_proto(event.states)) is not None:
+            delta.states.CopyFrom(states)
     elif isinstance(event, FinishedEvent):
         reply.finish.CopyFrom(_finish(event))
     else:
