@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 YOUNG_OBJECTS = 20_000
-"""New objects after which `freeze_objects` lets the collector run. Visiting so many takes about a millisecond."""
+"""New objects after which the collector runs. Visiting so many takes about a millisecond."""
 
 
 @contextmanager
