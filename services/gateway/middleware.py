@@ -6,7 +6,9 @@ import asyncio
 import re
 import time
 import uuid
+from collections.abc import Callable
 
+import h11
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -35,6 +37,9 @@ QUIET_ROUTES = frozenset(["/health", "/ping", READINESS_ROUTE, "/metrics", "/sta
 UNKNOWN_ROUTE = "other"
 # Some clients send these POST requests without a body and without a content type.
 BODILESS_PATHS = frozenset(["/flush_cache", "/ping"])
+NOT_IMPLEMENTED = 501
+# The parser's messages quote the line at fault, which may contain an API key.
+_QUOTED_LINE = re.compile(r":? *(bytearray\(|b['\"]).*", re.DOTALL)
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _JSON_TYPE = re.compile(r"application/(json|[\w.+-]+\+json)")
 _log = get_logger("outrider.gateway.http")
@@ -53,6 +58,31 @@ def framing_refusal() -> Response:
     reply = error_response(error)
     reply.headers["Connection"] = "close"
     return reply
+
+
+def request_refuser(
+    metrics: GatewayMetrics, errors: RecentErrors
+) -> Callable[[h11.RemoteProtocolError], tuple[int, list[tuple[bytes, bytes]], bytes]]:
+    """Return a function that refuses bytes that are not a valid HTTP request.
+
+    The function counts and logs the request, and returns the status, the headers and the body of the reply.
+    """
+
+    def refuse(problem: h11.RemoteProtocolError) -> tuple[int, list[tuple[bytes, bytes]], bytes]:
+        status = problem.error_status_hint
+        error = OutriderError(
+            f"The request is not valid HTTP: {_QUOTED_LINE.sub('', str(problem)).rstrip('.')}.",
+            code=ErrorCode.UNIMPLEMENTED if status == NOT_IMPLEMENTED else ErrorCode.INVALID_ARGUMENT,
+            reason="malformed_request",
+        )
+        reply = error_response(error)
+        request_id = reply.headers[REQUEST_ID_HEADER] = request_id_of(None)
+        metrics.http_requests.labels(UNKNOWN_ROUTE, str(status)).inc()
+        errors.record(error, UNKNOWN_ROUTE, request_id)
+        _log.info("malformed request", status=status, error=error.message, request_id=request_id)
+        return status, reply.raw_headers, bytes(reply.body)
+
+    return refuse
 
 
 def _is_quiet(method: str, route: str, status: int) -> bool:
