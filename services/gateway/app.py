@@ -71,6 +71,9 @@ HTTP_STOP_S = 2
 # The size limit of gRPC replies, as a multiple of the limit of request bodies. A reply that was delayed by a
 # pause may contain many traced rounds.
 GRPC_REPLY_SLACK = 4
+# A client that uses its gRPC connection again after this time connects again, within milliseconds. Without a
+# limit, connections without calls would keep others out.
+GRPC_IDLE_S = 300.0
 # Interval at which the gateway looks for a changed keys file.
 KEYS_POLL_S = 1.0
 _log = get_logger("outrider.gateway")
@@ -157,6 +160,7 @@ class GatewayServer:
                 [SERVICE_NAME],
                 max_message_bytes=GRPC_REPLY_SLACK * settings.max_body_bytes,
                 max_received_bytes=settings.max_body_bytes,
+                max_idle_s=GRPC_IDLE_S,
                 interceptors=[AuthInterceptor(self.core.ring)],
                 security=settings.front_security(),
                 on_error=error_recorder(self.core),
