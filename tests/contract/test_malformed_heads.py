@@ -67,7 +67,7 @@ def test_a_malformed_request_is_counted_and_logged(
     with client_of(gateway) as client:
         metrics = client.get("/metrics").text
     assert 'outrider_http_requests_total{route="other",status="400"} 1.0' in metrics
-    assert 'outrider_request_failures_total{reason="malformed_request"' in metrics
+    assert 'outrider_request_failures_total{model="",reason="malformed_request"} 1.0' in metrics
     assert "malformed request" in capsys.readouterr().out
 
 
