@@ -50,12 +50,12 @@ def request_id_of(given: str | None) -> str:
     return given if given and _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
 
 
-def framing_refusal() -> Response:
+def framing_refusal(path: str) -> Response:
     """Return the error reply to a request of ambiguous length. The reply closes the connection."""
     error = InvalidRequestError(
         "The request has both Content-Length and Transfer-Encoding.", field="Content-Length"
     )
-    reply = error_response(error)
+    reply = error_response_for(path, error)
     reply.headers["Connection"] = "close"
     return reply
 
@@ -132,7 +132,7 @@ class RequestContext:
         with log_context(request_id=request_id):
             try:
                 if ambiguous_framing(scope):
-                    await framing_refusal()(scope, receive, tagged)
+                    await framing_refusal(scope["path"])(scope, receive, tagged)
                     return
                 await self._app(scope, receive, tagged)
             except Exception as error:
@@ -140,7 +140,7 @@ class RequestContext:
                 note_error(scope, failure)
                 if status:
                     raise
-                await error_response(failure)(scope, receive, tagged)
+                await error_response_for(scope["path"], failure)(scope, receive, tagged)
             finally:
                 # Unknown paths share one label. Otherwise clients could create any number of labels.
                 route = getattr(scope.get("route"), "path", UNKNOWN_ROUTE)
@@ -189,7 +189,7 @@ class Authentication:
                 key = headers.get("x-api-key")
                 caller = self._ring.identify(headers.get("authorization") or (key and f"Bearer {key}"))
             except OutriderError as error:
-                await error_response(error)(scope, receive, send)
+                await error_response_for(scope["path"], error)(scope, receive, send)
                 return
             if caller is not None:
                 await self._serve(caller, scope, receive, send)
@@ -214,7 +214,7 @@ class Authentication:
             elif scope["method"] == "POST":
                 caller.count_request()
         except OutriderError as error:
-            await error_response(error)(scope, receive, with_limits)
+            await error_response_for(scope["path"], error)(scope, receive, with_limits)
             return
         await self._app(scope, receive, with_limits)
 
