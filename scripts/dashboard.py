@@ -19,15 +19,7 @@ SOURCE = {"type": "prometheus", "uid": "prometheus"}
 ONE = 'instance=~"$instance"'
 """Restricts a query to the chosen gateways."""
 OF_MODEL = 'model=~"$model"'
-WITHOUT_MODEL = frozenset(
-    [
-        "build_info",
-        "gateway_requests_waiting",
-        "gateway_target_ready",
-        "gateway_uptime_seconds",
-        "http_requests",
-    ]
-)
+WITHOUT_MODEL = frozenset(["gateway_requests_waiting", "gateway_target_ready", "http_requests"])
 """Metrics of a whole gateway, which have no label `model`."""
 
 
@@ -322,31 +314,26 @@ def dashboard() -> dict[str, Any]:
         "time": {"from": "now-30m", "to": "now"},
         "templating": {
             "list": [
-                {
-                    "name": "instance",
-                    "type": "query",
-                    "datasource": SOURCE,
-                    "query": "label_values(outrider_gateway_target_ready, instance)",
-                    "includeAll": True,
-                    "multi": True,
-                    "current": {"text": "All", "value": "$__all"},
-                    "refresh": 2,
-                },
-                {
-                    "name": "model",
-                    "type": "query",
-                    "datasource": SOURCE,
-                    "query": "label_values(outrider_gateway_ready_targets, model)",
-                    "includeAll": True,
-                    # Also matches series without the label.
-                    "allValue": ".*",
-                    "multi": True,
-                    "current": {"text": "All", "value": "$__all"},
-                    "refresh": 2,
-                },
+                _variable("instance", "gateway_target_ready"),
+                # `.*` also matches series without the label.
+                _variable("model", "gateway_ready_targets") | {"allValue": ".*"},
             ]
         },
         "panels": [{**panel, "id": number} for number, panel in enumerate(_panels(), start=1)],
+    }
+
+
+def _variable(label: str, metric: str) -> dict[str, Any]:
+    """Return a variable whose values are those of a label of the metric ``outrider_<metric>``."""
+    return {
+        "name": label,
+        "type": "query",
+        "datasource": SOURCE,
+        "query": f"label_values(outrider_{metric}, {label})",
+        "includeAll": True,
+        "multi": True,
+        "current": {"text": "All", "value": "$__all"},
+        "refresh": 2,
     }
 
 
