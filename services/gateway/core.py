@@ -37,7 +37,6 @@ from outrider.shared.obs.metrics import join_expositions
 from outrider.shared.obs.open_tracer import open_tracer
 
 DRAIN_RETRY_S = 5.0
-
 _log = get_logger("outrider.gateway")
 
 Result = TypeVar("Result")
@@ -206,6 +205,7 @@ class GatewayCore:
         if not self.lifecycle.admitting:
             raise self._draining()
         note = current_note.get() or RequestNote()
+        note.model = self.client.name
         caller = current_caller.get()
         if caller is not None:
             note.key = caller.name
@@ -330,7 +330,7 @@ def _target_pool(settings: GatewaySettings, metrics: GatewayMetrics) -> TargetPo
     limits = PoolLimits(
         reader, settings.target_probe_timeout_s, settings.target_refresh_s, settings.target_wait_s
     )
-    return TargetPool(settings.sources, limits, lambda reason: metrics.moved.labels(reason).inc())
+    return TargetPool(settings.sources, limits, lambda *labels: metrics.moved.labels(*labels).inc())
 
 
 def _sampling_defaults(settings: GatewaySettings) -> SamplingDefaults:

@@ -64,6 +64,8 @@ class Generator:
         self, index: int, request: GenerationRequest, slot: Slot
     ) -> AsyncGenerator[ChoiceEvent, None]:
         loop = asyncio.get_running_loop()
+        model = self._client.name
+        metrics = self._metrics.of_model(model)
         submitted = last = loop.time()
         started = False
         assembler = TextAssembler(self._tokenizer, request.stop, self._silent_tokens(request))
@@ -82,11 +84,11 @@ class Generator:
                     started = True
                     slot.started(index)
                     self._metrics.recent.began()
-                    self._metrics.time_to_first_token.observe(now - submitted)
+                    metrics.time_to_first_token.observe(now - submitted)
                     prompt = request.prompt_ids
                     yield ChoiceEvent(index, Started(len(prompt), request.sampling.seed, prompt))
                 elif isinstance(event, TargetDelta) and event.token_ids:
-                    self._metrics.inter_token_latency.observe((now - last) / len(event.token_ids))
+                    metrics.inter_token_latency.observe((now - last) / len(event.token_ids))
                 last = now
                 if isinstance(event, TargetDelta):
                     self._metrics.recent.add_tokens(len(event.token_ids))
@@ -95,7 +97,7 @@ class Generator:
                     if (rest := assembler.finish()).token_ids:
                         yield ChoiceEvent(index, _scored(rest, scores))
                     finished = _finished(request, event, assembler, loop.time() - submitted)
-                    self._metrics.finished(finished, event.queue_s, counted)
+                    self._metrics.finished(model, finished, event.queue_s, counted)
                     yield ChoiceEvent(index, finished)
                     return
                 # 3. Decode the new tokens, round by round, up to a stop string.
@@ -115,7 +117,7 @@ class Generator:
                     if texts is not None:
                         rounds = _with_texts(texts, token_ids, rounds)
                     piece = assembler.push(token_ids)
-                    self._metrics.generation_tokens.inc(assembler.num_tokens - counted)
+                    metrics.generation_tokens.inc(assembler.num_tokens - counted)
                     counted = assembler.num_tokens
                     if piece.text or piece.token_ids or rounds:
                         piece = replace(
@@ -132,7 +134,7 @@ class Generator:
                     stream.cancel(keep_tokens=assembler.num_tokens)
                     end = await _last_word(stream, request)
                     finished = _finished(request, end, assembler, loop.time() - submitted)
-                    self._metrics.finished(finished, end.queue_s, counted)
+                    self._metrics.finished(model, finished, end.queue_s, counted)
                     yield ChoiceEvent(index, finished)
                     return
         finally:

@@ -118,6 +118,7 @@ class FakeTarget(target_pb2_grpc.TargetServicer):
         self.trace_nodes = trace_nodes
         self.prometheus_text = prometheus_text
         self.script: Callable[[target_pb2.GenerateRequest], Script] = self.default_script
+        self.on_flush: Callable[[], object] = lambda: None
         self.seen: list[target_pb2.GenerateRequest] = []
         self.cancels: queue.Queue[target_pb2.Cancel] = queue.Queue()
         self.pauses: queue.Queue[str] = queue.Queue()
@@ -309,6 +310,7 @@ class FakeTarget(target_pb2_grpc.TargetServicer):
         )
 
     def FlushPrefixCache(self, request, context) -> target_pb2.FlushPrefixCacheReply:
+        self.on_flush()
         return target_pb2.FlushPrefixCacheReply(pages=3)
 
     def GetStats(self, request, context) -> target_pb2.GetStatsReply:
