@@ -89,7 +89,9 @@ ROOMY = Machine(
 
 @pytest.fixture(scope="module")
 def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
-    return load_toy(make_toy_target(tmp_path_factory.mktemp("target"), vocab_size=VOCAB, seed=3))
+    return load_toy(
+        make_toy_target(tmp_path_factory.mktemp("target"), vocab_size=VOCAB, seed=3, num_layers=3)
+    )
 
 
 @cache
@@ -133,7 +135,7 @@ def serve(decoder: Decoder, plan: LoopPlan, asked: list[Asked], machine: Machine
         for one, answer in zip(asked, answers, strict=True)
     ]
     size = 3 * decoder.config.hidden_size
-    spec = FeatureSpec(aux_layer_ids=(1, 3, 4), feature_size=size, fingerprint="raw")
+    spec = FeatureSpec(aux_layer_ids=(0, 1, 2), feature_size=size, fingerprint="raw")
     known = [[*PROMPTS[one.prompt], *answer] for one, answer in zip(asked, answers, strict=True)]
     drafter = AnswerDrafter(known, VOCAB, machine.accuracy, spec if machine.features else None)
     service = Service(decoder, plan, machine, drafter)

@@ -48,7 +48,7 @@ NAMED = LogprobParams(top=1, prompt_top=0, token_ids=(9, 0, 31, 9))
 
 @pytest.fixture(scope="module")
 def dense(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
-    return load_toy(make_toy_target(tmp_path_factory.mktemp("dense"), vocab_size=48, seed=4, num_layers=5))
+    return load_toy(make_toy_target(tmp_path_factory.mktemp("dense"), vocab_size=48, seed=4, num_layers=3))
 
 
 @pytest.fixture(scope="module", params=["qwen3-moe", "deepseek-v3"])

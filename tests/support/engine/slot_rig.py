@@ -51,7 +51,7 @@ class SlotRig:
         if features:
             size = 2 * decoder.config.hidden_size
             self.runner.set_feature_spec(
-                FeatureSpec(aux_layer_ids=(1, 3), feature_size=size, fingerprint="raw")
+                FeatureSpec(aux_layer_ids=(0, 2), feature_size=size, fingerprint="raw")
             )
         self.step_runner = StepRunner(
             self.runner,
