@@ -19,6 +19,7 @@ from outrider.services.gateway.keys.caller import current_caller
 from outrider.services.gateway.parameters import NATIVE, NATIVE_TEXT
 from outrider.services.gateway.render import decision_object, speculation_object, trace_object
 from outrider.services.gateway.request import Chunk, Completion, Finished, Started
+from outrider.services.gateway.round_tally import RoundTally
 from outrider.services.gateway.routes.completions import check_texts, encode_batch
 from outrider.services.gateway.routes.context import ERROR_RESPONSES, core_of, ignored_header, timeout_of
 from outrider.services.gateway.routes.logprobs import native_meta
@@ -86,29 +87,14 @@ class _Progress:
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     chunks: list[Chunk] = field(default_factory=list)
-    draft_tokens: int = 0
-    accepted_histogram: list[int] = field(default_factory=list)
+    rounds: RoundTally = field(default_factory=RoundTally)
 
     def add(self, chunk: Chunk) -> None:
         """Append a chunk."""
         self.chunks.append(chunk)
         self.text += chunk.text
         self.token_ids += chunk.token_ids
-        for drafted, accepted in chunk.drafts:
-            self.draft_tokens += drafted
-            self.accepted_histogram += [0] * (accepted + 1 - len(self.accepted_histogram))
-            self.accepted_histogram[accepted] += 1
-
-    @property
-    def speculation(self) -> SpeculationReport:
-        """The counters so far."""
-        histogram = tuple(self.accepted_histogram)
-        return SpeculationReport(
-            rounds=sum(histogram),
-            draft_tokens=self.draft_tokens,
-            accepted_tokens=sum(accepted * rounds for accepted, rounds in enumerate(histogram)),
-            accepted_histogram=histogram,
-        )
+        self.rounds.add(chunk.drafts)
 
 
 async def _stream(
@@ -212,7 +198,7 @@ def _meta_so_far(core: GatewayCore, progress: _Progress, rid: str) -> dict[str, 
         "completion_tokens": len(progress.token_ids),
         "cached_tokens": progress.chunks[-1].cached_tokens,
         "weight_version": core.client.info.weight_version,
-        **_spec_meta(progress.speculation, len(progress.token_ids)),
+        **_spec_meta(progress.rounds.report(), len(progress.token_ids)),
     }
 
 
