@@ -17,7 +17,7 @@ from outrider.services.gateway.generation import collect
 from outrider.services.gateway.guards.parsed_body import ParsedBodyRoute
 from outrider.services.gateway.keys.caller import current_caller
 from outrider.services.gateway.parameters import NATIVE, NATIVE_TEXT
-from outrider.services.gateway.render import decision_object, speculation_object, trace_object
+from outrider.services.gateway.render import decision_object, memory_gib, speculation_object, trace_object
 from outrider.services.gateway.request import Chunk, Completion, Finished, Started
 from outrider.services.gateway.round_tally import RoundTally
 from outrider.services.gateway.routes.completions import check_texts, encode_batch
@@ -31,8 +31,6 @@ from outrider.services.gateway.sse import EventStream, run_until_disconnect
 from outrider.shared.base.generation import FinishReason, SpeculationMode, SpeculationReport
 from outrider.shared.base.logit_rules import LogprobParams
 from outrider.shared.base.version import installed_version
-
-GIB = 1024**3
 
 router = APIRouter(route_class=ParsedBodyRoute)
 
@@ -326,8 +324,8 @@ def _default_mode(mode: SpeculationMode) -> SpeculationMode:
 
 
 def _load(info: ServedTarget, stats: TargetStats, throughput: float) -> dict[str, Any]:
-    """Return the current load and the memory of one target. SGLang's sizes are in GiB."""
-    resources = stats.resources
+    """Return the current load and the memory of one target."""
+    weights, cache, graphs = memory_gib(stats.resources)
     return {
         # The gateway counts the tokens of all targets together.
         "last_gen_throughput": throughput,
@@ -335,9 +333,9 @@ def _load(info: ServedTarget, stats: TargetStats, throughput: float) -> dict[str
         "num_waiting_reqs": stats.waiting,
         "effective_max_running_requests_per_dp": info.max_running_requests,
         "memory_usage": {
-            "weight": round(resources.weight_bytes / GIB, 2),
-            "kvcache": round(resources.kv_bytes / GIB, 2),
-            "graph": round(resources.graph_bytes / GIB, 2),
+            "weight": weights,
+            "kvcache": cache,
+            "graph": graphs,
             "token_capacity": stats.pages_total * info.page_size,
         },
         "draft_state": stats.draft_state,
