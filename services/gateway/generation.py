@@ -152,8 +152,11 @@ class Generator:
         return TraceTexts(self._tokenizer, request.prompt_ids, request.stop, self._silent_tokens(request))
 
     def _silent_tokens(self, request: GenerationRequest) -> frozenset[int]:
-        eos = frozenset() if request.stop.ignore_eos else self._client.info.eos_token_ids
-        return eos | request.stop.token_ids
+        """Return the tokens that end the sequence and are not part of its text."""
+        stop = request.stop
+        eos = frozenset() if stop.ignore_eos else self._client.info.eos_token_ids
+        # As in vLLM and SGLang, the client may ask for the stop token that it has named.
+        return eos - stop.token_ids if stop.include_stop_string else eos | stop.token_ids
 
 
 @dataclass(slots=True)

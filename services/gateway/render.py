@@ -41,8 +41,14 @@ def finish_name(end: Finished, answer: ParsedAnswer) -> str:
         CancelledError: If the sequence was aborted.
     """
     check_not_aborted(end)
-    calls = bool(answer.tool_calls) and end.reason is FinishReason.STOP
-    return "tool_calls" if calls else FINISH_NAMES[end.reason]
+    return "tool_calls" if ends_with_calls(end, answer) else FINISH_NAMES[end.reason]
+
+
+def ends_with_calls(end: Finished, answer: ParsedAnswer) -> bool:
+    """Return whether the answer ended by itself and calls tools. A stop string may cut off a call."""
+    if not answer.tool_calls or end.reason is not FinishReason.STOP:
+        return False
+    return not (isinstance(end.matched_stop, str) and answer.ends_in_call)
 
 
 def check_not_aborted(end: Finished) -> None:

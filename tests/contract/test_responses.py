@@ -230,6 +230,25 @@ def test_the_events_build_the_same_response(
     assert final.usage == whole.usage
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_response_repeats_the_form_that_was_asked_for(
+    client: openai.OpenAI, fake: FakeTarget, tokenizer: Tokenizer, stream: bool
+) -> None:
+    answer_with(fake, tokenizer, '{"a": 1}')
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    form: Any = {"type": "json_schema", "name": "numbers", "schema": schema, "strict": True}
+    for text, expected in (
+        (None, {"format": {"type": "text"}}),
+        ({"format": form, "verbosity": "low"}, {"format": form, "verbosity": "low"}),
+        ({"format": {"type": "json_object"}}, {"format": {"type": "json_object"}}),
+    ):
+        asked = {} if text is None else {"text": text}
+        reply: Any = client.responses.create(model="toy", input="x", stream=stream, **asked)
+        responses = [one.response for one in reply if hasattr(one, "response")] if stream else [reply]
+        for response in responses:
+            assert response.text.model_dump(by_alias=True, exclude_unset=True) == expected
+
+
 LOGPROBS: dict[str, Any] = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
 
 

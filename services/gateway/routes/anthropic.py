@@ -16,7 +16,7 @@ from outrider.services.gateway.errors import JsonResponse, anthropic_error_body,
 from outrider.services.gateway.guards.parsed_body import ParsedBodyRoute
 from outrider.services.gateway.parameters import ANTHROPIC, Parameters
 from outrider.services.gateway.parsers.pieces import Piece, Reasoning, Text, ToolCallArguments, ToolCallStart
-from outrider.services.gateway.render import speculation_object
+from outrider.services.gateway.render import ends_with_calls, speculation_object
 from outrider.services.gateway.request import Started, Usage
 from outrider.services.gateway.routes.context import (
     ERROR_RESPONSES,
@@ -163,7 +163,7 @@ class _Message:
         matched = end.finished.matched_stop
         if end.finished.reason is FinishReason.LENGTH:
             return {"stop_reason": "max_tokens", "stop_sequence": None}
-        if end.answer.tool_calls:
+        if ends_with_calls(end.finished, end.answer):
             return {"stop_reason": "tool_use", "stop_sequence": None}
         if isinstance(matched, str):
             return {"stop_reason": "stop_sequence", "stop_sequence": matched}

@@ -168,7 +168,7 @@ class _Response:
             "reasoning": {"effort": body.reasoning.effort if body.reasoning else None, "summary": None},
             "store": False,
             "temperature": body.temperature,
-            "text": {"format": {"type": "text"}},
+            "text": _text_object(body),
             "tool_choice": _choice_object(body),
             "tools": [{"strict": False, **tool.model_dump(exclude_unset=True)} for tool in body.tools or []],
             "top_logprobs": body.top_logprobs or 0,
@@ -188,6 +188,12 @@ class _Response:
             response["speculation"] = speculation_object(end.finished.speculation)
             response["seed"] = seed
         return response
+
+
+def _text_object(body: ResponsesRequest) -> dict[str, Any]:
+    """Return the `text` of the response: the form that the client asked for."""
+    given = {} if body.text is None else body.text.model_dump(exclude_none=True, by_alias=True)
+    return {"format": {"type": "text"}, **given}
 
 
 def _choice_object(body: ResponsesRequest) -> Any:
