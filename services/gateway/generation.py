@@ -73,7 +73,7 @@ class Generator:
         scores: deque[TokenLogprob] = deque()
         counted = 0  # tokens in the metric; they count as they arrive, because a sequence may break off
         drafts: list[tuple[int, int]] = []
-        delivered = _Delivered()
+        delivered = _Delivered(request.streams)
         cached_tokens = 0
         try:
             while True:
@@ -161,8 +161,13 @@ class Generator:
 
 @dataclass(slots=True)
 class _Delivered:
-    """Counts the rounds of a sequence as their tokens arrive, over all targets that it has run on."""
+    """Counts the rounds of a sequence as their tokens arrive, over all targets that it has run on.
 
+    `by_round` is false if a message of the target may contain several rounds. No stop string can then end the
+    text, so the target's own statistics count the delivered rounds.
+    """
+
+    by_round: bool
     rounds: RoundTally = field(default_factory=RoundTally)
     parts: int = 0
 
@@ -176,7 +181,7 @@ class _Delivered:
         """Return the end of the sequence with the statistics of the delivered rounds."""
         # The first part is that of the prefill. If later parts have no rounds, the target does not report
         # the drafts of each round, so its own statistics must do.
-        if self.parts > 1 and not self.rounds.histogram:
+        if not self.by_round or (self.parts > 1 and not self.rounds.histogram):
             return end
         return replace(end, speculation=self.rounds.report(end.speculation))
 

@@ -42,7 +42,7 @@ async def create_message(body: MessagesRequest, request: Request) -> Response:
     headers = ignored_header(body)
     turn = _turn(core, body, parameters)
     core.builder.check(turn.parameters, ANTHROPIC, 1)
-    job = Job(turn.prompts, 1, turn.parameters, ANTHROPIC, timeout_of(request))
+    job = Job(turn.prompts, 1, turn.parameters, ANTHROPIC, timeout_of(request), streams=bool(body.stream))
     made = _Message(turn, job, ReplyHead.new("msg", "message", model, None), body.shows_thinking)
     if body.stream:
         return _MessageStream(made.events(), core.settings.keep_alive_s, headers)

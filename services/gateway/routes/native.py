@@ -59,7 +59,16 @@ async def generate(body: NativeRequest, request: Request) -> Response:
 
     as_list = body.is_batch or sequences > 1
     rids = _rids(body.rid, as_list, [one.n or 1 for one in per_prompt or [parameters] * len(batch)])
-    job = Job(prompts, sequences, parameters, surface, timeout_of(request), rids, per_prompt)
+    job = Job(
+        prompts,
+        sequences,
+        parameters,
+        surface,
+        timeout_of(request),
+        rids,
+        per_prompt,
+        streams=bool(body.stream),
+    )
     with_text = bool(body.return_text_in_logprobs)
     if body.stream:
         events = _stream(core, job, as_list, with_text, bool(body.return_prompt_token_ids))

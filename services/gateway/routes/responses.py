@@ -46,7 +46,15 @@ async def create_response(body: ResponsesRequest, request: Request) -> Response:
     headers = ignored_header(body)
     turn = _turn(core, body, parameters)
     core.builder.check(turn.parameters, RESPONSES, 1)
-    job = Job(turn.prompts, 1, turn.parameters, RESPONSES, timeout_of(request), rids_of(body.reply_id, 1))
+    job = Job(
+        turn.prompts,
+        1,
+        turn.parameters,
+        RESPONSES,
+        timeout_of(request),
+        rids_of(body.reply_id, 1),
+        streams=bool(body.stream),
+    )
     made = _Response(body, turn, job, ReplyHead.new("resp", "response", model, body.reply_id))
     if body.stream:
         return _ResponseStream(made.events(), core.settings.keep_alive_s, headers)

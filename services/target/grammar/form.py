@@ -41,6 +41,7 @@ class OutputForm:
     ) -> None:
         self._grammar = grammar
         self._matcher = grammar.matcher()
+        self._letters = grammar.letters()
         self.ends = grammar.ends()
         self.vocab_size = grammar.vocab_size
         marker, opening = (
@@ -127,6 +128,15 @@ class OutputForm:
         forked = copy.copy(self)
         forked._matcher, forked._path = self._matcher.fork(), list(self._path)
         return forked
+
+    def takes_text(self) -> bool:
+        """Return whether any text may probably come next, for example within a string.
+
+        A few letters are tried, which takes a microsecond. The mask of such a place can take a millisecond.
+        """
+        if self.dead or self._tail is not None or self._may_open:
+            return not self.dead
+        return bool(self._letters) and self._matcher.allows(self._letters)
 
     def forced(self) -> list[int]:
         """Return tokens that the grammar probably forces next; see `Matcher.forced`."""

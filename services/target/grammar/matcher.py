@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
@@ -28,6 +29,10 @@ class Matcher(Protocol):
 
     def rollback(self, count: int) -> None:
         """Remove the last `count` tokens."""
+        ...
+
+    def allows(self, tokens: Sequence[int]) -> bool:
+        """Return whether the grammar allows these tokens one after another. None of them ends the output."""
         ...
 
     def fill(self, mask: Mask) -> None:
@@ -68,4 +73,8 @@ class Grammar(Protocol):
 
     def token_of(self, text: str) -> int | None:
         """Return the single token with exactly this text, or None."""
+        ...
+
+    def letters(self) -> tuple[int, ...]:
+        """Return the tokens of unrelated letters. Where they may come next, so may probably any text."""
         ...

@@ -10,6 +10,9 @@ import llguidance
 
 from outrider.services.target.grammar.matcher import Grammar
 
+LETTERS = "qJx"
+"""Letters that hardly any value of an enum begins with, so that they are probably free text."""
+
 
 class Vocabulary:
     """The tokens of a model, for the grammar libraries.
@@ -35,6 +38,12 @@ class Vocabulary:
         self.special: dict[str, int] = {
             one["content"]: one["id"] for one in json.loads(text).get("added_tokens") or []
         }
+
+    @cached_property
+    def letters(self) -> tuple[int, ...]:
+        """The tokens of `LETTERS`, without letters that need several tokens."""
+        found = [self.tokenizer.tokenize_str(letter) for letter in LETTERS]
+        return tuple(tokens[0] for tokens in found if len(tokens) == 1)
 
     @cached_property
     def texts(self) -> list[bytes]:
@@ -70,3 +79,7 @@ class VocabularyGrammar(Grammar):
     def token_of(self, text: str) -> int | None:
         """Return the added token with exactly this text, or None."""
         return self._vocabulary.special.get(text)
+
+    def letters(self) -> tuple[int, ...]:
+        """Return the tokens of unrelated letters."""
+        return self._vocabulary.letters

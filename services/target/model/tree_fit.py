@@ -113,10 +113,11 @@ class _Fit:
     def _few(self, place: int) -> list[int]:
         """Return the tokens allowed after a node if there are at most `MOST_CHOICES`, otherwise none.
 
-        The form has followed the path to the node. If too many masks were computed already, return none.
+        The form has followed the path to the node. Where any text may follow, and after `MOST_SEARCHED`
+        masks, return none.
         """
         if place not in self._known:
-            if not self._searches_left:
+            if not self._searches_left or self._form.takes_text():
                 return []
             self._searches_left -= 1
             self._known[place] = self._form.next_mask()

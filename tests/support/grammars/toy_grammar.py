@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from functools import cache
+from itertools import takewhile
 
 import numpy as np
 
@@ -21,6 +23,7 @@ class ToyGrammar(Grammar):
         states: Number of states.
         stuck: A state that allows nothing. None if every state allows something.
         last: A state that allows only the end. None if there is none.
+        letters: The tokens of letters.
     """
 
     def __init__(
@@ -32,7 +35,9 @@ class ToyGrammar(Grammar):
         *,
         stuck: int | None = None,
         last: int | None = None,
+        letters: tuple[int, ...] = (),
     ) -> None:
+        self._letters = letters
         self._vocab_size, self._ends, self._states = vocab_size, ends, states
         rng = random.Random(seed)
         inner = [token for token in range(vocab_size) if token not in ends]
@@ -58,6 +63,9 @@ class ToyGrammar(Grammar):
 
     def ends(self) -> tuple[int, ...]:
         return self._ends
+
+    def letters(self) -> tuple[int, ...]:
+        return self._letters
 
     def token_of(self, text: str) -> int | None:
         return int(text[1:-1])
@@ -93,6 +101,11 @@ class ToyMatcher(Matcher):
     def rollback(self, count: int) -> None:
         del self._path[len(self._path) - count :]
         assert self._path, "more tokens were removed than added"
+
+    def allows(self, tokens: Sequence[int]) -> bool:
+        accepted = sum(1 for _ in takewhile(self.accept, tokens))
+        self.rollback(accepted)
+        return accepted == len(tokens)
 
     def fill(self, mask: Mask) -> None:
         mask.fill(0)

@@ -82,6 +82,21 @@ def test_text_that_only_one_way_can_go_on_is_forced(compiled: Compile, tokenizer
     assert tokenizer.decode(matcher.forced()).startswith("population")
 
 
+def test_strings_take_text_and_enums_do_not(compiled: Compile, tokenizer: Tokenizer) -> None:
+    string, choice = {"type": "string"}, {"enum": ["river", "lake", "sea"]}
+    schema = {"type": "object", "properties": {"free": string, "one": choice}, "required": ["free", "one"]}
+    form = OutputForm(compiled(KINDS.JSON_SCHEMA, json.dumps(schema | {"additionalProperties": False})))
+    output: list[int] = []
+    for text, free in (('{"free": "', True), ("Abc", True), ('", "one": "', False)):
+        output += tokenizer.encode(text, add_special_tokens=False).ids
+        form.settle(output)
+        assert form.takes_text() == free
+        assert form.next_mask().any(), "the form is where it was"
+    form.settle([*output, 0])
+    assert form.dead
+    assert not form.takes_text()
+
+
 def test_nothing_but_the_character_may_be_forced_inside_a_character(
     compiled: Compile, tokenizer: Tokenizer
 ) -> None:

@@ -100,3 +100,32 @@ def test_few_masks_are_computed_and_they_are_those_of_their_nodes(seed: int) -> 
         assert (form.next_mask() == mask).all()
         for _ in path:
             form.rollback()
+
+
+def test_no_mask_is_computed_where_any_text_may_follow() -> None:
+    grammar = ToyGrammar(VOCAB, (47,), 1)
+    wide, narrow = (
+        next(state for state in range(40) if len(grammar.allowed(state)) == count) for count in (24, 8)
+    )
+    letters = (min(grammar.allowed(wide) - grammar.allowed(narrow)),)
+    grammar = ToyGrammar(VOCAB, (47,), 1, letters=letters)
+    for state, masks in ((wide, 0), (narrow, 1)):
+        tree, form, known = HostTree.of_root(1), form_in(grammar, state), {}
+        tree.add(next(token for token in range(VOCAB) if token not in grammar.allowed(state)), 0, -1.0)
+        fitted(form, tree, 2, 1, known)
+        assert len(known) == masks
+
+
+def form_in(grammar: ToyGrammar, state: int) -> OutputForm:
+    """Return a form whose next token is that of a state."""
+    paths = {0: []}
+    while state not in paths:
+        paths |= {
+            grammar.after(before, token): [*path, token]
+            for before, path in list(paths.items())
+            for token in grammar.allowed(before)
+            if grammar.after(before, token) not in paths
+        }
+    form = OutputForm(grammar, ANY)
+    form.settle(paths[state])
+    return form
