@@ -36,6 +36,7 @@ from outrider.services.gateway.routes import (
     anthropic,
     chat,
     completions,
+    loads,
     models,
     native,
     ops,
@@ -62,7 +63,7 @@ from outrider.shared.rpc.certificate_files import CHECK_S, CertificateFiles
 from outrider.shared.rpc.server import AioServer, aio_server
 
 PUBLIC_PATHS = frozenset(["/health", "/ping", "/ready"])
-ROUTES = (chat, completions, responses, anthropic, native, sglang_admin, models, ops)
+ROUTES = (chat, completions, responses, anthropic, native, sglang_admin, loads, models, ops)
 UNSENT_BYTES = 128 * 1024
 """Number of bytes above which the kernel accepts no more bytes for a connection, until it can send some."""
 BACKLOG = 2048

@@ -194,7 +194,7 @@ def _field_of(problem: Mapping[str, Any]) -> str:
         if isinstance(part, str) and parts and (part in PLAIN_TAGS or part.startswith(TAG_PREFIXES)):
             break
         parts.append(str(part))
-    return ".".join(parts[1:] if parts[:1] == ["body"] else parts)
+    return ".".join(parts[1:] if parts[:1] in (["body"], ["query"]) else parts)
 
 
 def _framework_error(error: HTTPException) -> OutriderError:

@@ -32,8 +32,10 @@ from outrider.shared.rpc.interceptors import as_outrider_error
 REQUEST_ID_HEADER = "X-Request-Id"
 BODY_TIMEOUT_S = 30.0
 READINESS_ROUTE = "/ready"
-# Health probes and open pages send these requests all the time.
-QUIET_ROUTES = frozenset(["/health", "/ping", READINESS_ROUTE, "/metrics", "/status.json", *PAGES])
+# Health probes, routers and open pages send these requests all the time.
+QUIET_ROUTES = frozenset(
+    ["/health", "/ping", READINESS_ROUTE, "/metrics", "/status.json", "/get_load", "/v1/loads", *PAGES]
+)
 UNKNOWN_ROUTE = "other"
 # Some clients send these POST requests without a body and without a content type.
 BODILESS_PATHS = frozenset(["/flush_cache", "/ping"])

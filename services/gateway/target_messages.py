@@ -202,6 +202,9 @@ def target_stats_from_proto(reply: target_pb2.GetStatsReply) -> TargetStats:
             reply.prefix_cache.evicted_pages,
         ),
         resources=_resources_from_proto(reply.resources),
+        waiting_prompt_tokens=reply.waiting_prompt_tokens,
+        draft_tokens=reply.speculation.draft_tokens,
+        accepted_tokens=reply.speculation.accepted_tokens,
         uptime_s=reply.uptime_s if reply.HasField("uptime_s") else None,
     )
 

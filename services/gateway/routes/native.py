@@ -17,8 +17,9 @@ from outrider.services.gateway.generation import collect
 from outrider.services.gateway.guards.parsed_body import ParsedBodyRoute
 from outrider.services.gateway.keys.caller import current_caller
 from outrider.services.gateway.parameters import NATIVE, NATIVE_TEXT
-from outrider.services.gateway.render import decision_object, speculation_object, trace_object
+from outrider.services.gateway.render import decision_object, memory_gib, speculation_object, trace_object
 from outrider.services.gateway.request import Chunk, Completion, Finished, Started
+from outrider.services.gateway.round_tally import RoundTally
 from outrider.services.gateway.routes.completions import check_texts, encode_batch
 from outrider.services.gateway.routes.context import ERROR_RESPONSES, core_of, ignored_header, timeout_of
 from outrider.services.gateway.routes.logprobs import native_meta
@@ -30,8 +31,6 @@ from outrider.services.gateway.sse import EventStream, run_until_disconnect
 from outrider.shared.base.generation import FinishReason, SpeculationMode, SpeculationReport
 from outrider.shared.base.logit_rules import LogprobParams
 from outrider.shared.base.version import installed_version
-
-GIB = 1024**3
 
 router = APIRouter(route_class=ParsedBodyRoute)
 
@@ -95,29 +94,14 @@ class _Progress:
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     chunks: list[Chunk] = field(default_factory=list)
-    draft_tokens: int = 0
-    accepted_histogram: list[int] = field(default_factory=list)
+    rounds: RoundTally = field(default_factory=RoundTally)
 
     def add(self, chunk: Chunk) -> None:
         """Append a chunk."""
         self.chunks.append(chunk)
         self.text += chunk.text
         self.token_ids += chunk.token_ids
-        for drafted, accepted in chunk.drafts:
-            self.draft_tokens += drafted
-            self.accepted_histogram += [0] * (accepted + 1 - len(self.accepted_histogram))
-            self.accepted_histogram[accepted] += 1
-
-    @property
-    def speculation(self) -> SpeculationReport:
-        """The counters so far."""
-        histogram = tuple(self.accepted_histogram)
-        return SpeculationReport(
-            rounds=sum(histogram),
-            draft_tokens=self.draft_tokens,
-            accepted_tokens=sum(accepted * rounds for accepted, rounds in enumerate(histogram)),
-            accepted_histogram=histogram,
-        )
+        self.rounds.add(chunk.drafts)
 
 
 async def _stream(
@@ -221,7 +205,7 @@ def _meta_so_far(core: GatewayCore, progress: _Progress, rid: str) -> dict[str, 
         "completion_tokens": len(progress.token_ids),
         "cached_tokens": progress.chunks[-1].cached_tokens,
         "weight_version": core.client.info.weight_version,
-        **_spec_meta(progress.speculation, len(progress.token_ids)),
+        **_spec_meta(progress.rounds.report(), len(progress.token_ids)),
     }
 
 
@@ -349,8 +333,8 @@ def _default_mode(mode: SpeculationMode) -> SpeculationMode:
 
 
 def _load(info: ServedTarget, stats: TargetStats, throughput: float) -> dict[str, Any]:
-    """Return the current load and the memory of one target. SGLang's sizes are in GiB."""
-    resources = stats.resources
+    """Return the current load and the memory of one target."""
+    weights, cache, graphs = memory_gib(stats.resources)
     return {
         # The gateway counts the tokens of all targets together.
         "last_gen_throughput": throughput,
@@ -358,9 +342,9 @@ def _load(info: ServedTarget, stats: TargetStats, throughput: float) -> dict[str
         "num_waiting_reqs": stats.waiting,
         "effective_max_running_requests_per_dp": info.max_running_requests,
         "memory_usage": {
-            "weight": round(resources.weight_bytes / GIB, 2),
-            "kvcache": round(resources.kv_bytes / GIB, 2),
-            "graph": round(resources.graph_bytes / GIB, 2),
+            "weight": weights,
+            "kvcache": cache,
+            "graph": graphs,
             "token_capacity": stats.pages_total * info.page_size,
         },
         "draft_state": stats.draft_state,

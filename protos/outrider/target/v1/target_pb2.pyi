@@ -583,6 +583,7 @@ class GetStatsReply(_message.Message):
     PREFIX_CACHE_FIELD_NUMBER: _builtins.int
     RESOURCES_FIELD_NUMBER: _builtins.int
     UPTIME_S_FIELD_NUMBER: _builtins.int
+    WAITING_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     running: _builtins.int
     waiting: _builtins.int
     pages_total: _builtins.int
@@ -595,6 +596,8 @@ class GetStatsReply(_message.Message):
     """The target's metrics in Prometheus text format. The gateway appends them to its own."""
     uptime_s: _builtins.float
     """Seconds since the target's process began to load. Absent in releases that do not report it."""
+    waiting_prompt_tokens: _builtins.int
+    """Prompt tokens of the waiting requests."""
     @_builtins.property
     def speculation(self) -> _common_pb2.SpeculationStats: ...
     @_builtins.property
@@ -620,10 +623,11 @@ class GetStatsReply(_message.Message):
         prefix_cache: Global___PrefixCacheStats | None = ...,
         resources: Global___ResourceStats | None = ...,
         uptime_s: _builtins.float | None = ...,
+        waiting_prompt_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_uptime_s", b"_uptime_s", "auto", b"auto", "prefix_cache", b"prefix_cache", "resources", b"resources", "speculation", b"speculation", "uptime_s", b"uptime_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_uptime_s", b"_uptime_s", "auto", b"auto", "draft_state", b"draft_state", "generated_tokens", b"generated_tokens", "pages_free", b"pages_free", "pages_held", b"pages_held", "pages_total", b"pages_total", "prefix_cache", b"prefix_cache", "prometheus_text", b"prometheus_text", "resources", b"resources", "rounds", b"rounds", "running", b"running", "speculation", b"speculation", "uptime_s", b"uptime_s", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_uptime_s", b"_uptime_s", "auto", b"auto", "draft_state", b"draft_state", "generated_tokens", b"generated_tokens", "pages_free", b"pages_free", "pages_held", b"pages_held", "pages_total", b"pages_total", "prefix_cache", b"prefix_cache", "prometheus_text", b"prometheus_text", "resources", b"resources", "rounds", b"rounds", "running", b"running", "speculation", b"speculation", "uptime_s", b"uptime_s", "waiting", b"waiting", "waiting_prompt_tokens", b"waiting_prompt_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__uptime_s: _TypeAlias = _typing.Literal["uptime_s"]  # noqa: Y015
     _WhichOneofArgType__uptime_s: _TypeAlias = _typing.Literal["_uptime_s", b"_uptime_s"]  # noqa: Y015
