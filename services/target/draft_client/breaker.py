@@ -15,14 +15,14 @@ LAST_FAULTY_BACKOFF = 10.0
 A faulty draft may still answer pings. Rows without a deadline then wait for it once more after each back-off.
 With this longest back-off, these waits take less than a tenth of the rows' time.
 """
-SHARE, CAPACITY_S = 0.02, 0.15
+SHARE, CAPACITY_S = 0.015, 0.1
 """Limits of the time that waits for open sessions may cost rows with a deadline and rows without drafts.
 
 `SHARE` is the share of time that these rows may lose. `CAPACITY_S` is the largest budget that these rows can
-accumulate, in seconds.
+accumulate, in seconds. Requests after a calm time lose this budget in their first seconds.
 """
-OPENING_SHARE = 0.01
-"""Share of time that the same rows may lose to sessions that the draft has not opened yet."""
+OPENING_SHARE, OPENING_CAPACITY_S = 0.005, 0.05
+"""The same limits for waits for sessions that the draft has not opened yet."""
 PATIENT_SHARE = 0.1
 """Share of the time that rows without a deadline may lose."""
 PATIENT_CAPACITY = 0.25
@@ -86,7 +86,7 @@ class Breaker:
         self.faults = 0
         self.fault_deadline_s = fault_deadline_s
         self.budget = WaitBudget(SHARE, CAPACITY_S)
-        self.opening_budget = WaitBudget(OPENING_SHARE, CAPACITY_S)
+        self.opening_budget = WaitBudget(OPENING_SHARE, OPENING_CAPACITY_S)
         self._patient_capacity_s = PATIENT_CAPACITY * fault_deadline_s
         self._patient_budget = WaitBudget(PATIENT_SHARE, self._patient_capacity_s)
         self._misses = 0
