@@ -19,7 +19,7 @@ SHARE, CAPACITY_S = 0.015, 0.1
 """Limits of the time that waits for open sessions may cost rows with a deadline and rows without drafts.
 
 `SHARE` is the share of time that these rows may lose. `CAPACITY_S` is the largest budget that these rows can
-accumulate, in seconds. Requests after a calm time lose this budget in their first seconds.
+accumulate, in seconds.
 """
 OPENING_SHARE, OPENING_CAPACITY_S = 0.005, 0.05
 """The same limits for waits for sessions that the draft has not opened yet."""
@@ -92,6 +92,19 @@ class Breaker:
         self._misses = 0
         self._backoff_s = FIRST_BACKOFF_S
         self._closed_until = 0.0
+
+    def pause(self, now: float) -> None:
+        """Stop the growth of the first and the third budget, because no session is open any more.
+
+        Otherwise, requests after each calm time would lose full budgets to a draft that keeps stopping.
+        """
+        self.budget.pause(now)
+        self.opening_budget.pause(now)
+
+    def resume(self, now: float) -> None:
+        """Let these budgets grow again, because a session is open."""
+        self.budget.resume(now)
+        self.opening_budget.resume(now)
 
     def miss(self, now: float) -> None:
         """Record that a deadline passed without an answer. The caller has deducted the wait from `budget`."""
