@@ -79,6 +79,7 @@ class Service:
             graphs=PromptGraphs(),
             prefill_sizes=machine.prefill_sizes,
         )
+        self.harness.engine.recordings.rounds(())  # adopts the draft, whose features the graphs store
         for size in machine.prefill_sizes:
             self.harness.runner.capture_prefill(size)
         # Slots that no one has written contain large numbers, so that reading them changes tokens.
