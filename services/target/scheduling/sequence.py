@@ -102,8 +102,8 @@ class Sequence:
         form: The form that the output must have, i.e. the constraint on its tokens. None without a
             constraint.
         prompt_scored: Index of the next prompt token whose logprob the client has not received.
-        tapped: True if the client wants data that no recorded pass computes: states of tokens, or logprobs of
-            named tokens.
+        tapped: True if the client wants data that are copied for it after each pass: states of tokens, or
+            logprobs of named tokens.
         states_len: Index of the next token whose states the client has not received, if it wants states.
         unsent: Events with tokens that wait for the request's `message_interval_s` to pass.
         send_at: Time from which new tokens no longer wait, from `time.monotonic()`.

@@ -19,7 +19,7 @@ import pkgutil
 import random
 import sys
 import tempfile
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable
 from pathlib import Path
 from typing import Any
 
@@ -182,15 +182,8 @@ class NoGraphs(GraphCache):
     def run(self, key: Hashable, record: Callable[[], Any]) -> Any:
         return record()
 
-    def run_parts(self, key: Hashable, record: Callable[[], Parts[Any]]) -> Iterator[None]:
-        work = record()
-        while True:
-            try:
-                next(work)
-            except StopIteration:
-                yield
-                return
-            yield
+    def run_parts(self, key: Hashable, record: Callable[[], Parts[Any]]) -> Parts[Any]:
+        return record()
 
 
 RUNNING = 4
