@@ -24,6 +24,8 @@ DEV_STAMP := $(VENV)/.dev-$(PINS)
 export OMP_NUM_THREADS ?= 1
 export TRITON_CACHE_DIR ?= $(CURDIR)/.cache/triton
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# The tests start many Python processes. Without stored bytecode, each of them would compile the code again.
+unexport PYTHONDONTWRITEBYTECODE
 
 PYTEST := $(BIN)/python -m pytest -q
 STUBS := $(BIN)/python scripts/stubs.py

@@ -18,6 +18,9 @@ COLUMNS = 24
 SOURCE = {"type": "prometheus", "uid": "prometheus"}
 ONE = 'instance=~"$instance"'
 """Restricts a query to the chosen gateways."""
+OF_MODEL = 'model=~"$model"'
+WITHOUT_MODEL = frozenset(["gateway_requests_waiting", "gateway_target_ready", "http_requests"])
+"""Metrics of a whole gateway, which have no label `model`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,23 +48,28 @@ class Panel:
     most: float | None = None
 
 
+def chosen(name: str) -> str:
+    """Return the matchers of a metric ``outrider_<name>`` for the chosen gateways and models."""
+    return ONE if name in WITHOUT_MODEL else f"{ONE}, {OF_MODEL}"
+
+
 def rate(name: str, by: str = "", where: str = "") -> str:
     """Return the summed rate of a counter ``outrider_<name>_total``."""
-    matchers = f"{ONE}, {where}" if where else ONE
+    matchers = f"{chosen(name)}, {where}" if where else chosen(name)
     grouped = f" by ({by})" if by else ""
     return f"sum{grouped} (rate(outrider_{name}_total{{{matchers}}}[$__rate_interval]))"
 
 
 def quantile(share: float, name: str) -> str:
     """Return a quantile of a histogram ``outrider_<name>``."""
-    buckets = f"rate(outrider_{name}_bucket{{{ONE}}}[$__rate_interval])"
+    buckets = f"rate(outrider_{name}_bucket{{{chosen(name)}}}[$__rate_interval])"
     return f"histogram_quantile({share:g}, sum by (le) ({buckets}))"
 
 
 def mean(name: str) -> str:
     """Return the mean of a histogram ``outrider_<name>``."""
     total, count = (
-        f"sum (rate(outrider_{name}_{part}{{{ONE}}}[$__rate_interval]))" for part in ("sum", "count")
+        f"sum (rate(outrider_{name}_{part}{{{chosen(name)}}}[$__rate_interval]))" for part in ("sum", "count")
     )
     return f"{total} / {count}"
 
@@ -69,7 +77,7 @@ def mean(name: str) -> str:
 def gauge(name: str, by: str = "", how: str = "sum") -> str:
     """Return an aggregated gauge ``outrider_<name>``."""
     grouped = f" by ({by})" if by else ""
-    return f"{how}{grouped} (outrider_{name}{{{ONE}}})"
+    return f"{how}{grouped} (outrider_{name}{{{chosen(name)}}})"
 
 
 def percentiles(name: str) -> list[tuple[str, str]]:
@@ -306,19 +314,26 @@ def dashboard() -> dict[str, Any]:
         "time": {"from": "now-30m", "to": "now"},
         "templating": {
             "list": [
-                {
-                    "name": "instance",
-                    "type": "query",
-                    "datasource": SOURCE,
-                    "query": "label_values(outrider_gateway_target_ready, instance)",
-                    "includeAll": True,
-                    "multi": True,
-                    "current": {"text": "All", "value": "$__all"},
-                    "refresh": 2,
-                }
+                _variable("instance", "gateway_target_ready"),
+                # `.*` also matches series without the label.
+                _variable("model", "gateway_ready_targets") | {"allValue": ".*"},
             ]
         },
         "panels": [{**panel, "id": number} for number, panel in enumerate(_panels(), start=1)],
+    }
+
+
+def _variable(label: str, metric: str) -> dict[str, Any]:
+    """Return a variable whose values are those of a label of the metric ``outrider_<metric>``."""
+    return {
+        "name": label,
+        "type": "query",
+        "datasource": SOURCE,
+        "query": f"label_values(outrider_{metric}, {label})",
+        "includeAll": True,
+        "multi": True,
+        "current": {"text": "All", "value": "$__all"},
+        "refresh": 2,
     }
 
 

@@ -121,7 +121,12 @@ def _imports(types: Sequence[str]) -> str:
         if lines and rank != _import_rank(one):
             lines.append("")
         rank = _import_rank(one)
-        lines.append(f"from {one} import {', '.join(sorted(name for name in names if TYPES[name] == one))}")
+        of_module = sorted(name for name in names if TYPES[name] == one)
+        line = f"from {one} import {', '.join(of_module)}"
+        if len(line) <= MAX_COLUMNS:
+            lines.append(line)
+        else:
+            lines += [f"from {one} import (", *(f"    {name}," for name in of_module), ")"]
     return "\n".join(lines)
 
 

@@ -143,9 +143,10 @@ class BenchEngine:
         new_tokens: int | Sequence[int],
         tree: DraftShape | None,
         mode: SpeculationMode | None = None,
+        seed: int | None = None,
     ) -> Taken:
         """Answer all prompts as one batch, and wait for the answers (`start_batch`, `RunningBatch.wait`)."""
-        return self.start_batch(prompts, new_tokens, tree, mode).wait()
+        return self.start_batch(prompts, new_tokens, tree, mode, seed).wait()
 
     def start_batch(
         self,
@@ -153,6 +154,7 @@ class BenchEngine:
         new_tokens: int | Sequence[int],
         tree: DraftShape | None,
         mode: SpeculationMode | None = None,
+        seed: int | None = None,
     ) -> RunningBatch:
         """Submit prompts as one batch. Each answer is greedy and has exactly `new_tokens` tokens.
 
@@ -162,6 +164,8 @@ class BenchEngine:
             tree: Tree shape of every round. With None, decoding is plain.
             mode: Speculation mode of the requests. The default is `ON` if `tree` is given, and `OFF`
                 otherwise. With `AUTO`, `tree` is ignored, and the settings of the engine limit the shapes.
+            seed: Seed of the first request; each further request adds 1. The seeds determine how many draft
+                tokens are accepted at each position. The default is a new seed for each batch.
         """
         sink = AnswerSink(len(prompts))
         engine = self._target.engine
@@ -174,6 +178,7 @@ class BenchEngine:
         )
         lengths = [new_tokens] * len(prompts) if isinstance(new_tokens, int) else new_tokens
         self._batches += 1
+        first_seed = 1000 * self._batches if seed is None else seed
         wake, engine.wake = engine.wake, lambda: None  # let the first step see the whole batch
         try:
             for index, (prompt, length) in enumerate(zip(prompts, lengths, strict=True)):
@@ -181,7 +186,7 @@ class BenchEngine:
                     request_id=str(index),
                     prompt_ids=prompt,
                     max_new_tokens=length,
-                    sampling=SamplingParams(temperature=0.0, seed=1000 * self._batches + index),
+                    sampling=SamplingParams(temperature=0.0, seed=first_seed + index),
                     speculation=speculation,
                     ignore_eos=True,
                 )

@@ -19,7 +19,8 @@ _TILE_ROWS = 128
 """Products of up to `MANY_ROWS` rows read normed rows in tiles of this many rows. Whole tiles are faster."""
 
 
-@triton.jit
+# The number of rows is only compared with row numbers. A specialised kernel would be no faster.
+@triton.jit(do_not_specialize=["rows"])
 def _stream_rows(
     parts, residual, tokens, bias, norm_weight, out, scaled, sums,
     rows, width, residual_row, out_row, scaled_row, eps,
@@ -56,7 +57,7 @@ def _stream_rows(
         tl.store(sums + block * rows + row, square, mask=row < rows)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _divide(
     scaled, sums, out, rows, width, parts, eps,
     PARTS: tl.constexpr, PDL: tl.constexpr, BLOCK: tl.constexpr

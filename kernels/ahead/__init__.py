@@ -15,7 +15,7 @@ import contextlib
 import functools
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -26,7 +26,15 @@ from outrider.kernels.ahead.types import Compiled
 if TYPE_CHECKING:
     from outrider.kernels.ahead.pool import CompilerPool
 
-__all__ = ["CompileWork", "Compiled", "compile_ahead", "compiled_or_soon", "rehearsing", "state_of"]
+__all__ = [
+    "CompileWork",
+    "Compiled",
+    "compile_ahead",
+    "compiled_or_soon",
+    "covers_all_sizes",
+    "rehearsing",
+    "state_of",
+]
 
 CompileWork = Callable[[], object]
 """A piece of work: a function that launches kernels."""
@@ -37,6 +45,7 @@ PIECES_TO_SEE = 2
 
 _log = logging.getLogger("outrider.kernels")
 _rehearsing = False
+_covered: set[Hashable] | None = None
 
 
 def rehearsing() -> bool:
@@ -52,12 +61,34 @@ def rehearsing() -> bool:
     return _rehearsing
 
 
+def covers_all_sizes(launch: Hashable) -> bool:
+    """Return True if a launch must stand for launches with all other numbers of sequences, rows and tokens.
+
+    This is the case in a rehearsal with ``all_sizes=True`` (see `compile_ahead`). An operation whose kernels
+    have different variants for different sizes then calls each variant once.
+
+    Args:
+        launch: Everything else on which the variants depend. For each value, the result is True only once in
+            a rehearsal.
+
+    Example:
+        >>> from outrider.kernels.ahead import covers_all_sizes
+        >>> covers_all_sizes("attention with 32 heads")  # no rehearsal
+        False
+    """
+    if _covered is None or launch in _covered:
+        return False
+    _covered.add(launch)
+    return True
+
+
 def compile_ahead(
     device: torch.device,
     works: Sequence[CompileWork],
     tell: TellCompiled | None = None,
     *,
     limit_s: float | None = math.inf,
+    all_sizes: bool = False,
 ) -> int:
     """Rehearse functions on this thread, and wait until the Triton kernels that they need are compiled.
 
@@ -74,6 +105,8 @@ def compile_ahead(
         limit_s: Longest wait in seconds. Kernels whose compilation has not started by then are compiled when
             they are launched. With None, this call does not wait, and all kernels are compiled in the
             background.
+        all_sizes: True to also compile the kernels that the functions would launch for other numbers of
+            sequences, rows and tokens; see `covers_all_sizes`.
 
     Returns:
         The number of kernels that were compiled; 0 if `device` is not a GPU.
@@ -89,7 +122,7 @@ def compile_ahead(
     pool = _pool()
     before, compiled = pool.submitted, pool.compiled
     try:
-        with torch.cuda.device(device), _rehearsal(pool):
+        with torch.cuda.device(device), _rehearsal(pool, all_sizes):
             for index, work in enumerate(works):
                 if index == PIECES_TO_SEE and pool.submitted == before:
                     break
@@ -153,12 +186,12 @@ def _pool() -> CompilerPool:
 
 
 @contextlib.contextmanager
-def _rehearsal(pool: CompilerPool) -> Iterator[None]:
-    global _rehearsing
+def _rehearsal(pool: CompilerPool, all_sizes: bool = False) -> Iterator[None]:
+    global _rehearsing, _covered
     assert not _rehearsing, "rehearsals cannot be nested"
-    _rehearsing = True
+    _rehearsing, _covered = True, set() if all_sizes else None
     try:
         with pool.instead_of_launches(), outputs_of_zeros():
             yield
     finally:
-        _rehearsing = False
+        _rehearsing, _covered = False, None

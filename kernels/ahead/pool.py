@@ -137,8 +137,13 @@ class CompilerPool:
 
     def submit(self, name: str, job: str, kernel: Kernel | None = None) -> None:
         """Queue a kernel for compilation. `job` is the JSON line that the worker process reads."""
-        self.submitted += 1
-        self._jobs.put((name, job, kernel))
+        with self._changed:
+            self.submitted += 1
+            self._jobs.put((name, job, kernel))
+            self._add_thread()
+
+    def _add_thread(self) -> None:
+        """Start a thread for the queued kernels unless there are enough. The lock must be held."""
         self._threads = [thread for thread in self._threads if thread.is_alive()]
         if len(self._threads) < min(MOST_PROCESSES, len(os.sched_getaffinity(0))):
             thread = threading.Thread(target=self._work, name="compile-kernels", daemon=True)
@@ -176,7 +181,11 @@ class CompilerPool:
         return name in (get_cache_manager(hashlib.sha256(key.encode()).hexdigest()).get_group(name) or {})
 
     def _work(self) -> None:
-        """Run one worker process and feed it jobs until the queue stays empty or the process ends."""
+        """Run one worker process and feed it jobs until the queue stays empty or the process ends.
+
+        The thread stops counting as a worker before it waits for the end of its process. Otherwise, a kernel
+        that is submitted during this wait would stay in the queue without a worker.
+        """
         command, variables, pipe = (
             [sys.executable, "-m", WORKER],
             {**os.environ, "CUDA_VISIBLE_DEVICES": ""},  # compiling needs no GPU and must not occupy one
@@ -192,7 +201,7 @@ class CompilerPool:
             assert process.stdout is not None
             answer = "compiled"
             while answer:
-                (name, job, kernel), answer = self._jobs.get(timeout=IDLE_S), ""
+                (name, job, kernel), answer = self._next_job(), ""
                 limit = threading.Timer(COMPILE_S, process.kill)
                 limit.start()
                 try:
@@ -203,12 +212,31 @@ class CompilerPool:
                     limit.cancel()
                     self._note(name, kernel, answer)
 
+    def _next_job(self) -> tuple[str, str, Kernel | None]:
+        """Wait for a job.
+
+        Raises:
+            Empty: There was none for `IDLE_S` seconds. The thread no longer counts as a worker.
+        """
+        try:
+            return self._jobs.get(timeout=IDLE_S)
+        except Empty:
+            with self._changed:
+                with contextlib.suppress(Empty):
+                    return self._jobs.get_nowait()
+                self._threads.remove(threading.current_thread())
+            raise
+
     def _note(self, name: str, kernel: Kernel | None, answer: str) -> None:
         with self._changed:
             self._done += 1
             self.compiled += answer == "compiled"
             if kernel is not None and answer != "compiled":
                 self._refused.add(kernel)
+            if not answer and threading.current_thread() in self._threads:
+                self._threads.remove(threading.current_thread())
+                if not self._jobs.empty():
+                    self._add_thread()
             self._changed.notify_all()
         if answer != "compiled":
             _log.warning(

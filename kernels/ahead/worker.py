@@ -19,6 +19,8 @@ import sys
 from typing import Any
 
 PACKAGE = "outrider.kernels"
+NICENESS = 10
+"""A worker process leaves the processors to the process that serves requests."""
 
 
 def compile_kernel(job: dict[str, Any]) -> None:
@@ -73,6 +75,7 @@ def main() -> None:
 
     After an error, the process that launches the kernel compiles it again and reports the error itself.
     """
+    os.nice(NICENESS)
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # output that compilers print must not mix with the replies
     for line in sys.stdin:

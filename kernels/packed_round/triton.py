@@ -267,7 +267,9 @@ def accept_entries(
     return accepted
 
 
-@triton.jit(do_not_specialize=["nodes", "words", "out_words"])
+@triton.jit(
+    do_not_specialize=["nodes", "words", "out_words"], do_not_specialize_on_alignment=["num_nodes", "members"]
+)
 def _pack(
     tokens, parents, depths, ancestors, num_nodes, logprobs, members, starts, out_tokens, out_parents,
     out_depths, out_ancestors, out_logprobs, out_num_nodes, nodes, words, out_words, LOGPROBS: tl.constexpr,
@@ -333,7 +335,10 @@ def pack_trees(
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["slot_columns", "columns", "width"])
+@triton.jit(
+    do_not_specialize=["slot_columns", "columns", "width"],
+    do_not_specialize_on_alignment=["members", "out_committed", "out_counts", "out_choices"],
+)
 def _gather(
     slots, members, committed_lens, limits, tokens, counts, temperature, seeds, choices, features,
     slot_stride, row_stride, out_committed, out_counts, out_tokens, out_temperature, out_seeds, out_choices,
@@ -389,6 +394,6 @@ def gather_group(
             features, features.stride(0), features.stride(1), group.committed_lens, group.counts,
             group.tokens, group.temperature, group.seeds, group.choices, group.features,
             group.features.stride(0), group.features.stride(1), state.tokens.shape[1], columns, width,
-            COLUMNS=_launch.next_power_of_2(columns), BLOCK=_FEATURE_BLOCK, num_warps=4,
+            COLUMNS=_launch.lanes(columns), BLOCK=_FEATURE_BLOCK, num_warps=4,
             **_launch.dependent(members),
         )  # fmt: skip

@@ -12,7 +12,7 @@ from outrider.kernels.round_plan.types import RowPlan
 
 
 # Clients choose the depth and the branches of their trees. Each constant would be a kernel of its own.
-@triton.jit(do_not_specialize=["bs", "rows", "columns", "depth", "topk"])
+@triton.jit(do_not_specialize=["table_stride", "bs", "rows", "columns", "depth", "topk"])
 def _plan(
     committed_lens, counts, tokens, max_nodes, page_table, table_stride, out_tokens, out_features,
     extend_slots, level_slots, positions, lens, root_tokens, out_nodes, bs, rows, columns, depth, topk,

@@ -18,6 +18,8 @@ Batches with few pairs per sequence use `FEW_PAIRS`. Most other batches use `MAN
 """
 _NARROW, _WIDE = 64, 256  # widths of a head, padded
 _MOST_SPLITS, _MOST_GATHERED = 32, 8
+_WHOLE_TOKENS = 128
+"""Sequences of at most this many tokens are not split, because a merge would take longer than it saves."""
 SHARED_BYTES = 213 << 10
 """Most shared memory, in bytes, that a program uses if it has a multiprocessor to itself."""
 
@@ -63,6 +65,11 @@ class Blocks:
     transposed: bool = False
     gathers: bool = False
 
+    @property
+    def merges_itself(self) -> bool:
+        """True if a launch with a work list needs no second launch, which would merge splits."""
+        return self.gathers or self.splits == 1
+
 
 def choose_blocks(
     bs: int, rows: int, pairs: int, kv_heads: int, block_d: int, itemsize: int, max_kv_len: int,
@@ -73,7 +80,8 @@ def choose_blocks(
     They are the fastest ones that were measured on an H200, with bf16 heads of 128 elements.
 
     The token range of each split is determined on the device from the real lengths. A program whose range is
-    empty ends immediately.
+    empty ends immediately. The number of splits therefore does not follow `max_kv_len`, which would only
+    multiply the compiled variants.
 
     Args:
         bs: Number of sequences.
@@ -99,16 +107,13 @@ def choose_blocks(
     programs = max(1, ceil_div(pairs, block_pairs) * kv_heads * bs)
     if not is_measured(block_d, itemsize):
         return _modest(bs, rows, programs, block_pairs, block_d, itemsize, max_kv_len, processors)
-    steps = ceil_div(max_kv_len, 64)
-    most = min(_MOST_SPLITS, steps)
+    most = _most_splits(max_kv_len)
     deep = block_d <= 128
     # One program per multiprocessor: latency per step dominates, so use long steps with several in flight.
     alone = roomy and deep and processors // 2 < programs <= processors
     if not few:  # one program per block if the blocks fill half the device, as merging many rows is expensive
         room = processors // programs
-        splits = min(
-            most, max(8, steps // 4), 2 * processors // programs if pairs > MANY_PAIRS and room > 1 else room
-        )
+        splits = min(most, 2 * processors // programs if pairs > MANY_PAIRS and room > 1 else room)
         if splits <= 1:
             if alone and pairs <= MANY_PAIRS // 2:
                 return Blocks(MANY_PAIRS // 2, 128, 1, 8, 3, _release(bs, rows, 1), transposed=True)
@@ -116,12 +121,12 @@ def choose_blocks(
         stages = (3 if pairs > MANY_PAIRS else 4) if deep else 3
         return Blocks(block_pairs, 32, _power_of_2(splits), 4, stages, _release(bs, rows, splits))
     if bs == 1:
-        splits = min(_power_of_2(4 * processors // programs), next_power_of_2(most))
+        splits = min(_power_of_2(4 * processors // programs), most)
         return Blocks(block_pairs, 64, splits, 4, 2, _release(bs, rows, splits))
     if alone:
         tokens, stages = (64, 4) if rows == bs else (128, 3)
         return Blocks(block_pairs, tokens, 1, 4, stages, _release(bs, rows, 1))
-    splits = min(most, max(4, steps // 4), 2 * processors // programs)
+    splits = min(most, 2 * processors // programs)
     if splits <= 1:
         # Products of few rows (`skinny_gemm`) share multiprocessors with attention, which makes longer steps
         # faster.
@@ -163,13 +168,17 @@ def _modest(
 ) -> Blocks:
     """Return sizes for heads and elements whose sizes were not measured.
 
-    Pipelines are short. With many pairs, each share has at least two steps.
+    Pipelines are short.
     """
     wide, few = block_d > _WIDE, block_pairs == FEW_PAIRS
     tokens = 16 if wide else 32 if itemsize > 2 else 64
-    shares = ceil_div(max_kv_len, tokens * (2 if block_pairs == MANY_PAIRS else 1))
-    splits = next_power_of_2(min((4 if few else 2) * processors // programs, shares, _MOST_SPLITS))
+    splits = next_power_of_2(min((4 if few else 2) * processors // programs, _most_splits(max_kv_len)))
     return Blocks(block_pairs, tokens, splits, 8 if wide else 4, 1 if wide else 2, _release(bs, rows, splits))
+
+
+def _most_splits(max_kv_len: int) -> int:
+    """Return the largest number of splits of a sequence with at most this many tokens."""
+    return 1 if max_kv_len <= _WHOLE_TOKENS else _MOST_SPLITS
 
 
 def _power_of_2(n: int) -> int:

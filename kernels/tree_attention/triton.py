@@ -23,6 +23,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from outrider.kernels import _launch
+from outrider.kernels.ahead import covers_all_sizes, rehearsing
 from outrider.kernels.tree_attention.fold.triton import count_bits, first_column_of, fold, within
 from outrider.kernels.tree_attention.limits import has_room, processors
 from outrider.kernels.tree_attention.merge.triton import (
@@ -33,14 +34,21 @@ from outrider.kernels.tree_attention.merge.triton import (
     merge_rows,
     store_split,
 )
-from outrider.kernels.tree_attention.plan import choose_blocks
+from outrider.kernels.tree_attention.plan import Blocks, choose_blocks
+from outrider.kernels.tree_attention.variants import all_blocks
 from outrider.kernels.tree_attention.work.types import ITEM, MOST_SPLITS, ROW, WorkList
 
 _LOG2E = 1.4426950408889634
 
 
-# These numbers change from pass to pass. A specialised kernel would be no faster.
-@triton.jit(do_not_specialize=["table_stride", "rows", "splits"])
+# These numbers change from pass to pass, and so do the addresses of these tensors, whose elements are loaded
+# one by one. A specialised kernel would be no faster.
+@triton.jit(
+    do_not_specialize=["table_stride", "rows", "splits"],
+    do_not_specialize_on_alignment=[
+        *("prefix_lens", "kv_lens", "query_start", "ancestors", "row_positions", "sinks"),
+    ],
+)
 def _attention(
     q, k_plane, v_plane, page_table, table_rows, items, prefix_lens, kv_lens, query_start, ancestors,
     row_positions, sinks, out, partial, stats, arrivals, q_row, q_head, out_row, table_stride, words, window,
@@ -260,60 +268,64 @@ def tree_attention(
     masks = ancestors.contiguous() if ancestors is not None else query_start
     block_d = max(16, _launch.next_power_of_2(dim))
     starts = query_start.contiguous()
-    partial = stats = arrivals = out
-    if work is not None:
-        blocks, splits = work.sizes.blocks, 1
-        grid = (1, kv_heads, work.sizes.items)
-        gathered, stored = MOST_SPLITS if work.sizes.gathers else 0, work.sizes.partial_rows
-        arrivals = work.arrivals
-    else:
-        roomy = k_plane.dtype == q.dtype and has_room(q.device)
-        blocks = choose_blocks(
-            bs, rows, pairs, kv_heads, block_d, q.element_size(), max_kv_len, processors(q.device), roomy
-        )
-        splits = blocks.splits
-        grid = (_launch.ceil_div(pairs, blocks.pairs), kv_heads, bs * splits)
-        gathers = blocks.gathers and splits > 1 and grid[0] * kv_heads * bs <= _MOST_COUNTERS
-        gathered, stored = splits if gathers and _can_count(k_plane) else 0, splits * rows
-        if gathered:
-            arrivals = _counters(k_plane)
-    if work is not None or splits > 1:
-        partial = _launch.empty((stored, heads, dim), torch.float32, q.device)
-        stats = _launch.empty((stored, heads, 2), torch.float32, q.device)
+    page_table, lens = page_table.contiguous(), (prefix_lens.contiguous(), kv_lens.contiguous())
+    owners = starts if table_rows is None else table_rows.contiguous()
+    positions = starts if row_positions is None else row_positions.contiguous()
     logits = starts if sinks is None else sinks.contiguous()
-    late = {"RELEASE": blocks.release.value, **_launch.dependent(q)}
-    merged = {
-        "HEADS": heads,
-        "DIM": dim,
-        "SINKS": sinks is not None,
-        "BLOCK_D": block_d,
-        "num_warps": 1,
-        **late,
-    }
-    with _launch.on_device_of(q):
+    same_type = k_plane.dtype == q.dtype
+    roomy, count = same_type and has_room(q.device), processors(q.device)
+
+    def launch(blocks: Blocks, *, stores: bool = True) -> None:
+        """Launch the kernels with these sizes. Without `stores`, allocate no memory for partial results."""
+        partial = stats = arrivals = out
+        splits, late = blocks.splits, {"RELEASE": blocks.release.value, **_launch.dependent(q)}
+        if work is not None:
+            grid, gathered = (1, kv_heads, work.sizes.items), MOST_SPLITS if blocks.merges_itself else 0
+            splits, stored, arrivals = 1, work.sizes.partial_rows, work.arrivals
+        else:
+            grid = (_launch.ceil_div(pairs, blocks.pairs), kv_heads, bs * splits)
+            gathers = blocks.gathers and splits > 1 and grid[0] * kv_heads * bs <= _MOST_COUNTERS
+            gathered, stored = splits if gathers and _can_count(k_plane) else 0, splits * rows
+            if gathered:
+                arrivals = _counters(k_plane)
+        if work is not None or splits > 1:
+            partial = _launch.empty((stored if stores else 1, heads, dim), torch.float32, q.device)
+            stats = _launch.empty((stored if stores else 1, heads, 2), torch.float32, q.device)
         _attention[grid](
-            q, k_plane, v_plane, page_table.contiguous(),
-            starts if table_rows is None else table_rows.contiguous(), starts if work is None else work.items,
-            prefix_lens.contiguous(), kv_lens.contiguous(), starts, masks,
-            row_positions.contiguous() if row_positions is not None else starts, logits, out, partial, stats,
-            arrivals, q.stride(0), q.stride(1), heads * dim, page_table.shape[1],
-            masks.shape[1] if tree else 0, window, scale / softcap if softcap > 0 else scale * _LOG2E,
-            softcap * _LOG2E, rows if work is None else 0, splits,
+            q, k_plane, v_plane, page_table, owners, starts if work is None else work.items, *lens, starts,
+            masks, positions, logits, out, partial, stats, arrivals, q.stride(0), q.stride(1), heads * dim,
+            page_table.shape[1], masks.shape[1] if tree else 0, window,
+            scale / softcap if softcap > 0 else scale * _LOG2E, softcap * _LOG2E, rows if work is None else 0,
+            splits,
             WIDEN=not isinstance(_attention, triton.JITFunction), GROUP=group, KV_HEADS=kv_heads, DIM=dim,
             PAGE_SIZE=page_size, TREE=tree, WINDOW=window > 0, POSITIONS=row_positions is not None,
             SINKS=sinks is not None, SOFTCAP=softcap > 0, WORK=work is not None, ITEM=ITEM,
             MAPPED=table_rows is not None, SPLIT=splits > 1, GATHER=gathered,
             # The transposed form pays off only if K and V need no widening in registers.
-            TRANSPOSED=blocks.transposed and k_plane.dtype == q.dtype, BLOCK_M=blocks.pairs,
-            BLOCK_N=blocks.tokens, BLOCK_D=block_d, num_warps=blocks.warps, num_stages=blocks.stages, **late,
+            TRANSPOSED=blocks.transposed and same_type, BLOCK_M=blocks.pairs, BLOCK_N=blocks.tokens,
+            BLOCK_D=block_d, num_warps=blocks.warps, num_stages=blocks.stages, **late,
         )  # fmt: skip
+        merged = {
+            "HEADS": heads, "DIM": dim, "SINKS": sinks is not None, "FEW": MOST_SPLITS // 4,
+            "BLOCK_S": MOST_SPLITS, "BLOCK_D": block_d, "num_warps": 1, **late,
+        }  # fmt: skip
         if work is not None and not gathered:
-            merge_rows[(rows, heads)](
-                work.merges, partial, stats, logits, out, ROW=ROW, FEW=MOST_SPLITS // 4, BLOCK_S=MOST_SPLITS,
-                **merged
-            )  # fmt: skip
+            merge_rows[(rows, heads)](work.merges, partial, stats, logits, out, ROW=ROW, **merged)
         elif splits > 1 and not gathered:
-            merge[(max_query_len, heads, bs)](
-                starts, partial, stats, logits, out, rows, splits, BLOCK_S=_launch.next_power_of_2(splits),
-                **merged
-            )  # fmt: skip
+            merge[(max_query_len, heads, bs)](starts, partial, stats, logits, out, rows, splits, **merged)
+
+    sizes = kv_heads, block_d, q.element_size()
+    with _launch.on_device_of(q):
+        if rehearsing() and covers_all_sizes(
+            (
+                *("tree_attention", heads, kv_heads, dim, page_size, q.dtype, k_plane.dtype),
+                *(masks.shape[1] if tree else 0, window > 0, sinks is None, softcap > 0),
+                *(row_positions is None, table_rows is None, work is None),
+            )
+        ):
+            for blocks in all_blocks(group, *sizes, count, roomy, ragged=work is not None):
+                launch(blocks, stores=False)
+        if work is not None:
+            launch(work.sizes.blocks)
+        else:
+            launch(choose_blocks(bs, rows, pairs, *sizes, max_kv_len, count, roomy))

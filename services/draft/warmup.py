@@ -13,7 +13,7 @@ from outrider.services.draft.engine import DraftEngine
 from outrider.services.draft.sessions.session import Ask, PeerId
 from outrider.shared.base.errors import CheckpointError
 from outrider.shared.engine.buckets import power_of_2, powers_of_2
-from outrider.shared.nn.fused.products import HasProducts
+from outrider.shared.nn.fused.products import HasProducts, row_classes
 from outrider.shared.nn.fused.trial import DRAFT_BUDGET_S, try_products
 from outrider.shared.obs.logging import get_logger
 from outrider.shared.spec.drafter import Commit, SequenceOpen
@@ -24,12 +24,8 @@ _log = get_logger("outrider.draft")
 
 WARM_UP_PEER = PeerId(0)
 PROMPT_LEN = 20
-SHORT_PROMPT_LEN = 4
-"""Length of a prompt with so few rows that attention uses its smallest blocks."""
-LONG_PROMPT_LEN = 300
-"""Length of a prompt that has more rows than any captured CUDA graph."""
-CATCH_UP_BATCHES = 3
-"""Number of batch sizes, from 1 on, whose sessions process a prompt of `LONG_PROMPT_LEN` tokens."""
+CATCH_UP_ROWS = (3, 300)
+"""Numbers of rows of catch-ups for a draft without fused kernels."""
 PERIOD = 7
 """Period of the made-up sequence. The sequence repeats so that n-grams find matches."""
 MOST_UNRECORDED = 16
@@ -78,7 +74,11 @@ def warm_up(
     first, further = list(_first_works(engine, device)), list(_further_works(engine, device, record))
     if compiled := compile_ahead(device, [*first, *further] if record else first):
         _log.info("kernels compiled", kernels=compiled)
-    if not record:
+    if record:
+        # Sessions that catch up have any number of rows. A target in the same process compiles these kernels
+        # with those of its rounds.
+        compile_ahead(device, first, limit_s=None, all_sizes=True)
+    else:
         compile_ahead(device, further, limit_s=None)
     engine.drop_peer(WARM_UP_PEER)  # a failed rehearsal may have left sessions
     # 2. Run the first work, and return the rest.
@@ -112,12 +112,11 @@ def _further_works(engine: DraftEngine, device: torch.device, record: bool) -> I
     for sessions in batches[1:]:
         for temperature in (1.0, 0.0):
             yield partial(_follow, engine, min(sessions, engine.sessions.limits.max_sessions), temperature)
-    if device.type == "cuda":
-        # Sessions that have not drafted for a while process many tokens at once, often several together.
-        for sessions in batches[:CATCH_UP_BATCHES]:
-            yield partial(_follow, engine, sessions, 0.0, LONG_PROMPT_LEN)
-        if growth is not None:  # n-grams find no match in a short text
-            yield partial(_follow, engine, 1, 0.0, SHORT_PROMPT_LEN)
+    if device.type == "cuda" and growth is not None:
+        # Sessions that have not drafted for a while process any number of tokens at once.
+        uses = engine.strategy.uses() if isinstance(engine.strategy, HasProducts) else []
+        for rows in dict.fromkeys((*(row_classes(uses) if uses else ()), *CATCH_UP_ROWS)):
+            yield partial(_catch_up, engine, rows)
 
 
 def compiled_batches(engine: DraftEngine) -> tuple[int, ...]:
@@ -142,27 +141,36 @@ def usual_shapes(engine: DraftEngine) -> tuple[DraftShape, ...]:
     return tuple(dict.fromkeys((tree, DraftShape(tree.depth, 1, min(tree.depth + 1, tree.max_nodes)))))
 
 
-def _follow(engine: DraftEngine, sessions: int, temperature: float, length: int = PROMPT_LEN) -> None:
+def _catch_up(engine: DraftEngine, rows: int) -> None:
+    """Extend a session by this number of rows, without growing a tree."""
+    if rows < engine.strategy.info.max_len:
+        fence = _open(engine, 0, 0.0, rows + 1)
+        engine.catch_up(WARM_UP_PEER, [fence.session_id])
+        engine.drop_peer(WARM_UP_PEER)
+
+
+def _open(engine: DraftEngine, session: int, temperature: float, length: int) -> Fence:
+    """Open a session with a made-up sequence and all its features."""
     info = engine.strategy.info
-    length = min(length, max(PROMPT_LEN, info.max_len // 2))
     tokens = [index % min(PERIOD, info.vocab_size) for index in range(length)]
-    fences = [
-        Fence(session, 1, len(tokens), extend_prefix_hash(FNV_OFFSET, tokens)) for session in range(sessions)
-    ]
-    for fence in fences:
-        engine.open(WARM_UP_PEER, SequenceOpen(fence, tokens, seed=0, temperature=temperature))
-        if info.feature_size:
-            engine.add_features(
-                WARM_UP_PEER, fence.session_id, 1, 0, torch.ones(length - 1, info.feature_size)
-            )
+    fence = Fence(session, 1, len(tokens), extend_prefix_hash(FNV_OFFSET, tokens))
+    engine.open(WARM_UP_PEER, SequenceOpen(fence, tokens, seed=0, temperature=temperature))
+    if info.feature_size:
+        engine.add_features(WARM_UP_PEER, session, 1, 0, torch.ones(length - 1, info.feature_size))
+    return fence
+
+
+def _follow(engine: DraftEngine, sessions: int, temperature: float) -> None:
+    """Grow trees for sessions that have a short prompt."""
+    fences = [_open(engine, session, temperature, PROMPT_LEN) for session in range(sessions)]
     for fitting in usual_shapes(engine):
         for fence in fences:
-            engine.commit(WARM_UP_PEER, Commit(fence, len(tokens), (), None), Ask(0, fitting, asked_s=0.0))
+            engine.commit(WARM_UP_PEER, Commit(fence, PROMPT_LEN, (), None), Ask(0, fitting, asked_s=0.0))
         for proposal in engine.step().proposals:
             if fitting.bounded().drafts and not rehearsing() and int(proposal.trees.num_nodes.min()) < 2:
                 raise CheckpointError(
-                    f"{info.model_id}: the logits are not finite. Its weights are damaged, or --dtype is "
-                    "too narrow.",
+                    f"{engine.strategy.info.model_id}: the logits are not finite. Its weights are damaged, "
+                    "or --dtype is too narrow.",
                     field="draft",
                 )
     engine.drop_peer(WARM_UP_PEER)

@@ -16,7 +16,7 @@ from fastapi.middleware.cors import CORSMiddleware
 
 from outrider.services.gateway.core import GatewayCore
 from outrider.services.gateway.errors import install_handlers
-from outrider.services.gateway.guards.connections import ConnectionGuard
+from outrider.services.gateway.guards.connections import HEAD_LIMIT_BYTES, ConnectionGuard
 from outrider.services.gateway.guards.open_files import (
     ACCEPTED_AT_ONCE,
     connection_cap,
@@ -29,12 +29,14 @@ from outrider.services.gateway.middleware import (
     Authentication,
     BodyGuard,
     RequestContext,
+    request_refuser,
 )
 from outrider.services.gateway.playground.pages import load_files
 from outrider.services.gateway.routes import (
     anthropic,
     chat,
     completions,
+    loads,
     models,
     native,
     ops,
@@ -61,8 +63,7 @@ from outrider.shared.rpc.certificate_files import CHECK_S, CertificateFiles
 from outrider.shared.rpc.server import AioServer, aio_server
 
 PUBLIC_PATHS = frozenset(["/health", "/ping", "/ready"])
-ROUTES = (chat, completions, responses, anthropic, native, sglang_admin, models, ops)
-HEADER_LIMIT_BYTES = 64 * 1024
+ROUTES = (chat, completions, responses, anthropic, native, sglang_admin, loads, models, ops)
 UNSENT_BYTES = 128 * 1024
 """Number of bytes above which the kernel accepts no more bytes for a connection, until it can send some."""
 BACKLOG = 2048
@@ -71,6 +72,9 @@ HTTP_STOP_S = 2
 # The size limit of gRPC replies, as a multiple of the limit of request bodies. A reply that was delayed by a
 # pause may contain many traced rounds.
 GRPC_REPLY_SLACK = 4
+# A client that uses its gRPC connection again after this time connects again, within milliseconds. Without a
+# limit, connections without calls would keep others out.
+GRPC_IDLE_S = 300.0
 # Interval at which the gateway looks for a changed keys file.
 KEYS_POLL_S = 1.0
 _log = get_logger("outrider.gateway")
@@ -157,6 +161,7 @@ class GatewayServer:
                 [SERVICE_NAME],
                 max_message_bytes=GRPC_REPLY_SLACK * settings.max_body_bytes,
                 max_received_bytes=settings.max_body_bytes,
+                max_idle_s=GRPC_IDLE_S,
                 interceptors=[AuthInterceptor(self.core.ring)],
                 security=settings.front_security(),
                 on_error=error_recorder(self.core),
@@ -168,6 +173,7 @@ class GatewayServer:
             settings.head_timeout_s,
             settings.unread_timeout_s,
             settings.slow_reader_timeout_s + settings.unread_timeout_s,
+            request_refuser(self.core.metrics, self.core.errors),
         )
         config = uvicorn.Config(
             app,
@@ -175,7 +181,9 @@ class GatewayServer:
             access_log=False,
             lifespan="off",
             server_header=False,
-            h11_max_incomplete_event_size=HEADER_LIMIT_BYTES,
+            h11_max_incomplete_event_size=HEAD_LIMIT_BYTES,
+            # No route uses WebSockets, whose connections the guard could not follow.
+            ws="none",
             http=guard.protocol,  # type: ignore[arg-type]  # uvicorn only calls it
             backlog=ACCEPTED_AT_ONCE,
             timeout_graceful_shutdown=HTTP_STOP_S,

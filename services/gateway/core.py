@@ -37,7 +37,6 @@ from outrider.shared.obs.metrics import join_expositions
 from outrider.shared.obs.open_tracer import open_tracer
 
 DRAIN_RETRY_S = 5.0
-
 _log = get_logger("outrider.gateway")
 
 Result = TypeVar("Result")
@@ -56,6 +55,7 @@ class Job:
         timeout_s: Seconds until the client's deadline, or None. The server's own time limit always applies.
         rids: Names that the client gave to the sequences, for `GatewayCore.abort`. Empty if there are none.
         per_prompt: Parameters of each prompt. Empty if all prompts use `parameters`.
+        streams: Whether the client reads the answer while it is generated.
     """
 
     prompts: ReadPrompts
@@ -65,6 +65,7 @@ class Job:
     timeout_s: float | None = None
     rids: tuple[str, ...] = ()
     per_prompt: tuple[Parameters, ...] = ()
+    streams: bool = True
 
 
 class GatewayCore:
@@ -204,6 +205,7 @@ class GatewayCore:
         if not self.lifecycle.admitting:
             raise self._draining()
         note = current_note.get() or RequestNote()
+        note.model = self.client.name
         caller = current_caller.get()
         if caller is not None:
             note.key = caller.name
@@ -226,17 +228,14 @@ class GatewayCore:
                 prompts = await naming_field(job.prompts(), job.surface.prompt)
                 if caller is not None:
                     caller.charge_prompt(sum(len(prompt) for prompt in prompts))
+                tenant, parent = note.key or "", note.span.traceparent
                 requests = [
-                    request
+                    replace(one, tenant=tenant, traceparent=parent, streams=job.streams or one.stop.searches)
                     for parameters, part in _parts(job, prompts)
-                    for request in self.builder.build(part, parameters, job.surface, info, deadline)
+                    for one in self.builder.build(part, parameters, job.surface, info, deadline)
                 ]
                 check_states(requests, info, self.settings.max_state_bytes, job.surface.prefix)
-                if caller is not None:
-                    requests = [replace(request, tenant=caller.name) for request in requests]
-                if traceparent := note.span.traceparent:
-                    requests = [replace(request, traceparent=traceparent) for request in requests]
-                ids = [request.request_id for request in requests]
+                ids = [one.request_id for one in requests]
                 names = list(zip(job.rids or ids, ids, strict=True))
                 for rid, request_id in names:
                     self._by_rid.setdefault(rid, set()).add(request_id)
@@ -331,7 +330,7 @@ def _target_pool(settings: GatewaySettings, metrics: GatewayMetrics) -> TargetPo
     limits = PoolLimits(
         reader, settings.target_probe_timeout_s, settings.target_refresh_s, settings.target_wait_s
     )
-    return TargetPool(settings.sources, limits, lambda reason: metrics.moved.labels(reason).inc())
+    return TargetPool(settings.sources, limits, lambda *labels: metrics.moved.labels(*labels).inc())
 
 
 def _sampling_defaults(settings: GatewaySettings) -> SamplingDefaults:

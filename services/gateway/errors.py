@@ -37,6 +37,7 @@ ANTHROPIC_TYPE_OF_CODE = {
     ErrorCode.UNAUTHENTICATED: "authentication_error",
     ErrorCode.PERMISSION_DENIED: "permission_error",
     ErrorCode.NOT_FOUND: "not_found_error",
+    ErrorCode.METHOD_NOT_ALLOWED: "invalid_request_error",
     ErrorCode.DEADLINE_EXCEEDED: "timeout_error",
     ErrorCode.PAYLOAD_TOO_LARGE: "request_too_large",
     ErrorCode.UNSUPPORTED_MEDIA_TYPE: "invalid_request_error",
@@ -155,9 +156,11 @@ def install_handlers(app: FastAPI) -> None:
         assert isinstance(error, RequestValidationError)
         return reply(request, explain_validation(error.errors()))
 
-    async def http(_request: Request, error: Exception) -> Response:
+    async def http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        return _http_error(error)
+        response = reply(request, _framework_error(error))
+        response.headers.update(error.headers or {})
+        return response
 
     app.add_exception_handler(OutriderError, ours)
     app.add_exception_handler(RequestValidationError, invalid)
@@ -191,21 +194,13 @@ def _field_of(problem: Mapping[str, Any]) -> str:
         if isinstance(part, str) and parts and (part in PLAIN_TAGS or part.startswith(TAG_PREFIXES)):
             break
         parts.append(str(part))
-    return ".".join(parts[1:] if parts[:1] == ["body"] else parts)
+    return ".".join(parts[1:] if parts[:1] in (["body"], ["query"]) else parts)
 
 
-def _http_error(error: HTTPException) -> Response:
-    """Convert a framework error: unknown path, wrong method, or a body that cannot be decoded as text."""
+def _framework_error(error: HTTPException) -> OutriderError:
+    """Convert a framework's error: unknown path, wrong method, or a body that cannot be decoded as text."""
     if error.status_code == 404:
-        return error_response(
-            OutriderError("This path does not exist.", code=ErrorCode.NOT_FOUND, reason="not_found")
-        )
+        return OutriderError("This path does not exist.", code=ErrorCode.NOT_FOUND, reason="not_found")
     if error.status_code == 400:
-        return error_response(
-            InvalidRequestError("The body cannot be read as JSON.", reason="malformed_json")
-        )
-    reply = error_response(
-        OutriderError(f"{error.detail}.", code=ErrorCode.METHOD_NOT_ALLOWED, reason="method_not_allowed")
-    )
-    reply.headers.update(error.headers or {})
-    return reply
+        return InvalidRequestError("The body cannot be read as JSON.", reason="malformed_json")
+    return OutriderError(f"{error.detail}.", code=ErrorCode.METHOD_NOT_ALLOWED, reason="method_not_allowed")

@@ -6,6 +6,7 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass, field, replace
 
 from tokenizers import Tokenizer
 
@@ -23,6 +24,7 @@ from outrider.services.gateway.request import (
     TargetFinish,
     Usage,
 )
+from outrider.services.gateway.round_tally import RoundTally
 from outrider.services.gateway.target_client.movable_stream import MovableStream
 from outrider.services.gateway.target_client.pool import ModelTargets
 from outrider.services.gateway.trace_text import TraceTexts
@@ -59,6 +61,8 @@ class Generator:
         self, index: int, request: GenerationRequest, slot: Slot
     ) -> AsyncGenerator[ChoiceEvent, None]:
         loop = asyncio.get_running_loop()
+        model = self._client.name
+        metrics = self._metrics.of_model(model)
         submitted = last = loop.time()
         started = False
         assembler = TextAssembler(self._tokenizer, request.stop, self._silent_tokens(request))
@@ -67,6 +71,7 @@ class Generator:
         scores: deque[TokenLogprob] = deque()
         counted = 0  # tokens in the metric; they count as they arrive, because a sequence may break off
         drafts: list[tuple[int, int]] = []
+        delivered = _Delivered(request.streams)
         cached_tokens = 0
         try:
             while True:
@@ -77,11 +82,11 @@ class Generator:
                     started = True
                     slot.started(index)
                     self._metrics.recent.began()
-                    self._metrics.time_to_first_token.observe(now - submitted)
+                    metrics.time_to_first_token.observe(now - submitted)
                     prompt = request.prompt_ids
                     yield ChoiceEvent(index, Started(len(prompt), request.sampling.seed, prompt))
                 elif isinstance(event, TargetDelta) and event.token_ids:
-                    self._metrics.inter_token_latency.observe((now - last) / len(event.token_ids))
+                    metrics.inter_token_latency.observe((now - last) / len(event.token_ids))
                 last = now
                 if isinstance(event, TargetDelta):
                     self._metrics.recent.add_tokens(len(event.token_ids))
@@ -89,8 +94,10 @@ class Generator:
                 if isinstance(event, TargetFinish):
                     if (rest := assembler.finish()).token_ids:
                         yield ChoiceEvent(index, _scored(rest, scores))
-                    finished = _finished(request, event, assembler, loop.time() - submitted)
-                    self._metrics.finished(finished, event.queue_s, counted)
+                    finished = _finished(
+                        request, delivered.complete(event), assembler, loop.time() - submitted
+                    )
+                    self._metrics.finished(model, finished, event.queue_s, counted)
                     yield ChoiceEvent(index, finished)
                     return
                 # 3. Decode the new tokens, round by round, up to a stop string.
@@ -105,13 +112,14 @@ class Generator:
                     scores.extend(event.logprobs)
                 if not counted:
                     cached_tokens = event.cached_tokens
+                delivered.add(event)
                 if event.drafts is not None:
                     drafts.append(event.drafts)
                 for token_ids, rounds in _by_round(event):
                     if texts is not None:
                         rounds = _with_texts(texts, token_ids, rounds)
                     piece = assembler.push(token_ids)
-                    self._metrics.generation_tokens.inc(assembler.num_tokens - counted)
+                    metrics.generation_tokens.inc(assembler.num_tokens - counted)
                     counted = assembler.num_tokens
                     if piece.text or piece.token_ids or rounds:
                         piece.rounds, piece.cached_tokens = rounds, cached_tokens
@@ -125,9 +133,9 @@ class Generator:
                 # 4. A stop string matched. Cancel the sequence on the target, but wait for its statistics.
                 if assembler.matched_stop is not None:
                     stream.cancel(keep_tokens=assembler.num_tokens)
-                    end = await _last_word(stream, request)
+                    end = delivered.complete(await _last_word(stream, request))
                     finished = _finished(request, end, assembler, loop.time() - submitted)
-                    self._metrics.finished(finished, end.queue_s, counted)
+                    self._metrics.finished(model, finished, end.queue_s, counted)
                     yield ChoiceEvent(index, finished)
                     return
         finally:
@@ -142,8 +150,38 @@ class Generator:
         return TraceTexts(self._tokenizer, request.prompt_ids, request.stop, self._silent_tokens(request))
 
     def _silent_tokens(self, request: GenerationRequest) -> frozenset[int]:
-        eos = frozenset() if request.stop.ignore_eos else self._client.info.eos_token_ids
-        return eos | request.stop.token_ids
+        """Return the tokens that end the sequence and are not part of its text."""
+        stop = request.stop
+        eos = frozenset() if stop.ignore_eos else self._client.info.eos_token_ids
+        # As in vLLM and SGLang, the client may ask for the stop token that it has named.
+        return eos - stop.token_ids if stop.include_stop_string else eos | stop.token_ids
+
+
+@dataclass(slots=True)
+class _Delivered:
+    """Counts the rounds of a sequence as their tokens arrive, over all targets that it has run on.
+
+    `by_round` is false if a message of the target may contain several rounds. No stop string can then end the
+    text, so the target's own statistics count the delivered rounds.
+    """
+
+    by_round: bool
+    rounds: RoundTally = field(default_factory=RoundTally)
+    parts: int = 0
+
+    def add(self, delta: TargetDelta) -> None:
+        """Count the round of a delta. A delta of a prefill has no round."""
+        self.parts += bool(delta.token_ids)
+        if delta.drafts is not None:
+            self.rounds.add([delta.drafts])
+
+    def complete(self, end: TargetFinish) -> TargetFinish:
+        """Return the end of the sequence with the statistics of the delivered rounds."""
+        # The first part is that of the prefill. If later parts have no rounds, the target does not report
+        # the drafts of each round, so its own statistics must do.
+        if not self.by_round or (self.parts > 1 and not self.rounds.histogram):
+            return end
+        return replace(end, speculation=self.rounds.report(end.speculation))
 
 
 async def collect(events: AsyncIterator[ChoiceEvent], sequences: int) -> list[Completion]:

@@ -6,7 +6,9 @@ import asyncio
 import re
 import time
 import uuid
+from collections.abc import Callable
 
+import h11
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -30,11 +32,16 @@ from outrider.shared.rpc.interceptors import as_outrider_error
 REQUEST_ID_HEADER = "X-Request-Id"
 BODY_TIMEOUT_S = 30.0
 READINESS_ROUTE = "/ready"
-# Health probes and open pages send these requests all the time.
-QUIET_ROUTES = frozenset(["/health", "/ping", READINESS_ROUTE, "/metrics", "/status.json", *PAGES])
+# Health probes, routers and open pages send these requests all the time.
+QUIET_ROUTES = frozenset(
+    ["/health", "/ping", READINESS_ROUTE, "/metrics", "/status.json", "/get_load", "/v1/loads", *PAGES]
+)
 UNKNOWN_ROUTE = "other"
 # Some clients send these POST requests without a body and without a content type.
 BODILESS_PATHS = frozenset(["/flush_cache", "/ping"])
+NOT_IMPLEMENTED = 501
+# The parser's messages quote the line at fault, which may contain an API key.
+_QUOTED_LINE = re.compile(r":? *(bytearray\(|b['\"]).*", re.DOTALL)
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _JSON_TYPE = re.compile(r"application/(json|[\w.+-]+\+json)")
 _log = get_logger("outrider.gateway.http")
@@ -45,14 +52,39 @@ def request_id_of(given: str | None) -> str:
     return given if given and _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
 
 
-def framing_refusal() -> Response:
+def framing_refusal(path: str) -> Response:
     """Return the error reply to a request of ambiguous length. The reply closes the connection."""
     error = InvalidRequestError(
         "The request has both Content-Length and Transfer-Encoding.", field="Content-Length"
     )
-    reply = error_response(error)
+    reply = error_response_for(path, error)
     reply.headers["Connection"] = "close"
     return reply
+
+
+def request_refuser(
+    metrics: GatewayMetrics, errors: RecentErrors
+) -> Callable[[h11.RemoteProtocolError], tuple[int, list[tuple[bytes, bytes]], bytes]]:
+    """Return a function that refuses bytes that are not a valid HTTP request.
+
+    The function counts and logs the request, and returns the status, the headers and the body of the reply.
+    """
+
+    def refuse(problem: h11.RemoteProtocolError) -> tuple[int, list[tuple[bytes, bytes]], bytes]:
+        status = problem.error_status_hint
+        error = OutriderError(
+            f"The request is not valid HTTP: {_QUOTED_LINE.sub('', str(problem)).rstrip('.')}.",
+            code=ErrorCode.UNIMPLEMENTED if status == NOT_IMPLEMENTED else ErrorCode.INVALID_ARGUMENT,
+            reason="malformed_request",
+        )
+        reply = error_response(error)
+        request_id = reply.headers[REQUEST_ID_HEADER] = request_id_of(None)
+        metrics.http_requests.labels(UNKNOWN_ROUTE, str(status)).inc()
+        errors.record(error, UNKNOWN_ROUTE, request_id)
+        _log.info("malformed request", status=status, error=error.message, request_id=request_id)
+        return status, reply.raw_headers, bytes(reply.body)
+
+    return refuse
 
 
 def _is_quiet(method: str, route: str, status: int) -> bool:
@@ -102,7 +134,7 @@ class RequestContext:
         with log_context(request_id=request_id):
             try:
                 if ambiguous_framing(scope):
-                    await framing_refusal()(scope, receive, tagged)
+                    await framing_refusal(scope["path"])(scope, receive, tagged)
                     return
                 await self._app(scope, receive, tagged)
             except Exception as error:
@@ -110,7 +142,7 @@ class RequestContext:
                 note_error(scope, failure)
                 if status:
                     raise
-                await error_response(failure)(scope, receive, tagged)
+                await error_response_for(scope["path"], failure)(scope, receive, tagged)
             finally:
                 # Unknown paths share one label. Otherwise clients could create any number of labels.
                 route = getattr(scope.get("route"), "path", UNKNOWN_ROUTE)
@@ -159,7 +191,7 @@ class Authentication:
                 key = headers.get("x-api-key")
                 caller = self._ring.identify(headers.get("authorization") or (key and f"Bearer {key}"))
             except OutriderError as error:
-                await error_response(error)(scope, receive, send)
+                await error_response_for(scope["path"], error)(scope, receive, send)
                 return
             if caller is not None:
                 await self._serve(caller, scope, receive, send)
@@ -184,7 +216,7 @@ class Authentication:
             elif scope["method"] == "POST":
                 caller.count_request()
         except OutriderError as error:
-            await error_response(error)(scope, receive, with_limits)
+            await error_response_for(scope["path"], error)(scope, receive, with_limits)
             return
         await self._app(scope, receive, with_limits)
 

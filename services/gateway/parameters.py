@@ -275,7 +275,7 @@ class RequestBuilder:
             rules = parameters.rules.build(self._encode, info.vocab_size)
         # 2. Settle what all sequences of the request share.
         mode = parameters.speculation.mode or self._settings.speculation_mode
-        seed = secrets.randbits(DRAWN_SEED_BITS) if parameters.seed is None else parameters.seed & MAX_SEED
+        seed = draw_seed() if parameters.seed is None else parameters.seed & MAX_SEED
         request_id = uuid.uuid4().hex
         # As in SGLang, a pattern without special characters is cut off like a stop string.
         regexes = tuple(one for one in parameters.stop_regex if not is_plain(one))
@@ -335,6 +335,11 @@ class RequestBuilder:
         if keep == -1:
             keep = max(1, info.max_model_len - (parameters.max_tokens or 1))
         return prompt_ids if keep is None else prompt_ids[len(prompt_ids) - min(keep, len(prompt_ids)) :]
+
+
+def draw_seed() -> int:
+    """Return a random seed, for a request that has none."""
+    return secrets.randbits(DRAWN_SEED_BITS)
 
 
 def _check(valid: bool, field: str, allowed: str, value: object) -> None:

@@ -18,6 +18,9 @@ from outrider.services.gateway.request import (
 from outrider.services.gateway.served_target import AutoDecision, ServedTarget
 from outrider.shared.base.errors import CancelledError
 from outrider.shared.base.generation import FinishReason, RoundTrace, SpeculationReport
+from outrider.shared.base.resources import ResourceStats
+
+GIB = 1024**3
 
 
 def usage_object(usage: Usage, reasoning_tokens: int = 0) -> dict[str, Any]:
@@ -38,8 +41,14 @@ def finish_name(end: Finished, answer: ParsedAnswer) -> str:
         CancelledError: If the sequence was aborted.
     """
     check_not_aborted(end)
-    calls = bool(answer.tool_calls) and end.reason is FinishReason.STOP
-    return "tool_calls" if calls else FINISH_NAMES[end.reason]
+    return "tool_calls" if ends_with_calls(end, answer) else FINISH_NAMES[end.reason]
+
+
+def ends_with_calls(end: Finished, answer: ParsedAnswer) -> bool:
+    """Return whether the answer ended by itself and calls tools. A stop string may cut off a call."""
+    if not answer.tool_calls or end.reason is not FinishReason.STOP:
+        return False
+    return not (isinstance(end.matched_stop, str) and answer.ends_in_call)
 
 
 def check_not_aborted(end: Finished) -> None:
@@ -86,6 +95,13 @@ def speculation_object(stats: SpeculationReport, trace: Sequence[RoundTrace] | N
     if trace is not None:
         body["trace"] = [trace_object(one) for one in trace]
     return body
+
+
+def memory_gib(resources: ResourceStats) -> tuple[float, float, float]:
+    """Return the memory of a target's weights, KV cache and CUDA graphs, in GiB as in SGLang's replies."""
+    sizes = (resources.weight_bytes, resources.kv_bytes, resources.graph_bytes)
+    weights, cache, graphs = (round(size / GIB, 2) for size in sizes)
+    return weights, cache, graphs
 
 
 def decision_object(auto: AutoDecision) -> dict[str, Any] | None:

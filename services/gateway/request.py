@@ -70,6 +70,11 @@ class StopRules:
     skip_special_tokens: bool = True
     min_tokens: int = 0
 
+    @property
+    def searches(self) -> bool:
+        """Return whether the text must be searched for its end."""
+        return bool(self.strings or self.regexes)
+
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
@@ -96,6 +101,8 @@ class GenerationRequest:
         resume_ids: Tokens that another target emitted for this request before the connection to that target
             was lost. They count as output.
         states: The hidden states and routed experts that the target reports.
+        streams: Whether the tokens are needed as they are generated: by a client that streams, or to find
+            stop strings. Otherwise, the target collects tokens before it sends them.
     """
 
     request_id: str
@@ -114,6 +121,7 @@ class GenerationRequest:
     traceparent: str = ""
     resume_ids: tuple[int, ...] = ()
     states: StateParams = NO_STATES
+    streams: bool = True
 
 
 @dataclass(frozen=True, slots=True)

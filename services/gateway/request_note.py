@@ -42,6 +42,8 @@ class RequestNote:
         ttft_s: Seconds from the start of the request to its first tokens. None before the first tokens.
         error: The error that ended the request, or None.
         key: Name of the API key. None if the gateway has no keys.
+        model: Name of the model, as its target reports it. Empty until the request has passed the checks
+            before its generation.
         span: The tracing span of the request.
     """
 
@@ -51,6 +53,7 @@ class RequestNote:
     ttft_s: float | None = None
     error: OutriderError | None = None
     key: str | None = None
+    model: str = ""
     span: Span = field(default_factory=Span)
     _started: bool = False
     _finishes: list[str] = field(default_factory=list)

@@ -119,6 +119,8 @@ class PrefixCacheStats:
 class TargetStats:
     """The target's current load, its totals since its start, and its metrics as Prometheus text.
 
+    `waiting_prompt_tokens` is the number of prompt tokens of the waiting requests. `draft_tokens` and
+    `accepted_tokens` are the numbers of draft tokens that were verified and accepted.
     `uptime_s` is the number of seconds since the target's process began to load, or None if it is unknown.
     """
 
@@ -135,6 +137,9 @@ class TargetStats:
     auto: AutoDecision = AutoDecision()
     prefix_cache: PrefixCacheStats = PrefixCacheStats()
     resources: ResourceStats = field(default_factory=ResourceStats)
+    waiting_prompt_tokens: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
     uptime_s: float | None = None
 
 

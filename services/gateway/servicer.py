@@ -61,10 +61,17 @@ _request_id: ContextVar[str] = ContextVar("rpc_request_id", default="")
 
 
 def error_recorder(core: GatewayCore) -> OnError:
-    """Return a function that adds the error of a gRPC call to the recent errors and to the metrics."""
+    """Return a function that adds the error of a gRPC call to the recent errors and to the metrics.
+
+    It also logs the call, if the call has not come as far as its generation, which has a line of its own.
+    """
 
     def record(details: grpc.HandlerCallDetails, error: OutriderError) -> None:
         core.errors.record(error, str(details.method), _request_id.get())
+        if current_note.get() is None:
+            caller = current_caller.get()
+            note = RequestNote(error=error, key=None if caller is None else caller.name)
+            _log_call(str(details.method), note)
 
     return record
 
@@ -257,11 +264,13 @@ class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
             async with aclosing(core.generate(job)) as events:
                 async for event in events:
                     yield event
+        except OutriderError as error:
+            note.error = error
+            raise
         finally:
-            elapsed_ms = round((time.perf_counter() - note.began) * 1e3, 1)
-            _log.info("request", method="gRPC", elapsed_ms=elapsed_ms, **note.fields())
-            method = "Chat" if job.surface is GRPC_CHAT else "Complete"
-            note.end_span(f"{SERVICE_NAME}/{method}", rpc__system="grpc")
+            method = f"{SERVICE_NAME}/{'Chat' if job.surface is GRPC_CHAT else 'Complete'}"
+            _log_call(f"/{method}", note)
+            note.end_span(method, rpc__system="grpc")
 
 
 class AuthInterceptor(grpc.aio.ServerInterceptor):
@@ -283,6 +292,12 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
                 # No reset is needed: the call's method runs in this task, whose context ends with the call.
                 current_caller.set(caller)
         return await continuation(handler_call_details)
+
+
+def _log_call(method: str, note: RequestNote) -> None:
+    elapsed_ms = round((time.perf_counter() - note.began) * 1e3, 1)
+    fields = {"request_id": request_id} if (request_id := _request_id.get()) else {}
+    _log.info("request", method="gRPC", route=method, elapsed_ms=elapsed_ms, **fields, **note.fields())
 
 
 async def _tell_request_id(context: Context) -> None:

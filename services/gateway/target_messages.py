@@ -33,6 +33,10 @@ from outrider.shared.rpc.state_messages import state_params_to_proto, states_fro
 from outrider.shared.rpc.target_version import TargetFeature, agree_with_target
 from outrider.target.v1 import target_pb2
 
+MESSAGE_INTERVAL_MS = 200
+"""Least time between messages with tokens of an answer that is needed only as a whole.
+
+With one message per round, the gateway would need about as long as the GPU for the tokens of 64 requests."""
 MODE_TO_PROTO = {
     None: common_pb2.SPECULATION_MODE_UNSPECIFIED,
     SpeculationMode.AUTO: common_pb2.SPECULATION_MODE_AUTO,
@@ -107,6 +111,7 @@ def request_to_proto(request: GenerationRequest, timeout_s: float) -> target_pb2
         traceparent=request.traceparent,
         resume_ids=request.resume_ids,
         states=state_params_to_proto(request.states),
+        message_interval_ms=0 if request.streams else MESSAGE_INTERVAL_MS,
     )
 
 
@@ -197,6 +202,9 @@ def target_stats_from_proto(reply: target_pb2.GetStatsReply) -> TargetStats:
             reply.prefix_cache.evicted_pages,
         ),
         resources=_resources_from_proto(reply.resources),
+        waiting_prompt_tokens=reply.waiting_prompt_tokens,
+        draft_tokens=reply.speculation.draft_tokens,
+        accepted_tokens=reply.speculation.accepted_tokens,
         uptime_s=reply.uptime_s if reply.HasField("uptime_s") else None,
     )
 

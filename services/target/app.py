@@ -289,7 +289,8 @@ class Target:
     def _warm_up(self, settings: TargetSettings, runner: ModelRunner, plan: GraphPlan) -> None:
         """Compile kernels, run the parity check, wait for the draft and record CUDA graphs."""
         graphs, to_console = runner.graphs, not settings.log_json
-        compile_kernels(self.engine, graphs, plan, prompt_rehearsals(runner), to_console=to_console)
+        prompts = prompt_rehearsals(runner)
+        compile_kernels(self.engine, graphs, plan, prompts, to_console=to_console)
         self._stages.done("kernels")
         if self._stopped():
             return
@@ -303,7 +304,7 @@ class Target:
                 return
             compile_kernels(self.engine, graphs, plan, to_console=to_console)
             self._stages.done("kernels")
-        record_graphs(self.engine, graphs, plan, to_console=to_console, stopped=self._stopped)
+        record_graphs(self.engine, graphs, plan, prompts, to_console=to_console, stopped=self._stopped)
         self._stages.done("graphs")
 
     @property

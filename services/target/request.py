@@ -145,6 +145,8 @@ class EngineRequest:
             Empty if the request is not traced.
         resume_ids: Tokens that another target has already emitted for this request. They count as output.
         states: The states of tokens that the client wants, such as hidden states.
+        message_interval_s: Least time between two events with tokens, in seconds. The first tokens and the
+            last ones are not delayed. 0 emits the tokens of each step at once.
     """
 
     request_id: str
@@ -164,6 +166,7 @@ class EngineRequest:
     traceparent: str = ""
     resume_ids: Sequence[int] = ()
     states: StateParams = NO_STATES
+    message_interval_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,6 +196,21 @@ class TokensEvent:
     cached_tokens: int = 0
     draft_tokens: int | None = None
     accepted_tokens: int = 0
+
+    @classmethod
+    def joined(cls, events: Sequence[TokensEvent]) -> TokensEvent:
+        """Return one event for consecutive events of a request, which have neither prompt data nor states."""
+        if len(events) == 1:
+            return events[0]
+        drafted = [one.draft_tokens for one in events if one.draft_tokens is not None]
+        return cls(
+            events[0].request_id,
+            [token for one in events for token in one.token_ids],
+            [trace for one in events for trace in one.rounds],
+            [logprob for one in events for logprob in one.logprobs],
+            draft_tokens=sum(drafted) if drafted else None,
+            accepted_tokens=sum(one.accepted_tokens for one in events),
+        )
 
 
 @dataclass(frozen=True, slots=True)

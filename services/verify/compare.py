@@ -1,7 +1,12 @@
-"""Compares the answers of two runs. Rounding may swap two tokens whose scores are almost equal."""
+"""Compares the answers of two runs.
+
+Rounding may swap two tokens whose scores are almost equal, and may move a token across the boundary of a
+filter.
+"""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from outrider.services.target.request import EngineRequest
+from outrider.services.verify.filter_bounds import filter_bounds
 from outrider.services.verify.pair_engine import Answers, PairEngine, scores_of
 from outrider.shared.base.logit_rules import LogitRules
 
@@ -24,7 +30,8 @@ class Difference:
         request: Id of the request. The id names the sampling option and the prompt.
         token: Index of the differing token in the answers.
         off, on: The tokens without and with speculation, respectively. None if that answer ended earlier.
-        gap: Best score at this position, minus the score of the worse of the two tokens.
+        gap: Best score at this position, minus the score of the worse of the two tokens. Only tokens that the
+            filters keep in any case count as best. Infinite if the filters cannot keep one of the two tokens.
         allowed: Largest gap that rounding explains.
     """
 
@@ -81,14 +88,21 @@ def _difference(
     first, second = (answer[at] if at < len(answer) else None for answer in (off, on))
     if first is None or second is None:
         return Difference(request.request_id, at, first, second, float("inf"), 0.0)
-    context = [*request.prompt_ids, *off[:at]]
-    logits = engine.logits(context)
-    rules = request.sampling.rules
-    scores = scores_of(ruled(logits, request.prompt_ids, off[:at], rules), len(context), request.sampling)
-    pair = scores[torch.tensor([first, second])]
-    # Rules and grammars may forbid the best token. Then only the two tokens can be compared with each other.
-    best = scores.max() if rules.neutral and request.grammar is None else pair.max()
-    gap = float(best - pair.min())
-    scale = float(logits.abs().max()) / (request.sampling.temperature or 1.0)
+    context, sampling = [*request.prompt_ids, *off[:at]], request.sampling
+    raw = engine.logits(context)
+    logits = ruled(raw, request.prompt_ids, off[:at], sampling.rules)
+    scale = float(raw.abs().max()) / (sampling.temperature or 1.0)
     allowed = NEAR_TIE.get(engine.decoder.dtype, 0.0) * scale
-    return Difference(request.request_id, at, first, second, gap, allowed)
+    scores = scores_of(logits, len(context), sampling)
+    worse = float(torch.minimum(scores[first], scores[second]))
+    kept = torch.ones_like(scores, dtype=torch.bool)
+    if sampling.temperature > 0:
+        # Rounding may move a token at the boundary of a filter to the other side.
+        may, kept = filter_bounds(logits / sampling.temperature, sampling, allowed)
+        if not (may[first] and may[second]):
+            worse = -math.inf
+    if not sampling.rules.neutral or request.grammar is not None:
+        # Rules and grammars may forbid the best token. Then only the two tokens can be compared.
+        kept &= torch.zeros_like(kept).index_fill(0, torch.tensor([first, second]), True)
+    best = float(scores[kept].max()) if bool(kept.any()) else worse
+    return Difference(request.request_id, at, first, second, max(0.0, best - worse), allowed)

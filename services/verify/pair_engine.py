@@ -153,7 +153,9 @@ class PairEngine:
 
 
 def scores_of(logits: torch.Tensor, position: int, sampling: SamplingParams) -> torch.Tensor:
-    """Return the scores ``[vocab] float32`` by which sampling chooses a token: the largest score wins.
+    """Return the scores ``[vocab] float32`` by which sampling chooses among the tokens that the filters keep.
+
+    The largest score wins.
 
     Args:
         logits: ``[vocab] float32``.
@@ -165,7 +167,7 @@ def scores_of(logits: torch.Tensor, position: int, sampling: SamplingParams) -> 
     seed = signed_seed(sampling.seed)
     choice = torch.tensor([sampling.choice_index], dtype=torch.int32)
     noise = gumbel_noise(torch.tensor([seed]), torch.tensor([position]), choice, logits.shape[0])
-    return (filtered(logits, sampling) + noise)[0]
+    return logits / sampling.temperature + noise[0]
 
 
 def filtered(logits: torch.Tensor, sampling: SamplingParams) -> torch.Tensor:

@@ -107,11 +107,6 @@ class LogitRules:
         """True if the rules change nothing."""
         return self == NO_RULES
 
-    @property
-    def forbids(self) -> bool:
-        """True if the rules may forbid tokens, possibly every token."""
-        return bool(self.allowed_token_ids or self.bad_words or self.min_tokens)
-
     def check_vocabulary(self, vocab_size: int) -> None:
         """Check that all token ids are below `vocab_size`.
 

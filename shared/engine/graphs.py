@@ -18,7 +18,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterator
 from itertools import count
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -70,7 +70,7 @@ class GraphCache:
 
     A result of `run` is valid until the next `run` or `capture` of *any* key of this cache. Another graph may
     then overwrite the result. To keep a value longer, let the function copy the value to a tensor that was
-    allocated outside the function.
+    allocated outside the function. If the result is large, let the function return `until_next_run` of it.
 
     Graphs recorded in a `keeping` block, at start-up, are permanent. The keys of later graphs depend on
     clients' requests. The cache keeps only the `max_late_graphs` most recently used of these later graphs.
@@ -198,8 +198,6 @@ class GraphCache:
             key: The key under which the function would be recorded.
             function: The function.
         """
-        if not self.enabled or rehearsing():
-            return function()
         started = time.perf_counter()
         result = function()
         self._ran(key, time.perf_counter() - started)
@@ -207,8 +205,9 @@ class GraphCache:
 
     def _ran(self, key: Hashable, seconds: float) -> None:
         """Note the host's time to launch the work of a key eagerly."""
-        self._launch_s[key] = min(seconds, self._launch_s.get(key, seconds))
-        self.provisional_runs += self._is_quick(key) and key not in self._eager
+        if self.enabled and not rehearsing():
+            self._launch_s[key] = min(seconds, self._launch_s.get(key, seconds))
+            self.provisional_runs += self._is_quick(key) and key not in self._eager
 
     def _is_quick(self, key: Hashable) -> bool:
         return LAUNCHES_PER_RECORDING * self._launch_s.get(key, 0.0) <= self.most_late_s
@@ -336,29 +335,30 @@ class GraphCache:
         self._touch(key)
         for part in recorded.parts:
             self._replay(part)
-        result: Result = recorded.result
-        return result
+        return cast(Result, recorded.result)
 
-    def run_parts(self, key: Hashable, record: Callable[[], Parts[Any]]) -> Iterator[None]:
-        """Return an iterator that runs one part of the work per item. The caller must exhaust the iterator.
+    def run_parts(self, key: Hashable, record: Callable[[], Parts[Result]]) -> Parts[Result]:
+        """Return the work, whose parts are replayed if `capture_parts` has recorded them.
 
-        Parts that `capture_parts` has recorded are replayed. Other parts run as in `run_eagerly`.
+        Otherwise, the parts run as in `run_eagerly`. The caller must do all parts. The result is as in `run`.
         """
         recorded = self._recorded.get(key)
         if recorded is not None:
             self._touch(key)
-            for part in recorded.parts:
+            for index, part in enumerate(recorded.parts):
+                if index:
+                    yield
                 self._replay(part)
-                yield
-            return
+            return cast(Result, recorded.result)
         work, ended, seconds = record(), False, 0.0
         while not ended:
             started = time.perf_counter()
-            ended, _ = next_part(work)
+            ended, result = next_part(work)
             seconds += time.perf_counter() - started
-            yield
-        if self.enabled and not rehearsing():
-            self._ran(key, seconds)
+            if not ended:
+                yield
+        self._ran(key, seconds)
+        return cast(Result, result)
 
     def _replay(self, part: GraphPart) -> None:
         if self._observer is not None:

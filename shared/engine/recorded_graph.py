@@ -38,6 +38,33 @@ def finish_parts(work: Parts[Result]) -> Result | None:
             return result
 
 
+@dataclass(frozen=True, slots=True)
+class _DeviceBytes:
+    """Bytes of device memory that another object owns. `torch.as_tensor` makes a tensor on them."""
+
+    address: int
+    count: int
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        return {"shape": (self.count,), "typestr": "|u1", "data": (self.address, False), "version": 3}
+
+
+def until_next_run(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor with the same values for the result of a function that may be recorded.
+
+    In a capture, the returned tensor uses the memory of `tensor`, but does not keep this memory allocated.
+    Later graphs of the same cache can therefore use the memory, too, and the result is valid until the next
+    run of any of these graphs. Otherwise, each graph would keep its own memory for its result, for example
+    for the logits of a round. Outside a capture, the function returns `tensor` itself.
+    """
+    if not (tensor.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return tensor
+    storage = tensor.untyped_storage()
+    memory = torch.as_tensor(_DeviceBytes(storage.data_ptr(), storage.nbytes()), device=tensor.device)
+    return memory.view(tensor.dtype).as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
+
+
 def end_broken_capture(pool: Any) -> None:
     """Restore torch's state after the capture of a CUDA graph with this memory pool has failed.
 

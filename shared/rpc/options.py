@@ -36,23 +36,33 @@ def _limits(max_message_bytes: int, max_received_bytes: int | None = None) -> Op
 
 
 def server_options(
-    max_message_bytes: int = INTERNAL_MESSAGE_LIMIT, max_received_bytes: int | None = None
+    max_message_bytes: int = INTERNAL_MESSAGE_LIMIT,
+    max_received_bytes: int | None = None,
+    max_idle_s: float | None = None,
 ) -> Options:
     """Return the options of a gRPC server.
 
-    `max_received_bytes` is the largest message to receive. If None, it equals the limit of sent messages. The
-    options allow keepalive pings on quiet streams. gRPC's defaults would answer such pings by closing the
+    The options allow keepalive pings on quiet streams. gRPC's defaults would answer such pings by closing the
     connection (GOAWAY, too_many_pings).
+
+    Args:
+        max_message_bytes: Largest message to send, in bytes.
+        max_received_bytes: Largest message to receive. If None, it equals `max_message_bytes`.
+        max_idle_s: Seconds after which a connection without calls is closed. With None, it stays open.
     """
+    idle: Options = [] if max_idle_s is None else [("grpc.max_connection_idle_ms", round(max_idle_s * 1e3))]
     return [
+        *idle,
         *_limits(max_message_bytes, max_received_bytes),
         ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_MS // 2),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
         ("grpc.keepalive_time_ms", KEEPALIVE_MS),
         ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
-        # A connection that sends nothing is closed after this time.
+        # A connection is closed if the client does not send its settings in this time, or does not confirm
+        # the server's settings. gRPC's own limit of the second time is 60 s.
         ("grpc.server_handshake_timeout_ms", HANDSHAKE_TIMEOUT_MS),
+        ("grpc.http2.settings_timeout", HANDSHAKE_TIMEOUT_MS),
         # The server closes further connections as soon as it has accepted them.
         ("grpc.max_allowed_incoming_connections", connection_limit()),
         # Otherwise a second server could bind the same port, and each connection would reach a random one of

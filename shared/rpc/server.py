@@ -179,6 +179,7 @@ def aio_server(
     *,
     max_message_bytes: int = INTERNAL_MESSAGE_LIMIT,
     max_received_bytes: int | None = None,
+    max_idle_s: float | None = None,
     interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
     security: PeerSecurity | None = None,
     on_error: OnError = ignore_error,
@@ -186,14 +187,15 @@ def aio_server(
     """Build a gRPC server for asyncio, and bind it to its address.
 
     Call this inside the running event loop. `max_received_bytes` is the largest message to receive, by
-    default `max_message_bytes`. `on_error` is called for each call that fails with an error. The other
-    arguments and the errors are those of `sync_server`.
+    default `max_message_bytes`. If `max_idle_s` is set, a connection without calls is closed after this
+    number of seconds. `on_error` is called for each call that fails with an error. The other arguments and
+    the errors are those of `sync_server`.
     """
     security = _applied(security, address)
     checks = [AioTokenCheck(security.token)] if security.token else []
     server = grpc.aio.server(
         interceptors=[AioErrorInterceptor(on_error), *checks, *interceptors],
-        options=server_options(max_message_bytes, max_received_bytes),
+        options=server_options(max_message_bytes, max_received_bytes, max_idle_s),
     )
     health_servicer = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)

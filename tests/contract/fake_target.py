@@ -34,12 +34,14 @@ class Script:
         error: If set, the request fails with this error after the steps.
         gate: If set, each step after the first acquires this semaphore.
         finish: Whether to finish the sequence. If False, it runs until it is cancelled.
+        overrun: Number of rounds that the statistics count although no message contains their tokens.
     """
 
     steps: Sequence[Sequence[int]]
     error: OutriderError | None = None
     gate: threading.Semaphore | None = None
     finish: bool = True
+    overrun: int = 0
 
 
 @dataclass(slots=True)
@@ -117,7 +119,9 @@ class FakeTarget(target_pb2_grpc.TargetServicer):
         self.max_model_len = max_model_len
         self.trace_nodes = trace_nodes
         self.prometheus_text = prometheus_text
+        self.reports_drafts = True
         self.script: Callable[[target_pb2.GenerateRequest], Script] = self.default_script
+        self.on_flush: Callable[[], object] = lambda: None
         self.seen: list[target_pb2.GenerateRequest] = []
         self.cancels: queue.Queue[target_pb2.Cancel] = queue.Queue()
         self.pauses: queue.Queue[str] = queue.Queue()
@@ -221,7 +225,7 @@ class FakeTarget(target_pb2_grpc.TargetServicer):
                 if cut is not None:
                     tokens, matched = tokens[: cut + 1], tokens[cut]
                 delta = target_pb2.TokenDelta(token_ids=tokens)
-                if number:
+                if number and self.reports_drafts:
                     delta.draft_tokens, delta.accepted_tokens = 3, 1
                 if request.logprobs.HasField("top"):
                     delta.logprobs.extend(
@@ -247,6 +251,7 @@ class FakeTarget(target_pb2_grpc.TargetServicer):
                     )
                 )
                 return
+            rounds += script.overrun
             if not script.finish:
                 running.cancelled.wait(WAIT_S)
             if running.cancelled.is_set() and running.keep_tokens is None:
@@ -309,6 +314,7 @@ class FakeTarget(target_pb2_grpc.TargetServicer):
         )
 
     def FlushPrefixCache(self, request, context) -> target_pb2.FlushPrefixCacheReply:
+        self.on_flush()
         return target_pb2.FlushPrefixCacheReply(pages=3)
 
     def GetStats(self, request, context) -> target_pb2.GetStatsReply:

@@ -179,3 +179,26 @@ def test_the_key_of_anthropics_clients_is_accepted(make_gateway: Callable[..., G
     with client_of(gateway, "wrong") as client, pytest.raises(anthropic.AuthenticationError):
         ask(client)
     assert httpx.get(f"{gateway.stack.base_url}/v1/models").status_code == 401
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "headers", "status", "kind"),
+    [
+        ("POST", "/v1/messages", {"x-api-key": "wrong"}, 401, "authentication_error"),
+        ("GET", "/v1/messages", {"x-api-key": "right"}, 405, "invalid_request_error"),
+        ("POST", "/v1/messages/batches", {"x-api-key": "right"}, 404, "not_found_error"),
+    ],
+)
+def test_errors_before_the_route_have_anthropics_form_too(
+    make_gateway: Callable[..., GatewayThread],
+    method: str,
+    path: str,
+    headers: dict[str, str],
+    status: int,
+    kind: str,
+) -> None:
+    gateway = make_gateway(api_key=("right",))
+    url = f"{gateway.stack.base_url}{path}"
+    reply = httpx.request(method, url, headers=headers, json={} if method == "POST" else None)
+    assert reply.status_code == status
+    assert (reply.json()["type"], reply.json()["error"]["type"]) == ("error", kind)

@@ -28,7 +28,7 @@ USER_PATHS = {
     *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/generate"),
     *("/v1/messages/count_tokens", "/tokenize", "/v1/tokenize", "/detokenize", "/v1/detokenize"),
     *("/v1/models", "/v1/models/{model}", "/get_model_info", "/model_info", "/server_info"),
-    *("/get_weight_version", "/weight_version"),
+    *("/get_weight_version", "/weight_version", "/get_load", "/v1/loads", "/v1/responses/input_tokens"),
     *("/get_server_info", "/health_generate", "/abort_request", "/version"),
 }
 BODY = {"prompt": [9, 9], "max_tokens": 2}

@@ -33,6 +33,7 @@ SAME_AS = {
     "/v1/tokenize": "/tokenize",
     "/v1/detokenize": "/detokenize",
     "/v1/messages/count_tokens": "/v1/messages",
+    "/v1/responses/input_tokens": "/v1/responses",
 }
 BODILESS = {"/flush_cache", "/ping"}
 FUZZ = settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))

@@ -9,7 +9,8 @@ from typing import Any
 
 import httpx
 import pytest
-from gateway_thread import Stack
+from fake_target import FakeTarget
+from gateway_thread import GatewayThread, Stack
 
 TIMEOUT_S = 30
 
@@ -280,3 +281,16 @@ def test_text_and_ids_convert_both_ways(stack: Stack) -> None:
     assert tokens["count"] == len(tokens["tokens"]) > 1
     back = httpx.post(f"{stack.base_url}/detokenize", json={"tokens": tokens["tokens"]}).json()
     assert back["prompt"] == text
+
+
+@pytest.mark.parametrize(
+    ("fields", "at_once"),
+    [({}, False), ({"stream": True}, True), ({"sampling_params": {"stop": "zzz"}}, True)],
+    ids=["whole", "stream", "stop string"],
+)
+def test_the_target_may_collect_the_tokens_of_whole_answers(
+    gateway: GatewayThread, fake: FakeTarget, fields: dict[str, Any], at_once: bool
+) -> None:
+    assert post(gateway.stack, {"input_ids": [9, 10, 11]} | fields).is_success
+    (request,) = fake.seen
+    assert (request.message_interval_ms == 0) == at_once

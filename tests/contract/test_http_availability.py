@@ -85,11 +85,11 @@ def test_metrics_hold_ours_and_the_targets_each_family_once(
             exposition = http.get("/metrics")
             lines = exposition.text.splitlines()
             assert exposition.headers["content-type"].startswith("text/plain; version=0.0.4")
-            assert "outrider_prompt_tokens_total 2.0" in lines
-            assert "outrider_generation_tokens_total 3.0" in lines
-            assert 'outrider_request_success_total{finished_reason="length"} 1.0' in lines
+            assert 'outrider_prompt_tokens_total{model="toy"} 2.0' in lines
+            assert 'outrider_generation_tokens_total{model="toy"} 3.0' in lines
+            assert 'outrider_request_success_total{finished_reason="length",model="toy"} 1.0' in lines
             assert 'outrider_http_requests_total{route="/v1/completions",status="200"} 1.0' in lines
-            assert "outrider_time_to_first_token_seconds_count 1.0" in lines
+            assert 'outrider_time_to_first_token_seconds_count{model="toy"} 1.0' in lines
             labels = f'{{model="toy",target="{target.address}"}}'
             assert f"outrider_num_requests_running{labels} 3" in lines
             assert f"outrider_gateway_ready_targets{labels} 1.0" in lines

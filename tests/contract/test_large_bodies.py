@@ -55,6 +55,7 @@ MESSAGES = [{"role": "user", "content": "1" * LARGE}]
         (CHAT, {"messages": MESSAGES}, "messages"),
         (CHAT, {"messages": MESSAGES, "truncate_prompt_tokens": 4}, "messages"),
         ("/v1/responses", {"input": "1" * LARGE}, "input"),
+        ("/v1/responses/input_tokens", {"input": "1" * LARGE}, "input"),
         ("/v1/messages", {"model": "toy", "messages": MESSAGES, "max_tokens": 1}, "messages"),
         ("/v1/messages/count_tokens", {"model": "toy", "messages": MESSAGES}, "messages"),
         ("/v1/completions", {"prompt": "1" * LARGE}, "prompt"),

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from gateway_thread import GatewayThread
 from http_calls import MakeGateway, client_of, error_of
 from support.models.toy_text import make_tokenizer
@@ -71,6 +72,48 @@ def test_requests_are_routed_by_the_model_that_they_name(
         unknown = http.post("/v1/completions", json={"prompt": PROMPT, "model": "c"})
         assert (unknown.status_code, error_of(unknown)["code"]) == (404, "model_not_found")
         assert "'a', 'b'" in error_of(unknown)["message"]
+
+
+def test_a_target_that_does_not_empty_its_cache_is_named(
+    make_gateway: MakeGateway, make_target: MakeTarget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("outrider.services.gateway.target_client.client.RPC_TIMEOUT_S", 0.5)
+    hung, other = make_target(), make_target()
+    gateway = make_gateway(target=[one.address for one in (hung, other)])
+    wait_all(gateway, 2)
+    release, flushed = threading.Event(), threading.Event()
+    with client_of(gateway) as http:
+        hung.on_flush = lambda: release.wait(20)
+        other.on_flush = flushed.set
+        refused = http.post("/flush_cache")
+        assert (refused.status_code, error_of(refused)["code"]) == (504, "deadline_exceeded")
+        assert hung.address in error_of(refused)["message"]
+        assert flushed.is_set()
+        release.set()
+
+
+def test_the_metrics_tell_the_models_apart(make_gateway: MakeGateway, make_target: MakeTarget) -> None:
+    targets = [make_target(model_id=name, fingerprint=name) for name in ("a", "b")]
+    gateway = make_gateway(target=[one.address for one in targets])
+    wait_all(gateway, 2)
+    with client_of(gateway) as http:
+        for name in ("a", "b", "b", "unknown"):
+            http.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 2, "model": name})
+        too_long = {"prompt": PROMPT * 1000, "max_tokens": 2, "model": "b"}
+        assert http.post("/v1/completions", json=too_long).status_code == 400
+        lines = http.get("/metrics").text.splitlines()
+    for name in (
+        "time_to_first_token_seconds_count",
+        "e2e_request_latency_seconds_count",
+        "request_queue_time_seconds_count",
+    ):
+        assert f'outrider_{name}{{model="a"}} 1.0' in lines
+        assert f'outrider_{name}{{model="b"}} 2.0' in lines
+    assert 'outrider_generation_tokens_total{model="b"} 4.0' in lines
+    assert 'outrider_request_success_total{finished_reason="length",model="b"} 2.0' in lines
+    assert 'outrider_request_failures_total{model="b",reason="context_length_exceeded"} 1.0' in lines
+    assert 'outrider_request_failures_total{model="",reason="model_not_found"} 1.0' in lines
+    assert not any('model="unknown"' in line for line in lines)
 
 
 def test_a_model_may_have_its_own_tokenizer(

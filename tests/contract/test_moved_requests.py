@@ -49,7 +49,10 @@ def test_a_stream_goes_on_at_another_target_when_its_own_dies(
     assert moved.max_new_tokens == NEW_TOKENS
     assert moved.sampling.seed == 3
     with client_of(gateway) as http:
-        assert 'outrider_gateway_moved_sequences_total{reason="target_lost"} 1.0' in http.get("/metrics").text
+        assert (
+            'outrider_gateway_moved_sequences_total{model="toy",reason="target_lost"} 1.0'
+            in http.get("/metrics").text
+        )
         assert http.get("/ready").status_code == 200
 
 

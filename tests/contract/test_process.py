@@ -9,18 +9,26 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
+import grpc
 import httpx
 import pytest
 from fake_target import FakeTarget, Script
 from gateway_thread import free_port
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from outrider.gateway.v1 import gateway_pb2, gateway_pb2_grpc
+from outrider.services.gateway.guards.open_files import raise_file_limit
 
 ROOT = Path(__file__).parents[2]
 RUN = """
-import json, sys
+import json, resource, sys
+if open_files := int(sys.argv[2]):
+    resource.setrlimit(resource.RLIMIT_NOFILE, (open_files, open_files))
 from outrider.services.gateway.app import run
 from outrider.services.gateway.settings import GatewaySettings
 code = run(GatewaySettings(**json.loads(sys.argv[1])))
@@ -28,15 +36,20 @@ print("torch" in sys.modules, "transformers" in sys.modules)
 raise SystemExit(code)
 """
 TIMEOUT_S = 40
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
+"""The first bytes of an HTTP/2 connection, with empty settings. The server's settings are not confirmed."""
+REFUSED_S, SERVED_AGAIN_S = 5, 20
+"""Longest time until a new client is refused, and until it is served. gRPC's own time limit is 60 s."""
 
 
 @contextmanager
-def process(**settings) -> Iterator[subprocess.Popen]:
+def process(open_files: int = 0, **settings) -> Iterator[subprocess.Popen]:
+    """Run a gateway. `open_files` is its limit of open files; 0 keeps this process's own limit."""
     arguments = json.dumps(
         {key: str(value) if isinstance(value, Path) else value for key, value in settings.items()}
     )
     child = subprocess.Popen(
-        [sys.executable, "-c", RUN, arguments],
+        [sys.executable, "-c", RUN, arguments, str(open_files)],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -134,3 +147,38 @@ def test_a_goaway_frame_cannot_forge_log_lines(shared_fake: FakeTarget, tokenize
         output = child.communicate(timeout=TIMEOUT_S)[0]
     assert child.returncode == 0
     assert "FORGED" not in output
+
+
+def test_1100_silent_grpc_connections_at_1024_open_files(fake: FakeTarget, tokenizer_dir: Path) -> None:
+    """Streams continue. A new client is refused at once, and served after the connections' time limit."""
+    raise_file_limit()
+    gate = threading.Semaphore(0)
+    fake.script = lambda request: Script([[40 + index] for index in range(3)], gate=gate)
+    ports = {"port": free_port(), "grpc_port": free_port()}
+    address = ("127.0.0.1", ports["grpc_port"])
+    own_connection = [("grpc.use_local_subchannel_pool", 1)]
+    request = gateway_pb2.CompleteRequest(text="x", options=gateway_pb2.GenerationOptions(max_tokens=3))
+    with ExitStack() as held:
+        settings = {"target": fake.address, "tokenizer": tokenizer_dir, **ports}
+        wait_ready(held.enter_context(process(open_files=1024, **settings)))
+        first, second = (
+            held.enter_context(grpc.insecure_channel(f"127.0.0.1:{address[1]}", own_connection))
+            for _ in range(2)
+        )
+        stream = gateway_pb2_grpc.InferenceStub(first).Complete(request, timeout=TIMEOUT_S)
+        tokens = list(next(stream).chunk.token_ids)
+        for _ in range(1100):
+            connection = held.enter_context(socket.create_connection(address, timeout=TIMEOUT_S))
+            with suppress(ConnectionError):  # the gateway may have closed it
+                connection.sendall(PREFACE)
+        check = health_pb2_grpc.HealthStub(second).Check
+        began = time.monotonic()
+        with pytest.raises(grpc.RpcError) as refused:
+            check(health_pb2.HealthCheckRequest(), timeout=TIMEOUT_S)
+        assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert time.monotonic() - began < REFUSED_S
+        assert httpx.get(f"http://127.0.0.1:{ports['port']}/health", timeout=TIMEOUT_S).status_code == 200
+        gate.release(2)
+        tokens += [token for reply in stream for token in reply.chunk.token_ids]
+        assert tokens == [40, 41, 42]
+        check(health_pb2.HealthCheckRequest(), timeout=SERVED_AGAIN_S, wait_for_ready=True)

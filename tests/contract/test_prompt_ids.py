@@ -112,15 +112,58 @@ def test_errors_of_salts_name_the_field(
 
 
 @pytest.mark.parametrize("field", ["extra_key", "cache_salt"])
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/generate", {"text": ["x", "y"], "sampling_params": {"max_new_tokens": 1}}),
+        (COMPLETIONS, {"prompt": ["x", "y"], "max_tokens": 1}),
+    ],
+)
 def test_each_prompt_of_a_batch_may_have_its_own_salt(
-    http: httpx.Client, fake: FakeTarget, field: str
+    http: httpx.Client, fake: FakeTarget, path: str, body: dict[str, Any], field: str
 ) -> None:
-    body = {"text": ["x", "y"], "sampling_params": {"max_new_tokens": 1}}
-    assert http.post("/generate", json={**body, field: ["mine", "yours"]}).status_code == 200
-    assert sorted(one.cache_salt for one in fake.seen[-2:]) == ["mine", "yours"]
-    assert http.post("/generate", json={**body, field: "ours"}).status_code == 200
+    assert http.post(path, json={**body, field: ["mine", "yours"]}).status_code == 200
+    assert {one.cache_salt: list(one.prompt_ids) for one in fake.seen[-2:]} == {
+        "mine": http.post("/tokenize", json={"prompt": "x"}).json()["tokens"],
+        "yours": http.post("/tokenize", json={"prompt": "y"}).json()["tokens"],
+    }
+    assert http.post(path, json={**body, field: "ours"}).status_code == 200
     assert [one.cache_salt for one in fake.seen[-2:]] == ["ours", "ours"]
-    wrong = error_of(http.post("/generate", json={**body, field: ["mine"]}))
+    wrong = error_of(http.post(path, json={**body, field: ["mine"]}))
     assert wrong["message"] == f"{field} has 1 entries, but there are 2 prompts."
-    wrong = error_of(http.post("/generate", json={**body, field: ["mine", "x" * 257]}))
+    wrong = error_of(http.post(path, json={**body, field: ["mine", "x" * 257]}))
     assert wrong["message"] == f"{field}: must have at most 256 characters."
+    both = error_of(http.post(path, json={**body, "cache_salt": ["a", "b"], "extra_key": ["a", "c"]}))
+    assert both["message"] == "cache_salt and extra_key differ. Set only one of them."
+
+
+def test_prompts_with_their_own_salts_share_one_seed_and_keep_their_order(
+    http: httpx.Client, fake: FakeTarget
+) -> None:
+    body = {"prompt": ["x", "y"], "max_tokens": 4, "n": 2, "cache_salt": ["mine", "yours"]}
+    reply = http.post(COMPLETIONS, json={**body, "return_prompt_token_ids": True}).json()
+    asked = fake.seen[-4:]
+    assert len({one.sampling.seed for one in asked}) == 1
+    assert {str(one.sampling.seed) for one in asked} == {reply["metadata"]["seed"]}
+    assert sorted((one.cache_salt, one.sampling.choice_index) for one in asked) == [
+        ("mine", 0),
+        ("mine", 1),
+        ("yours", 0),
+        ("yours", 1),
+    ]
+    prompts = [choice["prompt_token_ids"] for choice in reply["choices"]]
+    assert prompts[0] == prompts[1] != prompts[2] == prompts[3]
+    assert reply["usage"]["prompt_tokens"] == len(prompts[0]) + len(prompts[2])
+
+
+@pytest.mark.parametrize("field", ["lora_path", "custom_logit_processor", "image_data"])
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [("/generate", {"text": ["x", "y"]}), (COMPLETIONS, {"prompt": ["x", "y"]})],
+)
+def test_a_refused_field_with_null_for_each_prompt_asks_for_nothing(
+    http: httpx.Client, path: str, body: dict[str, Any], field: str
+) -> None:
+    assert http.post(path, json={**body, field: [None, None]}).status_code == 200
+    wrong = http.post(path, json={**body, field: [None, "a"]})
+    assert (wrong.status_code, error_of(wrong)["param"]) == (400, field)

@@ -36,8 +36,10 @@ def counts(http: httpx.Client) -> tuple[Counter[str], Counter[str]]:
     for one in http.get("/status.json").json()["errors"]:
         listed[one["reason"]] += one["count"]
     text = http.get("/metrics").text
-    found = re.findall(r'^outrider_request_failures_total{reason="(\w+)"} (\S+)$', text, re.MULTILINE)
-    return listed, Counter({reason: int(float(count)) for reason, count in found})
+    found = re.findall(
+        r'^outrider_request_failures_total{model="\w*",reason="(\w+)"} (\S+)$', text, re.MULTILINE
+    )
+    return listed, sum((Counter({reason: int(float(count))}) for reason, count in found), Counter())
 
 
 @pytest.mark.parametrize(("path", "body"), TOO_LONG)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -48,16 +50,79 @@ def test_more_sequences_than_can_wait_are_the_clients_error(fake: FakeTarget, to
     assert (line["status"], line["field"]) == (400, "n")
 
 
-def test_grpc_requests_have_lines_too(fake: FakeTarget, tokenizer_dir: Path) -> None:
+def _grpc_lines(
+    fake: FakeTarget,
+    tokenizer_dir: Path,
+    call: Callable[[gateway_pb2_grpc.InferenceStub], object],
+    **settings: Any,
+) -> list[dict[str, Any]]:
+    """Return the lines of the calls over gRPC that `call` makes. They may fail."""
     with capture_logs() as lines:
-        gateway = GatewayThread(target=fake.address, tokenizer=tokenizer_dir)
+        gateway = GatewayThread(target=fake.address, tokenizer=tokenizer_dir, **settings)
         try:
             gateway.wait_ready()
-            with grpc.insecure_channel(gateway.stack.grpc_address) as channel:
-                request = gateway_pb2.CompleteRequest(text="hello")
-                request.options.max_tokens = 3
-                list(gateway_pb2_grpc.InferenceStub(channel).Complete(request))
+            with grpc.insecure_channel(gateway.stack.grpc_address) as channel, suppress(grpc.RpcError):
+                call(gateway_pb2_grpc.InferenceStub(channel))
         finally:
             gateway.close()
-    [line] = [line for line in lines if line["event"] == "request"]
+    return [dict(line) for line in lines if line["event"] == "request"]
+
+
+def _completion(**fields: Any) -> gateway_pb2.CompleteRequest:
+    options = gateway_pb2.GenerationOptions(max_tokens=3, **fields)
+    return gateway_pb2.CompleteRequest(text="hello", options=options)
+
+
+def test_grpc_requests_have_lines_too(fake: FakeTarget, tokenizer_dir: Path) -> None:
+    metadata = (("x-request-id", "mine"),)
+    [line] = _grpc_lines(
+        fake, tokenizer_dir, lambda stub: list(stub.Complete(_completion(), metadata=metadata))
+    )
     assert (line["method"], line["completion_tokens"]) == ("gRPC", 3)
+    assert line["route"] == "/outrider.gateway.v1.Inference/Complete"
+    assert line["request_id"] == "mine"
+
+
+@pytest.mark.parametrize(
+    ("call", "reason"),
+    [
+        (lambda stub: list(stub.Complete(_completion(n=10_000))), "invalid_value"),
+        (lambda stub: list(stub.Chat(gateway_pb2.ChatRequest())), "invalid_value"),
+        (lambda stub: stub.Tokenize(gateway_pb2.TokenizeRequest(model="other")), "model_not_found"),
+        (lambda stub: stub.Abort(gateway_pb2.AbortRequest()), "invalid_value"),
+    ],
+)
+def test_a_refused_grpc_call_has_a_line_with_the_reason(
+    fake: FakeTarget,
+    tokenizer_dir: Path,
+    call: Callable[[gateway_pb2_grpc.InferenceStub], object],
+    reason: str,
+) -> None:
+    [line] = _grpc_lines(fake, tokenizer_dir, call)
+    assert (line["method"], line["error"]) == ("gRPC", reason)
+    assert line["request_id"]
+
+
+def test_a_grpc_call_with_a_wrong_key_has_a_line(fake: FakeTarget, tokenizer_dir: Path) -> None:
+    [line] = _grpc_lines(
+        fake, tokenizer_dir, lambda stub: list(stub.Complete(_completion())), api_key=("right",)
+    )
+    assert line["error"] == "invalid_api_key"
+
+
+def test_a_grpc_call_that_its_key_does_not_allow_has_a_line_with_the_reason(
+    fake: FakeTarget, tokenizer_dir: Path, tmp_path: Path
+) -> None:
+    """The key is checked after the request itself, at the start of the generation."""
+    keys = tmp_path / "keys.toml"
+    keys.touch(0o600)
+    keys.write_text('[[keys]]\nname = "app"\nkey = "sk-of-the-app-0001"\n')
+    [line] = _grpc_lines(
+        fake,
+        tokenizer_dir,
+        lambda stub: list(
+            stub.Complete(_completion(priority=9), metadata=(("authorization", "Bearer sk-of-the-app-0001"),))
+        ),
+        api_keys_file=keys,
+    )
+    assert (line["error"], line["field"], line["key"]) == ("permission_denied", "priority", "app")

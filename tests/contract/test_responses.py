@@ -39,6 +39,52 @@ def test_text_in_text_out(client: openai.OpenAI, fake: FakeTarget, tokenizer: To
         response.model_dump()
 
 
+COUNTED: list[dict[str, Any]] = [
+    {"input": "Capital of France?"},
+    {"input": [{"role": "user", "content": "Capital of France?"}], "instructions": "Be brief."},
+    {"input": "Weather in Oslo?", "tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False},
+    {"input": "Weather in Oslo?", "tools": TOOLS, "tool_choice": "none"},
+    {"input": "Hello?", "reasoning": {"effort": "low"}, "text": {"format": {"type": "text"}}},
+]
+
+
+@pytest.mark.parametrize("fields", COUNTED)
+def test_input_tokens_are_those_of_a_response(
+    client: openai.OpenAI, fake: FakeTarget, tokenizer: Tokenizer, fields: dict[str, Any]
+) -> None:
+    asked = {"model": "toy", **fields}
+    counted = client.responses.input_tokens.count(**asked)
+    assert not fake.seen
+    assert counted.object == "response.input_tokens"
+    answer_with(fake, tokenizer, "Paris.")
+    response = client.responses.create(**asked)
+    assert counted.input_tokens == response.usage.input_tokens == len(fake.seen[-1].prompt_ids)
+
+
+def test_input_tokens_count_what_truncation_keeps(client: openai.OpenAI) -> None:
+    def count(**fields: Any) -> int:
+        given = long_conversation(6)
+        return client.responses.input_tokens.count(model="toy", input=given, **fields).input_tokens
+
+    assert count(truncation="auto") <= MAX_MODEL_LEN < count() == count(truncation="disabled")
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"input": [{"type": "image_generation_call"}]}, "input.0"),
+        ({"tools": [{"type": "web_search"}]}, "tools.0"),
+    ],
+)
+def test_input_that_cannot_be_counted_is_refused(
+    client: openai.OpenAI, fields: dict[str, Any], param: str
+) -> None:
+    with pytest.raises(openai.BadRequestError) as refusal:
+        client.responses.input_tokens.count(**{"model": "toy", "input": "x", **fields})
+    assert refusal.value.param == param
+
+
 LONG = "The quick brown fox jumps over the lazy dog, and the dog sleeps. " * 10
 
 
@@ -182,6 +228,25 @@ def test_the_events_build_the_same_response(
     expected = [item.arguments for item in whole.output if item.type == "function_call"]
     assert "".join(arguments) == "".join(expected)
     assert final.usage == whole.usage
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_response_repeats_the_form_that_was_asked_for(
+    client: openai.OpenAI, fake: FakeTarget, tokenizer: Tokenizer, stream: bool
+) -> None:
+    answer_with(fake, tokenizer, '{"a": 1}')
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    form: Any = {"type": "json_schema", "name": "numbers", "schema": schema, "strict": True}
+    for text, expected in (
+        (None, {"format": {"type": "text"}}),
+        ({"format": form, "verbosity": "low"}, {"format": form, "verbosity": "low"}),
+        ({"format": {"type": "json_object"}}, {"format": {"type": "json_object"}}),
+    ):
+        asked = {} if text is None else {"text": text}
+        reply: Any = client.responses.create(model="toy", input="x", stream=stream, **asked)
+        responses = [one.response for one in reply if hasattr(one, "response")] if stream else [reply]
+        for response in responses:
+            assert response.text.model_dump(by_alias=True, exclude_unset=True) == expected
 
 
 LOGPROBS: dict[str, Any] = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import errno
 import http.client
+import queue
 import resource
 import socket
 import ssl
@@ -27,6 +28,9 @@ from outrider.services.gateway.guards.open_files import (
 from outrider.shared.rpc.options import OPEN_FILES_SHARE
 
 WAIT_S = 20
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
+"""The first bytes of an HTTP/2 connection, with empty settings."""
+SETTINGS_CONFIRMED = bytes([0, 0, 0, 4, 1, 0, 0, 0, 0])
 HEAD = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
 
 
@@ -121,6 +125,37 @@ def test_silent_connections_to_the_grpc_port_leave_the_rest_alone(
             health_pb2.HealthCheckRequest(), timeout=WAIT_S, wait_for_ready=True
         )
     assert reply.status == health_pb2.HealthCheckResponse.SERVING
+
+
+def test_a_grpc_connection_that_does_not_confirm_the_settings_is_closed(
+    make_gateway: MakeGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """gRPC alone would wait for 60 s."""
+    monkeypatch.setattr("outrider.shared.rpc.options.HANDSHAKE_TIMEOUT_MS", 500)
+    gateway = make_gateway()
+    with _connect(gateway.server.grpc_port) as connection:
+        connection.sendall(PREFACE)
+        assert _closed(connection)
+
+
+def test_a_grpc_connection_without_calls_is_closed_and_may_come_back(
+    make_gateway: MakeGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("outrider.services.gateway.app.GRPC_IDLE_S", 0.5)
+    gateway = make_gateway()
+    with grpc.insecure_channel(gateway.stack.grpc_address) as channel:
+        health = health_pb2_grpc.HealthStub(channel)
+        states: queue.Queue[grpc.ChannelConnectivity] = queue.Queue()
+        channel.subscribe(states.put)
+        for _ in range(2):
+            reply = health.Check(health_pb2.HealthCheckRequest(), timeout=WAIT_S)
+            assert reply.status == health_pb2.HealthCheckResponse.SERVING
+            while states.get(timeout=WAIT_S) is not grpc.ChannelConnectivity.READY:
+                pass
+            assert states.get(timeout=WAIT_S) is grpc.ChannelConnectivity.IDLE
+    with _connect(gateway.server.grpc_port) as connection:
+        connection.sendall(PREFACE + SETTINGS_CONFIRMED)
+        assert _closed(connection)
 
 
 def test_a_process_without_free_descriptors_logs_few_lines(capsys: pytest.CaptureFixture[str]) -> None:

@@ -259,7 +259,7 @@ def test_tokens_of_a_broken_stream_are_in_the_metric(
         read_until(connection, b"data: " if leaves else b"[DONE]")
     gateway.call(gateway.server.core.lifecycle.idle.wait())
     text = httpx.get(f"{gateway.stack.base_url}/metrics", timeout=TIMEOUT_S).text
-    assert "outrider_generation_tokens_total 3.0" in text.splitlines()
+    assert 'outrider_generation_tokens_total{model="toy"} 3.0' in text.splitlines()
 
 
 def test_one_failed_choice_cancels_the_others(fake: FakeTarget, post: Post) -> None:

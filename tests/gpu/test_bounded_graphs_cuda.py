@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from outrider.shared.engine.graphs import GraphCache
+from outrider.shared.engine.recorded_graph import until_next_run
 
 pytestmark = pytest.mark.gpu
 SIZE = 1 << 20
@@ -32,6 +33,28 @@ def test_graphs_that_are_dropped_leave_the_others_and_their_memory() -> None:
     assert torch.cuda.memory_reserved() == reserved
     numbers.mul_(2)
     assert total(2) == 4 * SIZE, "the graph must be replayed, not its result returned"
+
+
+def test_graphs_share_the_memory_of_results_that_end_with_the_next_run() -> None:
+    cache = GraphCache("cuda")
+    numbers = torch.arange(16 * SIZE, device="cuda", dtype=torch.bfloat16).view(SIZE, 16)
+
+    def rows(factor: int) -> torch.Tensor:
+        """Compute 32 MiB, and return a part of them."""
+        return until_next_run((numbers * factor).t()[3:])
+
+    for factor in range(2, 10):
+        cache.capture(factor, lambda factor=factor: rows(factor))  # type: ignore[misc]
+        if factor == 2:
+            reserved = torch.cuda.memory_reserved()
+    assert torch.cuda.memory_reserved() == reserved
+    numbers.add_(1)
+    for factor in (2, 9, 2):
+        found = cache.run(factor, lambda: numbers)
+        assert torch.equal(found, (numbers * factor).t()[3:])
+    expected = numbers * 3
+    outside = until_next_run(expected)
+    assert outside is expected, "without a capture, the result keeps its memory"
 
 
 def test_a_pool_that_lost_its_last_graph_takes_none() -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from filter_cases import check_choices, check_kept_tokens, check_mixed_choices
+from filter_cases import check_choices, check_kept_tokens, check_mixed_choices, check_ties
 from guards import Guards
 
 pytestmark = pytest.mark.gpu
@@ -24,3 +24,9 @@ def test_tokens_are_chosen_as_from_what_sorting_keeps(dtype: torch.dtype) -> Non
 def test_rows_with_and_without_filters_share_a_batch(dtype: torch.dtype) -> None:
     for rows in (3, 64, 1100):
         check_mixed_choices(rows, 9000, dtype, "cuda", Guards(64))
+
+
+@pytest.mark.parametrize("vocab", [700, 128_256])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_equal_logits_are_kept_in_the_order_of_their_ids(vocab: int, dtype: torch.dtype) -> None:
+    check_ties(vocab, dtype, "cuda", Guards(64))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import pytest
@@ -43,7 +43,7 @@ class CountedGraphs(GraphCache):
         super().__init__(device, enabled)
         self.replayed = self.eager = 0
 
-    def run_parts(self, key: Hashable, record: Callable[[], Parts[Any]]) -> Iterator[None]:
+    def run_parts(self, key: Hashable, record: Callable[[], Parts[Any]]) -> Parts[Any]:
         if self.replays(key):
             self.replayed += 1
         else:

@@ -135,3 +135,43 @@ def check_mixed_choices(rows: int, vocab: int, dtype: torch.dtype, device: str, 
         actual = choose_tokens(guards.put(logits, "logits"), sampling, positions)
     assert actual.tolist() == expected.tolist()
     assert int(expected[rows // 3]) == -1
+
+
+def check_ties(vocab: int, dtype: torch.dtype, device: str, guards: Guards) -> None:
+    """Check that tokens with equal logits are kept and chosen in the order of their ids.
+
+    Four tokens share the best logit. All others share a logit that makes them improbable. The last row is
+    greedy.
+    """
+    best = sorted({0, 3, vocab // 2, vocab - 1})
+    others = [token for token in range(vocab) if token not in best]
+    logits = torch.full((1, vocab), -30.0)
+    logits[0, best] = 2.0
+    everything = list(range(vocab))
+    cases: list[tuple[int, float, float, list[int]]] = [
+        (1, 1.0, 0.0, best[:1]),
+        (3, 1.0, 0.0, best[:3]),
+        (0, 0.3, 0.0, best[:2]),
+        (0, 0.6, 0.0, best[:3]),
+        (3, 0.5, 0.0, best[:2]),
+        (len(best) + 2, 1.0, 0.0, sorted([*best, *others[:2]])),
+        (0, 1.0, 1.0, everything),  # Min-p is not part of `kept_tokens`.
+        (0, 1.0, 0.0, everything),
+    ]
+    sampling = filters_of(len(cases), device)
+    columns = zip(*(case[:3] for case in cases), strict=True)
+    for column, values in zip((sampling.top_k, sampling.top_p, sampling.min_p), columns, strict=True):
+        column.copy_(torch.tensor(values))
+    sampling.temperature.fill_(1.0)
+    sampling.temperature[-1] = 0.0
+    rows = logits.to(device, dtype).expand(len(cases), vocab).contiguous()
+    chosen = []
+    for version in (reference_version, lambda: triton_version(guards)):
+        with version():
+            kept = kept_tokens(rows, sampling).mask(token_keys(rows, sampling.temperature))
+            chosen.append(choose_tokens(rows, sampling, torch.arange(len(cases), device=device)).tolist())
+        for row, (top_k, top_p, _, expected) in enumerate(cases):
+            assert kept[row].nonzero().flatten().tolist() == expected, (top_k, top_p)
+    assert chosen[0] == chosen[1]
+    assert all(token in best and token in case[3] for token, case in zip(chosen[0], cases, strict=True))
+    assert chosen[0][-1] == best[0], "a greedy row chooses the lowest id"

@@ -15,6 +15,8 @@ from outrider.kernels.ahead import pool as compiler_pool
 from outrider.kernels.ahead.late import log_late_compilations
 from outrider.kernels.ahead.pool import CompilerPool
 
+WAIT_S = 30.0
+
 
 def test_kernels_that_nobody_began_in_time_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiler_pool, "MOST_PROCESSES", 0)
@@ -42,6 +44,47 @@ def test_waiting_for_kernels_has_an_end() -> None:
     assert busy.is_alive()
     stop.set()
     busy.join()
+
+
+class FakeProcess:
+    """A compiler process that answers every job, and ends only when it is let go."""
+
+    let_go = threading.Event()
+    ending = threading.Event()
+    answer = "compiled"
+
+    def __init__(self, *_: object, **__: object) -> None:
+        self.stdin = SimpleNamespace(write=lambda job: None, flush=lambda: None)
+        self.stdout = SimpleNamespace(readline=lambda: self.answer)
+        self.kill = lambda: None
+
+    def __enter__(self) -> FakeProcess:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.ending.set()
+        self.let_go.wait(WAIT_S)
+
+
+@pytest.mark.parametrize("answer", ["compiled", ""], ids=["idle", "killed"])
+def test_a_kernel_is_compiled_although_it_comes_while_the_only_process_ends(
+    monkeypatch: pytest.MonkeyPatch, answer: str
+) -> None:
+    class Process(FakeProcess):
+        let_go, ending = threading.Event(), threading.Event()
+
+    Process.answer = answer
+    monkeypatch.setattr(compiler_pool, "MOST_PROCESSES", 1)
+    monkeypatch.setattr(compiler_pool, "IDLE_S", 0.01)
+    monkeypatch.setattr(compiler_pool.subprocess, "Popen", Process)
+    pool = CompilerPool()
+    pool.submit("first", "{}")
+    assert Process.ending.wait(WAIT_S)
+    assert not Process.let_go.is_set(), "the first process still ends"
+    pool.submit("second", "{}")
+    pool.wait(0, limit_s=WAIT_S)
+    assert (pool.submitted, pool._done) == (2, 2)
+    Process.let_go.set()
 
 
 def test_a_kernel_that_is_compiled_at_its_launch_is_logged(

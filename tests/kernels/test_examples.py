@@ -31,6 +31,7 @@ HOST_ONLY = {
     "ahead.compile_ahead": "a CPU needs no compiled kernels; tests/gpu covers GPUs",
     "ahead.late.log_late_compilations": "sets a listener",
     "ahead.compiled_or_soon": "a CPU needs no compiled kernels; tests/gpu covers GPUs",
+    "ahead.covers_all_sizes": "reads a flag",
     "ahead.rehearsing": "reads a flag",
     "ahead.state_of": "a CPU needs no compiled kernels; tests/gpu covers GPUs",
     "exchange_add.can_exchange": "integer arithmetic",

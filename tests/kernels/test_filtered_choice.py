@@ -7,6 +7,7 @@ from filter_cases import (
     check_kept_tokens,
     check_mixed_choices,
     check_reference,
+    check_ties,
     filters_of,
     logits_of,
 )
@@ -32,6 +33,13 @@ def test_what_is_kept_is_what_the_law_keeps(kind: str, dtype: torch.dtype, vocab
 @pytest.mark.parametrize("kind", ["ties", "masked"])
 def test_the_reference_keeps_the_same(kind: str) -> None:
     check_reference(kind, 13, 60, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("vocab", "dtype"), [(37, torch.float32), (700, torch.float16), (5000, torch.bfloat16)]
+)
+def test_equal_logits_are_kept_in_the_order_of_their_ids(vocab: int, dtype: torch.dtype) -> None:
+    check_ties(vocab, dtype, "cpu", Guards())
 
 
 @pytest.mark.parametrize("vocab", [1, 3, 37])

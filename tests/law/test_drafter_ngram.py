@@ -24,7 +24,7 @@ SHAPES = [(1, 1, 2), (5, 1, 6), (3, 2, 8), (5, 4, 16)]
 @pytest.fixture(scope="module")
 def random_target(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
     return load_toy(
-        make_toy_target(tmp_path_factory.mktemp("random"), vocab_size=VOCAB, seed=3, num_layers=5)
+        make_toy_target(tmp_path_factory.mktemp("random"), vocab_size=VOCAB, seed=3, num_layers=3)
     )
 
 

@@ -68,7 +68,7 @@ def all_drafted(decoder: Decoder, drafter: RemoteDrafter) -> bool:
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     folder = tmp_path_factory.mktemp("pair")
     target: Path = make_toy_target(
-        folder / "target", vocab_size=VOCAB, seed=3, planted=request.param, num_layers=5
+        folder / "target", vocab_size=VOCAB, seed=3, planted=request.param, num_layers=3
     )
     head: Path = make_toy_eagle3(
         folder / "head", target, planted=request.param, draft_vocab_size=VOCAB if request.param else 32

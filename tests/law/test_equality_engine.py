@@ -44,7 +44,7 @@ SAMPLINGS = [
 
 @pytest.fixture(scope="module")
 def target_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_toy_target(tmp_path_factory.mktemp("target"), vocab_size=VOCAB, seed=3, num_layers=5)
+    return make_toy_target(tmp_path_factory.mktemp("target"), vocab_size=VOCAB, seed=3, num_layers=3)
 
 
 @pytest.fixture(scope="module")
@@ -253,7 +253,7 @@ def test_stop_tokens_cut_inside_the_accepted_run(decoder: Decoder) -> None:
 
 def test_captured_features_do_not_depend_on_how_tokens_were_found(decoder: Decoder) -> None:
     spec = FeatureSpec(
-        aux_layer_ids=(1, 3, 4), feature_size=3 * decoder.config.hidden_size, fingerprint="raw"
+        aux_layer_ids=(0, 1, 2), feature_size=3 * decoder.config.hidden_size, fingerprint="raw"
     )
     prompt = random_prompt(random.Random(2), 70)
     plain = generate_plain(decoder, NoDrafter(), prompt, 30)

@@ -43,7 +43,7 @@ BOUND_S = 20.0
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return make_toy_pair(
-        tmp_path_factory.mktemp("pair"), VOCAB, vocab_size=VOCAB, seed=3, planted=3.0, num_layers=5
+        tmp_path_factory.mktemp("pair"), VOCAB, vocab_size=VOCAB, seed=3, planted=3.0, num_layers=3
     )
 
 

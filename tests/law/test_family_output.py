@@ -6,6 +6,7 @@ The tests cover batches, and texts longer than the attention window.
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -14,18 +15,22 @@ from support.engine.target_harness import (
     FakeDrafter,
     Node,
     assert_same_tokens,
+    generate_plain,
     load_toy,
     make_harness,
     oracle_plan,
     random_plan,
 )
 from support.models.family_models import CASES, VOCAB, WINDOW, reference, save
+from support.outputs.greedy_answer import greedy_answer
 
+from outrider.services.target.drafting.no_drafter import NoDrafter
 from outrider.shared.base.generation import SpeculationMode
+from outrider.shared.nn.decoder import Decoder
 from outrider.shared.spec.drafter import ProposalRow
 
 torch.set_num_threads(1)
-NEW_TOKENS = 40
+NEW_TOKENS = 30
 SHAPES = [(4, 1, 5), (5, 3, 12)]
 LENGTHS = (3, WINDOW + 9, 2 * WINDOW)
 
@@ -40,14 +45,16 @@ def prompts() -> list[list[int]]:
     return [[rng.randrange(VOCAB) for _ in range(length)] for length in LENGTHS]
 
 
-def answer(case: str, prompt: list[int]) -> list[int]:
-    """Return transformers' greedy answer, generated without a KV cache to rule out cache errors."""
-    tokens = list(prompt)
-    for _ in range(NEW_TOKENS):
+def answer(case: str, decoder: Decoder, prompt: list[int]) -> list[int]:
+    """Return transformers' greedy answer, computed without a KV cache to rule out cache errors."""
+
+    def next_tokens(tokens: Sequence[int]) -> list[int]:
         with torch.no_grad():
-            logits = reference(case)(torch.tensor([tokens]), use_cache=False).logits[0, -1]
-        tokens.append(int(logits.argmax()))
-    return tokens[len(prompt) :]
+            logits = reference(case)(torch.tensor([tokens]), use_cache=False).logits[0]
+        return logits.argmax(-1).tolist()
+
+    guess = generate_plain(decoder, NoDrafter(), prompt, NEW_TOKENS)
+    return greedy_answer(next_tokens, prompt, guess)
 
 
 def ngram_plan(tokens: list[int], row: ProposalRow) -> list[Node]:
@@ -60,7 +67,7 @@ def ngram_plan(tokens: list[int], row: ProposalRow) -> list[Node]:
 @pytest.mark.parametrize("case", list(CASES))
 def test_greedy_output_is_that_of_transformers_with_and_without_speculation(case: str, folder: Path) -> None:
     decoder = load_toy(save(case, folder))
-    expected = [answer(case, prompt) for prompt in prompts()]
+    expected = [answer(case, decoder, prompt) for prompt in prompts()]
     truth = [prompt + tokens for prompt, tokens in zip(prompts(), expected, strict=True)]
     plans = {"oracle": oracle_plan(truth, VOCAB, 0.7), "garbage": random_plan(VOCAB), "ngram": ngram_plan}
     accepted = {}

@@ -9,14 +9,18 @@ import torch
 from support.engine.target_harness import (
     FakeDrafter,
     assert_same_tokens,
+    generate_plain,
     load_toy,
     make_harness,
     oracle_plan,
     random_plan,
 )
 from support.models.generic_models import CASES, VOCAB, WINDOW, reference_logits, save
+from support.outputs.greedy_answer import greedy_answer
 
+from outrider.services.target.drafting.no_drafter import NoDrafter
 from outrider.shared.base.generation import SpeculationMode
+from outrider.shared.nn.decoder import Decoder
 
 torch.set_num_threads(1)
 NEW_TOKENS = 20
@@ -28,12 +32,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("generic")
 
 
-def answer(case: str, prompt: list[int]) -> list[int]:
-    """Return transformers' greedy answer, generated without a KV cache to rule out cache errors."""
-    tokens = list(prompt)
-    for _ in range(NEW_TOKENS):
-        tokens.append(int(reference_logits(case, tokens)[-1].argmax()))
-    return tokens[len(prompt) :]
+def answer(case: str, decoder: Decoder, prompt: list[int]) -> list[int]:
+    """Return transformers' greedy answer, computed without a KV cache to rule out cache errors."""
+    guess = generate_plain(decoder, NoDrafter(), prompt, NEW_TOKENS)
+    return greedy_answer(lambda tokens: reference_logits(case, tokens).argmax(-1).tolist(), prompt, guess)
 
 
 @pytest.mark.parametrize("case", list(CASES))
@@ -43,7 +45,7 @@ def test_greedy_output_is_that_of_transformers_with_and_without_speculation(case
         torch.randint(VOCAB, (length,), generator=torch.Generator().manual_seed(length)).tolist()
         for length in (3, WINDOW + 9)
     ]
-    expected = [answer(case, prompt) for prompt in prompts]
+    expected = [answer(case, decoder, prompt) for prompt in prompts]
     truth = [prompt + tokens for prompt, tokens in zip(prompts, expected, strict=True)]
     for name, plan in {"oracle": oracle_plan(truth, VOCAB, 0.7), "garbage": random_plan(VOCAB)}.items():
         harness = make_harness(decoder, FakeDrafter(plan), num_pages=96, page_size=4, prefill_chunk=32)

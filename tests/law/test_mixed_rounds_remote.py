@@ -9,17 +9,19 @@ because verification corrects wrong drafts.
 from __future__ import annotations
 
 import random
-import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
+from support.drafts.draft_faults import Fault
 from support.drafts.draft_pairs import KINDS
 from support.drafts.draft_process import DraftProcess
+from support.engine.deterministic_rig import assert_bits, harness_of, load, recorded
 from support.engine.target_harness import Harness, assert_same_tokens, generate_plain, load_toy, make_harness
 from support.suite.compute_device import DEVICE
 
@@ -50,8 +52,6 @@ CAP_S = 1.0
 """Bound for the time, in seconds, for which a round with rows in another mode than `on` may wait for trees.
 
 The limits follow the measured times. On an idle machine, they are 0.05 to 0.25 s."""
-STOP_STEPS, RUN_STEPS = 6, 20
-"""Numbers of steps for which a draft that stops now and then is stopped and runs."""
 PATIENT_S = 16.0
 """Fault deadline of the draft. No sequence is then given up because the machine is busy."""
 ON, AUTO, OFF = SpeculationMode.ON, SpeculationMode.AUTO, SpeculationMode.OFF
@@ -304,41 +304,56 @@ def crowd(harness: Harness, fault: Callable[[], bool]) -> None:
     assert done, "the fault must happen while requests draft"
 
 
+@pytest.mark.parametrize(
+    ("kind", "fault"),
+    [(HEADS[0], "killed"), (HEADS[0], "garbage"), (HEADS[1], "stopped")],
+    ids=str,
+    indirect=["kind"],
+    scope="module",
+)
+def test_a_fault_changes_no_bit_of_a_deterministic_target(
+    kind: tuple[str, str], folders: tuple[Path, Path], tmp_path: Path, fault: str
+) -> None:
+    """With `--deterministic`, no near-tie excuses another token."""
+    decoder = load(folders[0], DEVICE, torch.float32)
+    draft = DraftProcess(tmp_path, kind[1], *folders, spoils=fault == "garbage")
+    drafter = follow(draft, decoder, fault_s=FAULT_S)
+    try:
+        harness = harness_of(decoder, drafter, plan=AHEAD, max_running=7, prefill_chunk=16)
+        with (
+            mock.patch.object(harness.engine.controller, "choose", Choices(1).choose),
+            Watch(patient=False) as watch,
+            recorded(decoder) as rows,
+        ):
+            crowd(harness, Fault(draft, fault, watch.groups).strike)
+    finally:
+        draft.kill()
+        drafter.shutdown()
+        draft.stop()
+    assert harness.engine.stats().speculation.accepted_tokens > 0
+    for index, (tokens, logits) in enumerate(bits_alone(folders[0])):
+        assert harness.sink.tokens[str(index)] == tokens
+        assert_bits(logits, rows)
+
+
+@cache
+def bits_alone(target: Path) -> list[tuple[list[int], dict[int, torch.Tensor]]]:
+    """Return the tokens and the logits of each request alone, without drafts, of a deterministic target."""
+    decoder, found = load(target, DEVICE, torch.float32), []
+    for prompt, count, sampling, _, _ in REQUESTS:
+        alone = harness_of(decoder, NoDrafter())
+        alone.submit(prompt, count, request_id="plain", sampling=sampling, mode=OFF)
+        with recorded(decoder) as rows:
+            alone.run()
+        found.append((alone.sink.tokens["plain"], {position: one[0] for position, one in rows.items()}))
+    return found
+
+
 def check_output(decoder: Decoder, harness: Harness) -> None:
     assert not harness.sink.failed
     for index, (prompt, count, sampling, _, _) in enumerate(REQUESTS):
         plain = generate_plain(decoder, NoDrafter(), prompt, count, sampling=sampling)
         assert_same_tokens(decoder, prompt, plain, harness.sink.tokens[str(index)], sampling)
-
-
-class Fault:
-    """A fault of the draft, from the first exchanged round with several groups on.
-
-    Args:
-        draft: The draft.
-        kind: What happens: "killed", "stopped", "pulsing" (stopped now and then) or "garbage".
-        watch: Counts the groups of the exchanged rounds.
-    """
-
-    def __init__(self, draft: DraftProcess, kind: str, watch: Watch) -> None:
-        self._draft = draft
-        self._kind = kind
-        self._watch = watch
-        self._steps = 0
-
-    def strike(self) -> bool:
-        """Cause the fault if it is due. Return True if it has happened."""
-        if max(self._watch.groups, default=0) < 2:
-            return False
-        step, self._steps = self._steps, self._steps + 1
-        if self._kind == "pulsing":
-            step %= STOP_STEPS + RUN_STEPS
-            if step == STOP_STEPS:
-                self._draft.send_signal(signal.SIGCONT)
-        number = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP, "pulsing": signal.SIGSTOP}
-        if step == 0 and self._kind in number:
-            self._draft.send_signal(number[self._kind])
-        return True
 
 
 @pytest.mark.parametrize("kind", HEADS, ids=str, indirect=True, scope="module")
@@ -355,7 +370,7 @@ def test_a_fault_in_mixed_rounds_costs_no_token_and_no_long_wait(
             mock.patch.object(harness.engine.controller, "choose", Choices(1).choose),
             Watch(patient=False) as watch,
         ):
-            crowd(harness, Fault(draft, fault, watch).strike)
+            crowd(harness, Fault(draft, fault, watch.groups).strike)
         # Rows in mode `on` may wait for a few fault deadlines. Their neighbours may not.
         assert time.monotonic() - started < BOUND_S
         assert watch.limits

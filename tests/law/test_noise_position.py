@@ -71,7 +71,7 @@ def sample(model: LlamaForCausalLM, sampling: SamplingParams) -> tuple[list[int]
 
 @pytest.fixture(scope="module")
 def target_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_toy_target(tmp_path_factory.mktemp("target"), vocab_size=VOCAB, seed=3, num_layers=5)
+    return make_toy_target(tmp_path_factory.mktemp("target"), vocab_size=VOCAB, seed=3, num_layers=3)
 
 
 @pytest.fixture(scope="module")

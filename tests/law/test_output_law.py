@@ -191,7 +191,7 @@ def _counts(tokens: torch.Tensor) -> torch.Tensor:
 @pytest.fixture(scope="module")
 def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
     path: Path = make_toy_target(
-        tmp_path_factory.mktemp("target"), vocab_size=VOCAB, hidden_size=16, num_layers=5, seed=5
+        tmp_path_factory.mktemp("target"), vocab_size=VOCAB, hidden_size=16, num_layers=3, seed=5
     )
     return load_toy(path)
 

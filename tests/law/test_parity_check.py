@@ -120,8 +120,8 @@ def test_every_model_of_transformers_is_accepted_and_checked(
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_planted_fault_is_refused(kind: str, fault: str) -> None:
-    for seed in range(2):
-        runner = runner_of(KINDS[kind](seed))
+    for seed, layers in enumerate((2, 6)):
+        runner = runner_of(KINDS[kind](seed, layers=layers))
         with (
             planted(runner, FAULTS[fault]),
             pytest.raises(UnavailableError, match="explains at most") as error,

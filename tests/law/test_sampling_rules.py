@@ -43,7 +43,7 @@ MODES = (SpeculationMode.ON, SpeculationMode.AUTO, SpeculationMode.OFF)
 @pytest.fixture(scope="module")
 def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
     return load_toy(
-        make_toy_target(tmp_path_factory.mktemp("target"), vocab_size=VOCAB, seed=4, num_layers=5)
+        make_toy_target(tmp_path_factory.mktemp("target"), vocab_size=VOCAB, seed=4, num_layers=3)
     )
 
 

@@ -6,13 +6,16 @@ The oracle is one pass over the prompt and the whole answer.
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Hashable
 from functools import cache
+from typing import Any
 from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 from support.engine.device_toys import AnswerDrafter
+from support.engine.played_graphs import BoundedGraphs
 from support.engine.target_harness import (
     Harness,
     assert_same_tokens,
@@ -24,12 +27,16 @@ from support.engine.target_harness import (
 )
 from support.models.family_models import save
 from support.models.toys import make_toy_target
-from support.suite.compute_device import GRAPHS
+from support.suite.compute_device import DEVICE, ON_GPU
 
 from outrider.services.target.drafting.no_drafter import NoDrafter
 from outrider.services.target.engine.loop_plan import LoopPlan
 from outrider.services.target.model import step_runner
+from outrider.services.target.model.graph_key import GraphKey
+from outrider.services.target.model.packed_batch import WIDTHS, SamplingMode
+from outrider.services.target.model.rounds import PendingVerify, Round
 from outrider.services.target.model.token_states import sparse_layers
+from outrider.services.target.model.verify_pass import PassResult, PassSize
 from outrider.shared.base.errors import InvalidRequestError
 from outrider.shared.base.generation import SamplingParams, SpeculationMode
 from outrider.shared.base.logit_rules import LogprobParams
@@ -48,7 +55,7 @@ NAMED = LogprobParams(top=1, prompt_top=0, token_ids=(9, 0, 31, 9))
 
 @pytest.fixture(scope="module")
 def dense(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
-    return load_toy(make_toy_target(tmp_path_factory.mktemp("dense"), vocab_size=48, seed=4, num_layers=5))
+    return load_toy(make_toy_target(tmp_path_factory.mktemp("dense"), vocab_size=48, seed=4, num_layers=3))
 
 
 @pytest.fixture(scope="module", params=["qwen3-moe", "deepseek-v3"])
@@ -95,8 +102,23 @@ def check(
         assert np.array_equal(np.sort(expert_rows(states, decoder)), np.sort(chosen[wanted.start :]))
 
 
+def check_named(harness: Harness, decoder: Decoder, name: str, prompt: tuple[int, ...]) -> None:
+    """Assert that the named tokens have their logprobs of one pass over the request's prompt and answer."""
+    found = harness.sink.tokens[name]
+    raw = next_logits(decoder, [*prompt, *found]).log_softmax(-1)[:-1, list(NAMED.token_ids)]
+    scored = [*harness.sink.prompt_logprobs[name], *harness.sink.logprobs[name]]
+    assert len(scored) == len(prompt) + len(found) - 1
+    requested = torch.tensor([one.requested for one in scored])
+    torch.testing.assert_close(requested, raw, atol=1e-3, rtol=0)
+
+
 def crowd(
-    decoder: Decoder, params: list[StateParams], lookahead: int, graphs: bool, seed: int, **limits: int
+    decoder: Decoder,
+    params: list[StateParams],
+    lookahead: int,
+    graphs: GraphCache | None,
+    seed: int,
+    **limits: int,
 ) -> tuple[Harness, list[tuple[int, ...]]]:
     """Run requests with different states, modes and trees in the same rounds."""
     rng, vocab = random.Random(seed), decoder.config.vocab_size
@@ -109,13 +131,15 @@ def crowd(
     known = [[*prompt, *answer] for prompt, answer in zip(prompts, answers, strict=True)]
     harness = make_harness(
         decoder,
-        AnswerDrafter(known, vocab, 0.8, device=decoder.device, checked=not graphs),
+        AnswerDrafter(known, vocab, 0.8, device=decoder.device, checked=graphs is None),
         plan=LoopPlan(lookahead, drafts_on_device=True, max_depth=5, max_nodes=21),
-        graphs=GraphCache(decoder.device, graphs),
+        graphs=graphs,
         page_size=8,
         prefill_chunk=16,
         **limits,
     )
+    if graphs is not None:
+        record_full_rounds(harness, graphs)
     for index, (prompt, sampling, wanted) in enumerate(zip(prompts, samplings, params, strict=True)):
         harness.submit(
             prompt,
@@ -135,12 +159,54 @@ def crowd(
     return harness, prompts
 
 
-@pytest.mark.parametrize("graphs", GRAPHS)
+def record_full_rounds(harness: Harness, graphs: GraphCache) -> None:
+    """Record the verify pass of every round that the crowd may have with such requests."""
+    runner = harness.engine.step_runner
+    with graphs.keeping():
+        for rows in reversed(runner.buckets):
+            for width in WIDTHS:
+                runner.capture(PassSize(rows, width, SamplingMode.FULL, False))
+
+
+class ReplayedGraphs(GraphCache if ON_GPU else BoundedGraphs):  # type: ignore[misc]
+    """Graphs that are recorded on a GPU, and played on a CPU. Counts the replays of rounds in mode `FULL`."""
+
+    def __init__(self) -> None:
+        super().__init__(*([DEVICE] if ON_GPU else [1000]))
+        self.full_rounds = 0
+
+    def run(self, key: Hashable, record: Callable[[], Any]) -> Any:
+        self.full_rounds += isinstance(key, GraphKey) and key.mode is SamplingMode.FULL
+        return super().run(key, record)
+
+
 @pytest.mark.parametrize("lookahead", [0, 1])
-def test_hidden_states_are_those_of_one_pass(dense: Decoder, lookahead: int, graphs: bool) -> None:
+def test_states_of_recorded_rounds_are_those_of_one_pass(
+    dense: Decoder, lookahead: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graphs, full_rounds = ReplayedGraphs(), 0
+    closed = step_runner.StepRunner._closed
+
+    def noted(self: step_runner.StepRunner, opened: PendingVerify, result: PassResult) -> Round:
+        nonlocal full_rounds
+        full_rounds += opened.size.mode is SamplingMode.FULL
+        return closed(self, opened, result)
+
+    monkeypatch.setattr(step_runner.StepRunner, "_closed", noted)
+    params = [HIDDEN, NO_STATES, StateParams(hidden_states=True, start=2), NO_STATES, HIDDEN]
+    harness, prompts = crowd(dense, params, lookahead, graphs, 1, num_pages=40, max_running=4)
+    for index, (prompt, wanted) in enumerate(zip(prompts, params, strict=True)):
+        check(harness, dense, str(index), prompt, wanted)
+        if index % 2:
+            check_named(harness, dense, str(index), prompt)
+    assert graphs.full_rounds == full_rounds > 0, "each round with such requests is a replay"
+
+
+@pytest.mark.parametrize("lookahead", [0, 1])
+def test_hidden_states_are_those_of_one_pass(dense: Decoder, lookahead: int) -> None:
     """Few pages, so that requests are also retracted and prefilled again."""
     params = [HIDDEN, NO_STATES, StateParams(hidden_states=True, start=2), HIDDEN, NO_STATES, HIDDEN]
-    harness, prompts = crowd(dense, params, lookahead, graphs, 0, num_pages=14, max_running=4)
+    harness, prompts = crowd(dense, params, lookahead, None, 0, num_pages=11, max_running=4)
     for index, (prompt, wanted) in enumerate(zip(prompts, params, strict=True)):
         check(harness, dense, str(index), prompt, wanted)
     assert harness.scheduler.num_retractions
@@ -150,7 +216,8 @@ def test_routed_experts_are_those_of_one_pass(sparse: Decoder) -> None:
     both = StateParams(hidden_states=True, routed_experts=True)
     experts = StateParams(routed_experts=True)
     params = [both, NO_STATES, experts, StateParams(routed_experts=True, start=3), experts, NO_STATES]
-    harness, prompts = crowd(sparse, params, 1, False, 5, num_pages=40, max_running=4)
+    graphs = None if ON_GPU else ReplayedGraphs()  # on a GPU, experts in fp32 cannot be recorded
+    harness, prompts = crowd(sparse, params, 1, graphs, 5, num_pages=40, max_running=4)
     for index, (prompt, wanted) in enumerate(zip(prompts, params, strict=True)):
         check(harness, sparse, str(index), prompt, wanted)
     rows = expert_rows(harness.sink.states["2"], sparse)
@@ -161,17 +228,13 @@ def test_routed_experts_are_those_of_one_pass(sparse: Decoder) -> None:
 
 
 def test_named_tokens_have_the_logprobs_of_the_raw_logits(dense: Decoder) -> None:
-    harness, prompts = crowd(dense, [NO_STATES] * 6, 1, False, 3, num_pages=24, max_running=4)
+    harness, prompts = crowd(dense, [NO_STATES] * 6, 1, None, 3, num_pages=24, max_running=4)
     for index, prompt in enumerate(prompts):
-        found = harness.sink.tokens[str(index)]
-        raw = next_logits(dense, [*prompt, *found]).log_softmax(-1)[:-1, list(NAMED.token_ids)]
-        scored = [*harness.sink.prompt_logprobs[str(index)], *harness.sink.logprobs[str(index)]]
-        if not index % 2:
-            assert not scored
-            continue
-        assert len(scored) == len(prompt) + len(found) - 1
-        requested = torch.tensor([one.requested for one in scored])
-        torch.testing.assert_close(requested, raw, atol=1e-3, rtol=0)
+        if index % 2:
+            check_named(harness, dense, str(index), prompt)
+        else:
+            assert not harness.sink.prompt_logprobs[str(index)]
+            assert not harness.sink.logprobs[str(index)]
 
 
 def test_a_request_for_states_computes_its_whole_prompt(dense: Decoder) -> None:

@@ -94,7 +94,8 @@ def _parents(beam_candidates, sequence, width, ROOTS: tl.constexpr, BLOCK_W: tl.
     return parent
 
 
-@triton.jit(do_not_specialize=["first", "width", "column"])
+# These numbers follow the shapes of trees, which clients choose.
+@triton.jit(do_not_specialize=["columns", "first", "width", "column"])
 def _level_merge(
     logits, row_stride, d2t, temperature, keys, shares, beam_scores, beam_candidates, beam_ancestors, scores,
     tokens, parents, logprobs, next_tokens, next_scores, next_parents, next_candidates, next_ancestors,
@@ -161,7 +162,10 @@ def _best_of_plain_rows(
     return best
 
 
-@triton.jit(do_not_specialize=["first", "width", "column", "level"])
+@triton.jit(
+    do_not_specialize=["columns", "first", "width", "column", "level"],
+    do_not_specialize_on_alignment=["positions", "choices"],
+)
 def _level_whole(
     logits, row_stride, d2t, temperature, seeds, positions, choices, beam_scores, beam_candidates,
     beam_ancestors, scores, tokens, parents, logprobs, next_tokens, next_scores, next_parents,

@@ -106,7 +106,7 @@ def _best_of_plain(
     return best
 
 
-@triton.jit(do_not_specialize=["width", "level"])
+@triton.jit(do_not_specialize=["width", "level"], do_not_specialize_on_alignment=["positions", "choices"])
 def _expand_split(
     logits, row_stride, d2t, temperature, seeds, positions, choices, keys, shares, vocab, splits, topk, width,
     level,

@@ -62,12 +62,13 @@ def gather(
     return top, total, acc
 
 
-@triton.jit(do_not_specialize=["rows", "splits"])
+@triton.jit(do_not_specialize=["rows", "splits"], do_not_specialize_on_alignment=["query_start", "sinks"])
 def merge(
     query_start, partial, stats, sinks, out, rows, splits, HEADS: tl.constexpr, DIM: tl.constexpr,
-    SINKS: tl.constexpr, PDL: tl.constexpr, RELEASE: tl.constexpr, BLOCK_S: tl.constexpr,
+    SINKS: tl.constexpr, PDL: tl.constexpr, RELEASE: tl.constexpr, FEW: tl.constexpr, BLOCK_S: tl.constexpr,
     BLOCK_D: tl.constexpr
 ):  # fmt: skip
+    """Merge the splits of a uniform batch. `_merge_either` explains FEW and BLOCK_S."""
     local, head, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     start = tl.load(query_start + sequence)
     q_len = tl.load(query_start + sequence + 1) - start
@@ -78,10 +79,9 @@ def merge(
     if PDL and RELEASE == 1:
         gdc_launch_dependents()
     if local < q_len:
-        place = (tl.arange(0, BLOCK_S).to(tl.int64) * rows + start + local) * HEADS + head
-        _merge_at(
-            partial, stats, sinks, out, place, splits, start + local, head, HEADS, DIM, SINKS, PDL, BLOCK_S,
-            BLOCK_D
+        _merge_either(
+            partial, stats, sinks, out, start + local, rows, splits, start + local, head, HEADS, DIM, SINKS,
+            PDL, FEW, BLOCK_S, BLOCK_D
         )  # fmt: skip
 
 
@@ -115,16 +115,13 @@ def gather_some(
     return top, total, acc
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["sinks"])
 def merge_rows(
     merges, partial, stats, sinks, out, HEADS: tl.constexpr, DIM: tl.constexpr, SINKS: tl.constexpr,
     PDL: tl.constexpr, RELEASE: tl.constexpr, ROW: tl.constexpr, FEW: tl.constexpr, BLOCK_S: tl.constexpr,
     BLOCK_D: tl.constexpr
 ):  # fmt: skip
-    """Merge the splits of one row and head. `merges` locates the partial results (`WorkList`).
-
-    A row of at most FEW splits is merged by a smaller block, which loads fewer registers.
-    """
+    """Merge the splits of a ragged batch. `merges` locates the partial results (`WorkList`)."""
     row, head = tl.program_id(0), tl.program_id(1)
     first = tl.load(merges + row * ROW)
     stride = tl.load(merges + row * ROW + 1)
@@ -135,12 +132,29 @@ def merge_rows(
         gdc_wait()
     if PDL and RELEASE == 1:
         gdc_launch_dependents()
+    if splits > 1:
+        _merge_either(
+            partial, stats, sinks, out, first, stride, splits, row, head, HEADS, DIM, SINKS, PDL, FEW,
+            BLOCK_S, BLOCK_D
+        )  # fmt: skip
+
+
+@triton.jit
+def _merge_either(
+    partial, stats, sinks, out, first, stride, splits, row, head, HEADS: tl.constexpr, DIM: tl.constexpr,
+    SINKS: tl.constexpr, PDL: tl.constexpr, FEW: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr
+):  # fmt: skip
+    """Merge the splits of one row and head. Their rows of partial results begin at `first`, `stride` apart.
+
+    A row of at most FEW splits is merged by a smaller block, which loads fewer registers. One compiled
+    variant therefore serves any number of splits up to BLOCK_S.
+    """
     if splits > FEW:
         place = (first + tl.arange(0, BLOCK_S).to(tl.int64) * stride) * HEADS + head
         _merge_at(
             partial, stats, sinks, out, place, splits, row, head, HEADS, DIM, SINKS, PDL, BLOCK_S, BLOCK_D
         )
-    elif splits > 1:
+    else:
         few_places = (first + tl.arange(0, FEW).to(tl.int64) * stride) * HEADS + head
         _merge_at(
             partial, stats, sinks, out, few_places, splits, row, head, HEADS, DIM, SINKS, PDL, FEW, BLOCK_D

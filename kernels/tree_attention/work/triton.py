@@ -25,7 +25,10 @@ from outrider.kernels import _launch
 from outrider.kernels.tree_attention.work.types import ITEM, MOST_SPLITS, ROW, WorkList, WorkSizes
 
 
-@triton.jit(do_not_specialize=["bs", "rows", "most", "capacity", "least"])
+@triton.jit(
+    do_not_specialize=["bs", "rows", "most", "capacity", "least"],
+    do_not_specialize_on_alignment=["query_start"],
+)
 def _plan_attention(
     kv_lens, query_start, prefix_lens, table_rows, items, merges, bs, rows, most, capacity, least,
     MOST_SPLITS: tl.constexpr, GROUP: tl.constexpr, PAIRS: tl.constexpr, TOKENS: tl.constexpr,

@@ -124,7 +124,7 @@ def choose_work(
         least,
         min(whole + capacity, whole * MOST_SPLITS),
         min(rows + split_rows, rows * MOST_SPLITS),
-        blocks.gathers or blocks.splits == 1,
+        blocks.merges_itself,
     )
 
 

@@ -13,8 +13,11 @@ import math
 import socket
 import ssl
 import struct
+import sys
 import termios
 from asyncio.sslproto import SSLProtocol
+from collections.abc import Callable
+from http import HTTPStatus
 from typing import Any
 
 import h11
@@ -22,12 +25,15 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
+from outrider.services.gateway.guards.bounded_reading import BoundedReading
 from outrider.services.gateway.guards.open_files import LimitedLines
 from outrider.shared.obs.logging import get_logger
 
 # Interval between checks of a half-closed connection. It doubles from check to check.
 FIRST_PEER_CHECK_S = 0.005
 LAST_PEER_CHECK_S = 0.2
+HEAD_LIMIT_BYTES = 64 * 1024
+"""Largest request head, and number of unparsed bytes at which a connection reads no more."""
 UNREAD_CHECK_S = 1.0
 """Interval between checks of a reply that the client does not read.
 
@@ -41,6 +47,8 @@ EVENT_STREAM = "event_stream"
 """Key in the state of a request whose reply is a stream of server-sent events that has begun."""
 TCP_CLOSE = 7
 """Linux's state of a connection that the peer has reset."""
+Refusal = Callable[[h11.RemoteProtocolError], tuple[int, list[tuple[bytes, bytes]], bytes]]
+"""Returns the status, the headers and the body of the reply to bytes that are not a valid request."""
 _log = get_logger("outrider.gateway.connections")
 
 
@@ -58,14 +66,21 @@ class ConnectionGuard:
         unread_timeout_s: Time for which a client may read nothing of a reply, in seconds.
         stream_timeout_s: The same time for a stream of server-sent events. It must be long enough for the
             stream's own limit, which ends the stream with an error.
+        refusal: Function that returns the reply to bytes that are not a valid request.
         tls: Certificates of the port. Without them, connections are not encrypted.
         closed: Number of connections that were closed because of the limit.
     """
 
     def __init__(
-        self, limit: int, head_timeout_s: float, unread_timeout_s: float, stream_timeout_s: float
+        self,
+        limit: int,
+        head_timeout_s: float,
+        unread_timeout_s: float,
+        stream_timeout_s: float,
+        refusal: Refusal,
     ) -> None:
         self.limit = limit
+        self.refusal = refusal
         self.head_timeout_s = head_timeout_s
         self.unread_timeout_s = unread_timeout_s
         self.stream_timeout_s = stream_timeout_s
@@ -183,7 +198,8 @@ class GuardedProtocol(H11Protocol):
     """uvicorn's HTTP/1.1 protocol, with time limits for each complete request head and for unread replies.
 
     It also replies to a client that has closed its own direction of the connection after the request. uvicorn
-    would treat such a client as disconnected.
+    would treat such a client as disconnected. The number of bytes of requests that wait for the running one
+    is bounded.
 
     Attributes:
         below: The TLS protocol of this connection, if it is encrypted.
@@ -200,6 +216,7 @@ class GuardedProtocol(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Accept the connection, or close a connection if there are too many."""
         super().connection_made(transport)
+        self.flow = BoundedReading(transport, self._is_full)
         if self.below is not None:
             self._guard.lost(self.below)
         self._guard.opened(self)
@@ -208,7 +225,34 @@ class GuardedProtocol(H11Protocol):
     def data_received(self, data: bytes) -> None:
         """Parse bytes. They may complete a head."""
         super().data_received(data)
+        if self._is_full() and not self.transport.is_closing():
+            # uvicorn sometimes reads on without noting it in `flow`, which would then not pause again.
+            self.transport.pause_reading()
+            self.flow.read_paused = True
         self._follow_head()
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse bytes that are not a valid request, and close the connection.
+
+        If a reply has begun, it ends here. uvicorn calls this method while it handles the parser's error.
+        """
+        error = sys.exception()
+        assert isinstance(error, h11.RemoteProtocolError)
+        may_reply = self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE)
+        if self.cycle is not None and not self.cycle.response_complete:
+            # The body of this request is not valid. Its route must send nothing after this reply.
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        if may_reply:
+            status, headers, body = self._guard.refusal(error)
+            head = h11.Response(
+                status_code=status,
+                headers=[*headers, (b"connection", b"close")],
+                reason=HTTPStatus(status).phrase.encode(),
+            )
+            for event in (head, h11.Data(data=body), h11.EndOfMessage()):
+                self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()
 
     def on_response_complete(self) -> None:
         """Begin to wait for the next head."""
@@ -261,6 +305,10 @@ class GuardedProtocol(H11Protocol):
             self._peer_timer.cancel()
         self._guard.lost(self)
         super().connection_lost(exc)
+
+    def _is_full(self) -> bool:
+        """Return True if the unparsed bytes contain a complete request, or a head that is too long."""
+        return len(self.conn.trailing_data[0]) > HEAD_LIMIT_BYTES
 
     def _follow_peer(self, wait_s: float) -> None:
         """Check repeatedly whether the peer has reset the connection. asyncio no longer reads from it."""

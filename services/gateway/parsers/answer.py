@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -51,6 +52,17 @@ class ParsedAnswer:
     def reasoning(self) -> str:
         """The complete reasoning."""
         return "".join(self.reasonings)
+
+    @property
+    def ends_in_call(self) -> bool:
+        """True if the answer breaks off inside the arguments of a tool call."""
+        if not self.tool_calls or not self.tool_calls[-1].arguments:
+            return False
+        try:
+            json.loads(self.tool_calls[-1].arguments)
+        except (ValueError, RecursionError):
+            return True
+        return False
 
     def add(self, piece: Piece) -> None:
         """Add the next piece."""

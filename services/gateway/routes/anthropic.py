@@ -16,7 +16,7 @@ from outrider.services.gateway.errors import JsonResponse, anthropic_error_body,
 from outrider.services.gateway.guards.parsed_body import ParsedBodyRoute
 from outrider.services.gateway.parameters import ANTHROPIC, Parameters
 from outrider.services.gateway.parsers.pieces import Piece, Reasoning, Text, ToolCallArguments, ToolCallStart
-from outrider.services.gateway.render import speculation_object
+from outrider.services.gateway.render import ends_with_calls, speculation_object
 from outrider.services.gateway.request import Started, Usage
 from outrider.services.gateway.routes.context import (
     ERROR_RESPONSES,
@@ -42,7 +42,7 @@ async def create_message(body: MessagesRequest, request: Request) -> Response:
     headers = ignored_header(body)
     turn = _turn(core, body, parameters)
     core.builder.check(turn.parameters, ANTHROPIC, 1)
-    job = Job(turn.prompts, 1, turn.parameters, ANTHROPIC, timeout_of(request))
+    job = Job(turn.prompts, 1, turn.parameters, ANTHROPIC, timeout_of(request), streams=bool(body.stream))
     made = _Message(turn, job, ReplyHead.new("msg", "message", model, None), body.shows_thinking)
     if body.stream:
         return _MessageStream(made.events(), core.settings.keep_alive_s, headers)
@@ -93,25 +93,29 @@ class _Message:
     shows_thinking: bool
 
     async def whole(self) -> dict[str, Any]:
-        """Return the finished message."""
-        async with aclosing(self.turn.run(self.job)) as pieces:
-            async for one in pieces:
-                if isinstance(one, TurnEnd):
-                    return self._object(self._content(one), one)
-        raise AssertionError("a turn ends with TurnEnd")
-
-    def _content(self, end: TurnEnd) -> list[dict[str, Any]]:
-        answer = end.answer
+        """Return the finished message, with the same content blocks as a stream."""
+        message: dict[str, Any] = {}
         content: list[dict[str, Any]] = []
-        if answer.reasonings and self.shows_thinking:
-            content.append({"type": "thinking", "thinking": answer.reasoning, "signature": ""})
-        if answer.text:
-            content.append({"type": "text", "text": answer.text, "citations": None})
-        content += [
-            {"type": "tool_use", "id": call.id, "name": call.name, "input": tool_input(call.arguments)}
-            for call in answer.tool_calls
-        ]
-        return content
+        arguments: dict[int, str] = {}
+        async with aclosing(self.events()) as events:
+            async for event in events:
+                match event:
+                    case {"type": "message_start"}:
+                        message = event["message"]
+                    case {"type": "content_block_start"}:
+                        content.append(event["content_block"])
+                    case {"type": "content_block_delta", "index": index, "delta": delta}:
+                        if delta["type"] == "input_json_delta":
+                            arguments[index] = arguments.get(index, "") + delta["partial_json"]
+                        else:
+                            name = delta["type"].removesuffix("_delta")
+                            content[index][name] += delta[name]
+                    case {"type": "message_delta"}:
+                        end = {name: event[name] for name in ("usage", "speculation")}
+                        message |= {**event["delta"], **end, "content": content}
+        for index, text in arguments.items():
+            content[index]["input"] = tool_input(text)
+        return message
 
     async def events(self) -> AsyncGenerator[dict[str, Any], None]:
         """Yield the events of the message."""
@@ -119,7 +123,7 @@ class _Message:
         async with aclosing(self.turn.run(self.job)) as pieces:
             async for one in pieces:
                 if isinstance(one, Started):
-                    yield {"type": "message_start", "message": self._object([], None, one.prompt_tokens)}
+                    yield {"type": "message_start", "message": self._beginning(one.prompt_tokens)}
                     continue
                 if isinstance(one, Reasoning) and not self.shows_thinking:
                     continue
@@ -141,29 +145,25 @@ class _Message:
                 elif (delta := _delta_of(one)) is not None:
                     yield {"type": "content_block_delta", "index": index, "delta": delta}
 
-    def _object(
-        self, content: list[dict[str, Any]], end: TurnEnd | None, prompt_tokens: int = 0
-    ) -> dict[str, Any]:
-        usage = end.finished.usage if end else Usage(prompt_tokens, 0)
-        message = {
+    def _beginning(self, prompt_tokens: int) -> dict[str, Any]:
+        """Return the message before its first content block."""
+        return {
             "id": self.head.id,
             "type": "message",
             "role": "assistant",
             "model": self.head.model,
-            "content": content,
-            **(self._stop(end) if end else {"stop_reason": None, "stop_sequence": None}),
-            "usage": _usage(usage),
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": _usage(Usage(prompt_tokens, 0)),
         }
-        if end is not None:
-            message["speculation"] = speculation_object(end.finished.speculation)
-        return message
 
     @staticmethod
     def _stop(end: TurnEnd) -> dict[str, Any]:
         matched = end.finished.matched_stop
         if end.finished.reason is FinishReason.LENGTH:
             return {"stop_reason": "max_tokens", "stop_sequence": None}
-        if end.answer.tool_calls:
+        if ends_with_calls(end.finished, end.answer):
             return {"stop_reason": "tool_use", "stop_sequence": None}
         if isinstance(matched, str):
             return {"stop_reason": "stop_sequence", "stop_sequence": matched}

@@ -67,7 +67,9 @@ async def create_chat_completion(body: ChatRequest, request: Request) -> Respons
     )
     sequences = core.builder.check(turn.parameters, CHAT, 1)
     rids = rids_of(body.reply_id, sequences)
-    job = Job(turn.prompts, sequences, turn.parameters, CHAT, timeout_of(request), rids)
+    job = Job(
+        turn.prompts, sequences, turn.parameters, CHAT, timeout_of(request), rids, streams=bool(body.stream)
+    )
     echo = messages[-1]["content"] if body.echo and messages[-1]["role"] == "assistant" else ""
     form = _Form(
         turn,

@@ -73,7 +73,16 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
 
     # 2. Describe the job. The core tokenizes the prompts when it has admitted the request.
     rids = rids_of(body.reply_id, sequences)
-    job = Job(prompts, sequences, parameters, COMPLETIONS, timeout_of(request), rids)
+    job = Job(
+        prompts,
+        sequences,
+        parameters,
+        COMPLETIONS,
+        timeout_of(request),
+        rids,
+        body.per_prompt(parameters, len(batch)),
+        streams=bool(body.stream),
+    )
     head = ReplyHead.new("cmpl", "text_completion", model, body.reply_id, core.client.info)
     with_ids = bool(body.return_token_ids) or core.codec is None
     with_prompt_ids = bool(body.return_token_ids or body.return_prompt_token_ids)

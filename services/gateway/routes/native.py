@@ -16,7 +16,7 @@ from outrider.services.gateway.generation import collect
 from outrider.services.gateway.guards.parsed_body import ParsedBodyRoute
 from outrider.services.gateway.keys.caller import current_caller
 from outrider.services.gateway.parameters import NATIVE, NATIVE_TEXT
-from outrider.services.gateway.render import decision_object, speculation_object, trace_object
+from outrider.services.gateway.render import decision_object, memory_gib, speculation_object, trace_object
 from outrider.services.gateway.request import Chunk, Completion, Finished, Started
 from outrider.services.gateway.routes.completions import check_texts, encode_batch
 from outrider.services.gateway.routes.context import ERROR_RESPONSES, core_of, ignored_header, timeout_of
@@ -30,8 +30,6 @@ from outrider.services.gateway.sse import EventStream, run_until_disconnect
 from outrider.shared.base.generation import FinishReason, SpeculationMode, SpeculationReport
 from outrider.shared.base.logit_rules import LogprobParams
 from outrider.shared.base.version import installed_version
-
-GIB = 1024**3
 
 router = APIRouter(route_class=ParsedBodyRoute)
 
@@ -60,7 +58,16 @@ async def generate(body: NativeRequest, request: Request) -> Response:
 
     as_list = body.is_batch or sequences > 1
     rids = _rids(body.rid, as_list, [one.n or 1 for one in per_prompt or [parameters] * len(batch)])
-    job = Job(prompts, sequences, parameters, surface, timeout_of(request), rids, per_prompt)
+    job = Job(
+        prompts,
+        sequences,
+        parameters,
+        surface,
+        timeout_of(request),
+        rids,
+        per_prompt,
+        streams=bool(body.stream),
+    )
     with_text = bool(body.return_text_in_logprobs)
     if body.stream:
         events = _stream(core, job, as_list, with_text, bool(body.return_prompt_token_ids))
@@ -171,7 +178,7 @@ def _meta_so_far(core: GatewayCore, progress: NativeProgress, rid: str) -> dict[
         "completion_tokens": progress.num_tokens,
         "cached_tokens": progress.cached_tokens,
         "weight_version": core.client.info.weight_version,
-        **_spec_meta(progress.speculation, progress.num_tokens),
+        **_spec_meta(progress.rounds.report(), progress.num_tokens),
     }
 
 
@@ -299,8 +306,8 @@ def _default_mode(mode: SpeculationMode) -> SpeculationMode:
 
 
 def _load(info: ServedTarget, stats: TargetStats, throughput: float) -> dict[str, Any]:
-    """Return the current load and the memory of one target. SGLang's sizes are in GiB."""
-    resources = stats.resources
+    """Return the current load and the memory of one target."""
+    weights, cache, graphs = memory_gib(stats.resources)
     return {
         # The gateway counts the tokens of all targets together.
         "last_gen_throughput": throughput,
@@ -308,9 +315,9 @@ def _load(info: ServedTarget, stats: TargetStats, throughput: float) -> dict[str
         "num_waiting_reqs": stats.waiting,
         "effective_max_running_requests_per_dp": info.max_running_requests,
         "memory_usage": {
-            "weight": round(resources.weight_bytes / GIB, 2),
-            "kvcache": round(resources.kv_bytes / GIB, 2),
-            "graph": round(resources.graph_bytes / GIB, 2),
+            "weight": weights,
+            "kvcache": cache,
+            "graph": graphs,
             "token_capacity": stats.pages_total * info.page_size,
         },
         "draft_state": stats.draft_state,

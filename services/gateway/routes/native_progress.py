@@ -7,9 +7,9 @@ from typing import Any
 
 from outrider.services.gateway.core import GatewayCore
 from outrider.services.gateway.request import Chunk, Started
+from outrider.services.gateway.round_tally import RoundTally
 from outrider.services.gateway.routes.logprobs import native_input, native_output
 from outrider.services.gateway.sse import json_line
-from outrider.shared.base.generation import SpeculationReport
 from outrider.shared.base.logit_rules import LogprobParams
 
 
@@ -30,7 +30,7 @@ class _JsonList:
 
 
 class NativeProgress:
-    """The part of one sequence that has arrived, and the counters of its rounds.
+    """The part of one sequence that has arrived. `rounds` has the counters of its rounds.
 
     The part is stored as JSON. Every event contains the whole part, and encoding it again for each event
     would take ever longer.
@@ -50,8 +50,7 @@ class NativeProgress:
         self._score_prompt()
         self.num_tokens = 0
         self.cached_tokens = 0
-        self.draft_tokens = 0
-        self.accepted_histogram: list[int] = []
+        self.rounds = RoundTally()
 
     def add(self, chunk: Chunk) -> None:
         """Append a chunk."""
@@ -64,10 +63,7 @@ class NativeProgress:
             self._score_prompt()
         self.num_tokens += len(chunk.token_ids)
         self.cached_tokens = chunk.cached_tokens
-        for drafted, accepted in chunk.drafts:
-            self.draft_tokens += drafted
-            self.accepted_histogram += [0] * (accepted + 1 - len(self.accepted_histogram))
-            self.accepted_histogram[accepted] += 1
+        self.rounds.add(chunk.drafts)
 
     def event(self, meta: dict[str, Any], extra: dict[str, Any]) -> str:
         """Return the event with the whole part as JSON.
@@ -86,14 +82,3 @@ class NativeProgress:
             self._core, self._wanted, self.started.prompt_ids, self._prompt_chunks, self._with_text
         )
         self._input = f",{json_line(scores)[1:-1]}" if scores else ""
-
-    @property
-    def speculation(self) -> SpeculationReport:
-        """The counters so far."""
-        histogram = tuple(self.accepted_histogram)
-        return SpeculationReport(
-            rounds=sum(histogram),
-            draft_tokens=self.draft_tokens,
-            accepted_tokens=sum(accepted * rounds for accepted, rounds in enumerate(histogram)),
-            accepted_histogram=histogram,
-        )

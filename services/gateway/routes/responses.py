@@ -12,11 +12,11 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from outrider.services.gateway.chat_turn import ChatTurn, TurnEnd
-from outrider.services.gateway.core import Job, rids_of
+from outrider.services.gateway.core import GatewayCore, Job, naming_field, rids_of
 from outrider.services.gateway.errors import JsonResponse, error_body
 from outrider.services.gateway.guards.parsed_body import ParsedBodyRoute
 from outrider.services.gateway.logprobs import chat_logprobs
-from outrider.services.gateway.parameters import RESPONSES
+from outrider.services.gateway.parameters import RESPONSES, Parameters
 from outrider.services.gateway.render import speculation_object
 from outrider.services.gateway.request import Started
 from outrider.services.gateway.routes.context import (
@@ -44,8 +44,37 @@ async def create_response(body: ResponsesRequest, request: Request) -> Response:
     model = core.builder.check_model(body.model, core.client.info)
     parameters = body.parameters()
     headers = ignored_header(body)
+    turn = _turn(core, body, parameters)
+    core.builder.check(turn.parameters, RESPONSES, 1)
+    job = Job(
+        turn.prompts,
+        1,
+        turn.parameters,
+        RESPONSES,
+        timeout_of(request),
+        rids_of(body.reply_id, 1),
+        streams=bool(body.stream),
+    )
+    made = _Response(body, turn, job, ReplyHead.new("resp", "response", model, body.reply_id))
+    if body.stream:
+        return _ResponseStream(made.events(), core.settings.keep_alive_s, headers)
+    return JsonResponse(await run_until_disconnect(request.receive, made.whole()), headers=headers)
+
+
+@router.post("/v1/responses/input_tokens", responses=ERROR_RESPONSES)
+async def count_input_tokens(body: ResponsesRequest, request: Request) -> Response:
+    """Return the number of input tokens that a response to the same request would have."""
+    core = core_of(request).of_model(body.model)
+    core.builder.check_model(body.model, core.client.info)
+    parameters = body.parameters()
+    headers = ignored_header(body)
+    (ids,) = await naming_field(_turn(core, body, parameters).prompts(), RESPONSES.prompt)
+    return JsonResponse({"object": "response.input_tokens", "input_tokens": len(ids)}, headers=headers)
+
+
+def _turn(core: GatewayCore, body: ResponsesRequest, parameters: Parameters) -> ChatTurn:
     core.need_codec("input")
-    turn = ChatTurn.create(
+    return ChatTurn.create(
         core,
         parameters,
         body.template_messages(core.settings.max_messages),
@@ -56,12 +85,6 @@ async def create_response(body: ResponsesRequest, request: Request) -> Response:
         truncate=body.truncate_prompt_tokens,
         drop_oldest=body.truncation == "auto",
     )
-    core.builder.check(turn.parameters, RESPONSES, 1)
-    job = Job(turn.prompts, 1, turn.parameters, RESPONSES, timeout_of(request), rids_of(body.reply_id, 1))
-    made = _Response(body, turn, job, ReplyHead.new("resp", "response", model, body.reply_id))
-    if body.stream:
-        return _ResponseStream(made.events(), core.settings.keep_alive_s, headers)
-    return JsonResponse(await run_until_disconnect(request.receive, made.whole()), headers=headers)
 
 
 class _ResponseStream(NamedEventStream):
@@ -153,7 +176,7 @@ class _Response:
             "reasoning": {"effort": body.reasoning.effort if body.reasoning else None, "summary": None},
             "store": False,
             "temperature": body.temperature,
-            "text": {"format": {"type": "text"}},
+            "text": _text_object(body),
             "tool_choice": _choice_object(body),
             "tools": [{"strict": False, **tool.model_dump(exclude_unset=True)} for tool in body.tools or []],
             "top_logprobs": body.top_logprobs or 0,
@@ -173,6 +196,12 @@ class _Response:
             response["speculation"] = speculation_object(end.finished.speculation)
             response["seed"] = seed
         return response
+
+
+def _text_object(body: ResponsesRequest) -> dict[str, Any]:
+    """Return the `text` of the response: the form that the client asked for."""
+    given = {} if body.text is None else body.text.model_dump(exclude_none=True, by_alias=True)
+    return {"format": {"type": "text"}, **given}
 
 
 def _choice_object(body: ResponsesRequest) -> Any:

@@ -50,9 +50,18 @@ async def abort_request(body: AbortRequest, request: Request) -> Response:
 @router.get("/flush_cache", responses=ERROR_RESPONSES)
 @router.post("/flush_cache", responses=ERROR_RESPONSES)
 async def flush_cache(request: Request) -> Response:
-    """Empty the prefix cache of every target that is ready. Running requests continue."""
+    """Empty the prefix cache of every target that is ready. Running requests continue.
+
+    Raises:
+        OutriderError: A target has failed. All others have finished.
+    """
     core = core_of(request)
     core.check_ready()
     clients = [one.client for one in core.targets.members if one.client.ready]
-    pages = sum(await asyncio.gather(*(client.flush_prefixes() for client in clients)))
+    flushes = (client.flush_prefixes() for client in clients)
+    pages = 0
+    for found in await asyncio.gather(*flushes, return_exceptions=True):
+        if isinstance(found, BaseException):
+            raise found
+        pages += found
     return JsonResponse({"success": True, "message": f"Removed {pages} pages from the prefix cache."})

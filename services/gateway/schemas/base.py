@@ -97,6 +97,18 @@ class NeutralOnly(OpenModel):
                 raise unsupported(prefix + name)
 
 
+def check_one_per_prompt(field: str, value: Any, num_prompts: int) -> None:
+    """Refuse a list with one entry per prompt if its length differs from the number of prompts.
+
+    Raises:
+        InvalidRequestError: The error names the field.
+    """
+    if isinstance(value, list) and len(value) != num_prompts:
+        raise InvalidRequestError(
+            f"{field} has {len(value)} entries, but there are {num_prompts} prompts.", field=field
+        )
+
+
 def given(value: Any, field: str, name: str) -> Any:
     """Return a value that the object `field` of a request must contain as `name`.
 

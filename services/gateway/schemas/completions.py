@@ -5,15 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, ClassVar, cast
 
-from outrider.services.gateway.parameters import Parameters
+from outrider.services.gateway.parameters import Parameters, check_prompt_text, draw_seed
 from outrider.services.gateway.requested_rules import RequestedLogprobs, check_top
-from outrider.services.gateway.schemas.base import Neutral
+from outrider.services.gateway.schemas.base import Neutral, check_one_per_prompt
 from outrider.services.gateway.schemas.common import OpenAIRequest
 from outrider.services.gateway.schemas.option_fields.openai import CompletionFields
 from outrider.services.gateway.schemas.state_fields import StateFields
 from outrider.shared.base.errors import InvalidRequestError
 from outrider.shared.base.logit_rules import LogprobParams
 
+SALTS = ("cache_salt", "extra_key")
+"""The names of the salt of the prefix cache. Each may be a list with one entry per prompt."""
 Prompt = str | list[str] | list[int] | list[list[int]]
 
 
@@ -36,7 +38,10 @@ class CompletionRequest(CompletionFields, StateFields, OpenAIRequest):
             InvalidRequestError: If `best_of` is invalid, or for the reasons of `OpenAIRequest.parameters`.
         """
         may_be_empty = bool(self.echo) or self.prompt_logprobs is not None
-        parameters = replace(super().parameters(), may_be_empty=may_be_empty)
+        # `per_prompt` adds the salts if they are lists.
+        listed = [name for name in SALTS if isinstance(getattr(self, name), list)]
+        alike = self.model_copy(update=dict.fromkeys(listed)) if listed else self
+        parameters = replace(super(CompletionRequest, alike).parameters(), may_be_empty=may_be_empty)
         if self.best_of is None:
             return parameters
         if self.best_of < (self.n or 1):
@@ -46,6 +51,36 @@ class CompletionRequest(CompletionFields, StateFields, OpenAIRequest):
         if self.stream and self.best_of > (self.n or 1):
             raise InvalidRequestError("best_of above n does not allow stream: true.", field="best_of")
         return replace(parameters, n=self.best_of)
+
+    def per_prompt(self, parameters: Parameters, num_prompts: int) -> tuple[Parameters, ...]:
+        """Return the parameters of each prompt. Empty if all prompts have the same parameters.
+
+        Args:
+            parameters: What the prompts have in common.
+            num_prompts: Number of prompts.
+
+        Raises:
+            InvalidRequestError: If the length of a list differs from the number of prompts, or a prompt has
+                two different salts.
+        """
+        given = {name: getattr(self, name) for name in SALTS}
+        if not any(isinstance(value, list) for value in given.values()):
+            return ()
+        for name, value in given.items():
+            check_one_per_prompt(name, value, num_prompts)
+        if parameters.seed is None:
+            parameters = replace(parameters, seed=draw_seed())
+        found = []
+        for number in range(num_prompts):
+            salts = [value[number] if isinstance(value, list) else value for value in given.values()]
+            first, *others = [salt for salt in salts if salt is not None]
+            if any(salt != first for salt in others):
+                raise InvalidRequestError(
+                    f"{' and '.join(SALTS)} differ. Set only one of them.", field=SALTS[0]
+                )
+            check_prompt_text(first, SALTS[0])
+            found.append(replace(parameters, cache_salt=first))
+        return tuple(found)
 
     def wanted_logprobs(self) -> RequestedLogprobs:
         """Return the logprobs that the client wants or that the server needs for `best_of`.

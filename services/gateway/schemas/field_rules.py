@@ -136,5 +136,10 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 
 
 def is_neutral(value: object, neutral: tuple[Any, ...]) -> bool:
-    """Return whether `value` asks for nothing, because it is in `neutral` or in `ALWAYS_NEUTRAL`."""
+    """Return whether `value` asks for nothing.
+
+    Such a value is in `neutral` or in `ALWAYS_NEUTRAL`, or it is a list with null for each prompt of a batch.
+    """
+    if isinstance(value, list) and all(one is None for one in value):
+        return True
     return any(type(value) is type(one) and value == one for one in (*ALWAYS_NEUTRAL, *neutral))

@@ -9,7 +9,7 @@ from pydantic import Field
 from outrider.services.gateway.options.values import of_bodies
 from outrider.services.gateway.parameters import Parameters
 from outrider.services.gateway.requested_rules import NO_REQUESTED_LOGPROBS, RequestedLogprobs, check_top
-from outrider.services.gateway.schemas.base import Neutral, NeutralOnly, OpenModel
+from outrider.services.gateway.schemas.base import Neutral, NeutralOnly, OpenModel, check_one_per_prompt
 from outrider.services.gateway.schemas.chat_messages import Message
 from outrider.services.gateway.schemas.constraint_fields import SglangForms
 from outrider.services.gateway.schemas.option_fields.generate import GenerateFields, GenerateSamplingFields
@@ -91,11 +91,7 @@ class NativeRequest(NeutralOnly, GenerateFields):
                 reasons of `parameters`.
         """
         for name in (*PER_PROMPT, "rid"):
-            value = getattr(self, name)
-            if isinstance(value, list) and len(value) != num_prompts:
-                raise InvalidRequestError(
-                    f"{name} has {len(value)} entries, but there are {num_prompts} prompts.", field=name
-                )
+            check_one_per_prompt(name, getattr(self, name), num_prompts)
         ids = self.token_ids_logprob
         listed = bool(ids) and isinstance(ids, list) and isinstance(ids[0], list)
         if listed and ids is not None and len(ids) != num_prompts:

@@ -217,7 +217,12 @@ class TargetClient:
                 target_pb2.FlushPrefixCacheRequest(), timeout=RPC_TIMEOUT_S
             )
         except grpc.aio.AioRpcError as error:
-            raise error_from_rpc(error) from None
+            failure = error_from_rpc(error)
+            raise OutriderError(
+                f"The target service at {self.address} has not emptied its prefix cache: {failure.message}",
+                code=failure.code,
+                reason=failure.reason,
+            ) from None
         return reply.pages
 
     def _unavailable(self) -> UnavailableError:

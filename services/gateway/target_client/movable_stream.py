@@ -53,8 +53,8 @@ class TargetChooser(Protocol):
         """Wait until a target changes its state."""
         ...
 
-    def moved(self, reason: str) -> None:
-        """Count a sequence that has moved."""
+    def moved(self, model: str, reason: str) -> None:
+        """Count a sequence of a model that has moved."""
         ...
 
     def forget(self, request_id: str, member: Member | None) -> None:
@@ -81,6 +81,7 @@ class MovableStream:
         self.request_id = request.request_id
         self._request = request
         self._placement = placement
+        self._model = member.labels["model"]
         self._model_key = member.model_key
         self._emitted: list[int] = []
         self._cached_tokens = 0
@@ -190,7 +191,7 @@ class MovableStream:
             member = self._placement.choose(rest, self._model_key, self._left)
             if member is not None:
                 self._enter(member, rest)
-                self._placement.moved(error.reason)
+                self._placement.moved(self._model, error.reason)
                 _log.info(
                     "request moved",
                     request=self.request_id,

@@ -62,7 +62,7 @@ class TargetPool:
     Args:
         sources: The sources of the targets' addresses.
         limits: Limits and times.
-        on_moved: Called with the reason after a sequence has moved to another target.
+        on_moved: Called with the model's name and the reason after a sequence has moved to another target.
 
     Attributes:
         readiness: Flag that is set while at least one target is ready.
@@ -72,7 +72,7 @@ class TargetPool:
         self,
         sources: Sequence[TargetSource],
         limits: PoolLimits,
-        on_moved: Callable[[str], None] = lambda reason: None,
+        on_moved: Callable[[str, str], None] = lambda model, reason: None,
     ) -> None:
         self._sources = sources
         self._limits = limits
@@ -218,9 +218,9 @@ class TargetPool:
         """Wait until a target changes its state."""
         await self._change.wait()
 
-    def moved(self, reason: str) -> None:
-        """Count a sequence that has moved."""
-        self._on_moved(reason)
+    def moved(self, model: str, reason: str) -> None:
+        """Count a sequence of a model that has moved."""
+        self._on_moved(model, reason)
         self._dismiss_idle()
 
     def forget(self, request_id: str, member: Member | None) -> None:
@@ -349,6 +349,14 @@ class ModelTargets:
     def __init__(self, pool: TargetPool, model_id: str | None = None) -> None:
         self._pool = pool
         self.model_id = model_id
+
+    @property
+    def name(self) -> str:
+        """Name of the model, as its targets report it. Empty if none of them has ever been connected."""
+        try:
+            return self.info.model_id
+        except UnavailableError:
+            return ""
 
     @property
     def ready(self) -> bool:

@@ -36,6 +36,7 @@ MAX_REQUEST_ID_LENGTH = 256
 MAX_STOP_TOKENS = 256
 MAX_SALT_LENGTH = 512
 MAX_TENANT_LENGTH = 64
+MAX_MESSAGE_INTERVAL_S = 1.0
 
 MODES = {
     common_pb2.SPECULATION_MODE_UNSPECIFIED: SpeculationMode.AUTO,
@@ -111,6 +112,7 @@ def request_from_proto(
         tenant=message.tenant,
         resume_ids=tuple(message.resume_ids),
         states=state_params_from_proto(message.states),
+        message_interval_s=min(message.message_interval_ms / 1e3, MAX_MESSAGE_INTERVAL_S),
     )
 
 

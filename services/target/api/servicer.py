@@ -233,6 +233,7 @@ class TargetServicer(target_pb2_grpc.TargetServicer):
         return target_pb2.GetStatsReply(
             running=stats.running,
             waiting=stats.waiting,
+            waiting_prompt_tokens=stats.waiting_prompt_tokens,
             pages_total=stats.pages_total,
             pages_free=stats.pages_free,
             pages_held=stats.pages_held,

@@ -15,14 +15,14 @@ LAST_FAULTY_BACKOFF = 10.0
 A faulty draft may still answer pings. Rows without a deadline then wait for it once more after each back-off.
 With this longest back-off, these waits take less than a tenth of the rows' time.
 """
-SHARE, CAPACITY_S = 0.02, 0.15
+SHARE, CAPACITY_S = 0.015, 0.1
 """Limits of the time that waits for open sessions may cost rows with a deadline and rows without drafts.
 
 `SHARE` is the share of time that these rows may lose. `CAPACITY_S` is the largest budget that these rows can
 accumulate, in seconds.
 """
-OPENING_SHARE = 0.01
-"""Share of time that the same rows may lose to sessions that the draft has not opened yet."""
+OPENING_SHARE, OPENING_CAPACITY_S = 0.005, 0.05
+"""The same limits for waits for sessions that the draft has not opened yet."""
 PATIENT_SHARE = 0.1
 """Share of the time that rows without a deadline may lose."""
 PATIENT_CAPACITY = 0.25
@@ -86,12 +86,25 @@ class Breaker:
         self.faults = 0
         self.fault_deadline_s = fault_deadline_s
         self.budget = WaitBudget(SHARE, CAPACITY_S)
-        self.opening_budget = WaitBudget(OPENING_SHARE, CAPACITY_S)
+        self.opening_budget = WaitBudget(OPENING_SHARE, OPENING_CAPACITY_S)
         self._patient_capacity_s = PATIENT_CAPACITY * fault_deadline_s
         self._patient_budget = WaitBudget(PATIENT_SHARE, self._patient_capacity_s)
         self._misses = 0
         self._backoff_s = FIRST_BACKOFF_S
         self._closed_until = 0.0
+
+    def pause(self, now: float) -> None:
+        """Stop the growth of the first and the third budget, because no session is open any more.
+
+        Otherwise, requests after each calm time would lose full budgets to a draft that keeps stopping.
+        """
+        self.budget.pause(now)
+        self.opening_budget.pause(now)
+
+    def resume(self, now: float) -> None:
+        """Let these budgets grow again, because a session is open."""
+        self.budget.resume(now)
+        self.opening_budget.resume(now)
 
     def miss(self, now: float) -> None:
         """Record that a deadline passed without an answer. The caller has deducted the wait from `budget`."""

@@ -149,6 +149,8 @@ class RemoteDrafter(Drafter):
         return self._spec
 
     def open(self, sequences: Sequence[SequenceOpen]) -> None:
+        if not self._sessions:
+            self._breaker.resume(time.monotonic())
         for sequence in sequences:
             self.slots.left([sequence.fence.session_id])
             former = self._sessions.get(sequence.fence.session_id)
@@ -265,6 +267,8 @@ class RemoteDrafter(Drafter):
             session = self._sessions.pop(session_id, None)
             if session is not None and session.live and self._connection is not None:
                 self._connection.send(draft_pb2.SessionRequest(close=draft_pb2.Close(session_id=session_id)))
+        if not self._sessions:
+            self._breaker.pause(time.monotonic())
 
     def saved(self, seconds: float) -> None:
         self._breaker.budget.earn(seconds, time.monotonic())

@@ -73,17 +73,14 @@ class DraftSource(Protocol):
         """
         return None
 
-    def planned(self, decodes: Seq[Sequence]) -> list[DraftShape | None]:
-        """Return for each entry the shape that was already chosen for the next round, or None."""
-        ...
+    @property
+    def requested(self) -> bool:
+        """True if the trees of the next round have been requested. Joining sequences then cannot draft."""
+        return False
 
     def waits_for_host(self, entries: Seq[Entry]) -> bool:
         """Return True if the results of all earlier rounds must be read before this round is drafted."""
         ...
-
-    def postponed(self, entries: Seq[Entry]) -> None:
-        """Keep the shapes of a round that is launched only after earlier rounds have been read."""
-        return
 
     def prepare(self, entries: Seq[Entry]) -> PreparedDrafts:
         """Prepare the drafting of a round."""

@@ -94,8 +94,9 @@ class ExchangeSource(DraftSource):
         size = GroupSize(batch_size, bounded.columns, bounded.max_nodes)
         return lambda: self._slots.record(size, bounded)
 
-    def planned(self, decodes: Seq[Sequence]) -> list[DraftShape | None]:
-        return self._host.planned(decodes)
+    @property
+    def requested(self) -> bool:
+        return self._host.requested
 
     def waits_for_host(self, entries: Seq[Entry]) -> bool:
         drafting = [entry for entry in entries if entry.shape.drafts]
@@ -110,9 +111,6 @@ class ExchangeSource(DraftSource):
             and self._slots.fits([group.size for group in self._groups(drafting)])
         )
         return not self._exchanges and self._host.waits_for_host(entries)
-
-    def postponed(self, entries: Seq[Entry]) -> None:
-        self._host.postponed(entries)
 
     def prepare(self, entries: Seq[Entry]) -> PreparedDrafts:
         # 1. Let the host draft if the round cannot be exchanged.

@@ -49,8 +49,6 @@ from outrider.shared.spec.tree import NO_DRAFT, DraftBatch, DraftShape
 CATCH_UP_TOKENS = 128
 """Number of unsent tokens of a sequence after which even rounds without drafts send a commit to the
 drafter."""
-JOINED = "joined"
-"""Reason of an entry that has no tree because it joined the round after the trees had been requested."""
 ANSWERED = ("", "empty_tree")
 """Fallback reasons of a drafter that has answered, but with a single-node tree."""
 
@@ -108,8 +106,6 @@ class HostSource(DraftSource):
         self._step_runner = step_runner
         self._round = 0
         self._announced: _Proposal | None = None
-        # Shapes that were already chosen for the next round, by session.
-        self._planned: dict[int, DraftShape] = {}
         self._told: dict[int, int] = {}
         # Sequences with new tokens since the last `read`, by session.
         self._moved: dict[int, Sequence] = {}
@@ -121,22 +117,12 @@ class HostSource(DraftSource):
     def path(self) -> DraftPath:
         return DraftPath.HOST
 
-    def planned(self, decodes: Seq[Sequence]) -> list[DraftShape | None]:
-        planned, self._planned = self._planned, {}
-        # The announced request cannot be extended, so entries that join get drafts in the next round at the
-        # earliest.
-        if self._announced is None:
-            return [planned.get(sequence.session_id) for sequence in decodes]
-        for sequence in decodes:
-            if sequence.session_id not in planned:
-                sequence.stats.reason = sequence.never_drafts or JOINED
-        return [planned.get(sequence.session_id, NO_DRAFT) for sequence in decodes]
+    @property
+    def requested(self) -> bool:
+        return self._announced is not None
 
     def waits_for_host(self, entries: Seq[Entry]) -> bool:
         return any(entry.shape.drafts for entry in entries)
-
-    def postponed(self, entries: Seq[Entry]) -> None:
-        self._planned = {entry.sequence.session_id: entry.shape for entry in entries}
 
     def prepare(self, entries: Seq[Entry]) -> PreparedDrafts:
         # 1. Request the trees, unless the early announcement has done so.
@@ -229,26 +215,25 @@ class HostSource(DraftSource):
             return
         # No round is in flight, so the next round may draft. Announce it before any work that can wait.
         decodes = [one for one in self._scheduler.decoding() if one.session_id not in ended]
-        shapes = self._planner.shapes(
-            decodes, DraftPath.HOST, [self._planned.get(one.session_id) for one in decodes]
-        )
-        self._planned = {one.session_id: shape for one, shape in zip(decodes, shapes, strict=True)}
-        wanting = [(one, shape) for one, shape in zip(decodes, shapes, strict=True) if shape.drafts]
+        planned = list(zip(decodes, self._planner.shapes(decodes, DraftPath.HOST), strict=True))
+        self._planner.keep(planned)
+        wanting = [(one, shape) for one, shape in planned if shape.drafts]
         if wanting:
             self._announced = self._announce(wanting, len(decodes))
         self.commit(late)
 
     def ended(self, sequence: Sequence) -> None:
-        for by_session in (self._told, self._moved, self._planned):
+        for by_session in (self._told, self._moved):
             by_session.pop(sequence.session_id, None)
+        self._planner.forget(sequence)
         if self._announced is not None:
             self._announced = self._announced.without(sequence.session_id)
 
     def abandon(self) -> None:
         self._announced, self._wait = None, None
         self._left_out.clear()
-        for by_session in (self._told, self._moved, self._planned):
-            by_session.clear()
+        self._told.clear()
+        self._moved.clear()
 
     def _announce(self, wanting: Seq[tuple[Sequence, DraftShape]], batch_size: int) -> _Proposal:
         """Send the tokens that the drafter lacks, then request trees."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 
 from outrider.services.target.drafting.draft_sessions import DraftSessions
@@ -15,10 +16,15 @@ from outrider.shared.spec.tree import NO_DRAFT, DraftShape
 
 OVER_BUDGET = "budget"
 """Fallback reason of an entry whose tree does not fit into `max_packed_rows`, or would delay the others."""
+JOINED = "joined"
+"""Reason of an entry that has no tree because it joined the round after the trees had been requested."""
 
 
 class DraftPlanner:
     """Chooses the tree shape with which each sequence of a round drafts. Engine thread only.
+
+    A round through the host is planned before it is launched, so that its trees can be requested early. The
+    planner keeps the shapes that were chosen then.
 
     Args:
         sessions: The drafter's sessions.
@@ -40,25 +46,35 @@ class DraftPlanner:
         self._max_rows = max_rows
         self._turn = 0
         self._share = FixedShare()
+        # Shapes that were already chosen for the next round, by session.
+        self._kept: dict[int, DraftShape] = {}
 
-    def shapes(
-        self, decodes: Seq[Sequence], path: DraftPath, planned: Seq[DraftShape | None] = ()
-    ) -> list[DraftShape]:
-        """Choose the tree shape of each sequence of a round.
+    def keep(self, decodes: Iterable[tuple[Sequence, DraftShape]]) -> None:
+        """Keep the shapes of a round that is not launched yet, for the next call of `shapes`."""
+        self._kept = {sequence.session_id: shape for sequence, shape in decodes}
+
+    def forget(self, sequence: Sequence) -> None:
+        """Forget the shape that was kept for a sequence."""
+        self._kept.pop(sequence.session_id, None)
+
+    def shapes(self, decodes: Seq[Sequence], path: DraftPath, *, requested: bool = False) -> list[DraftShape]:
+        """Choose the tree shape of each sequence of a round, unless its shape was kept.
+
+        The reason of a kept shape (`SpeculationStats.reason`) stays as it is.
 
         Args:
             decodes: The sequences of the round.
             path: How the trees of the round reach the target.
-            planned: For each sequence, the shape that was already chosen for this round, or None. By default,
-                this method chooses the shapes of all sequences. The reason of a chosen shape
-                (`SpeculationStats.reason`) stays as it is.
+            requested: True if the trees of the round have been requested already. Sequences without a kept
+                shape then do not draft.
 
         Returns:
             The tree shape of each sequence, limited as by `DraftShape.bounded`. `NO_DRAFT` for a sequence
             that drafts no tokens.
         """
         # 1. Find the sequences for which `auto` must choose. All others have a shape, or do not draft.
-        known = planned or [None] * len(decodes)
+        kept, self._kept = self._kept, {}
+        known = [kept.get(sequence.session_id) for sequence in decodes]
         shapes = [shape or NO_DRAFT for shape in known]
         auto: list[int] = []
         away = 0
@@ -66,6 +82,9 @@ class DraftPlanner:
         for index, sequence in enumerate(decodes):
             if known[index] is not None:
                 continue  # its reason is known too
+            if requested:
+                sequence.stats.reason = sequence.never_drafts or JOINED
+                continue
             if not sequence.wants_drafts:
                 sequence.stats.reason = sequence.never_drafts
                 continue
@@ -90,7 +109,7 @@ class DraftPlanner:
         elif away:
             self._controller.draft_away(away, len(decodes))
         # 3. Keep the round within its limits of time and rows.
-        if not planned or all(shape is None for shape in planned):
+        if not requested and all(shape is None for shape in known):
             self._bound_fixed(decodes, shapes, auto, path)
         return self._within_budget(decodes, shapes, auto)
 

@@ -86,9 +86,6 @@ class ResidentSource(DraftSource):
     def recording(self, batch_size: int, shape: DraftShape) -> Callable[[], None]:
         return lambda: self._capture(batch_size, shape)
 
-    def planned(self, decodes: Seq[Sequence]) -> list[DraftShape | None]:
-        return [None] * len(decodes)
-
     def waits_for_host(self, entries: Seq[Entry]) -> bool:
         return False
 

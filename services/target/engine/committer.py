@@ -74,20 +74,36 @@ class Committer:
 
 def no_token_error(sequence: Sequence) -> OutriderError:
     """Return the error of a sequence for which no token could be chosen."""
+    rules = sequence.request.sampling.rules
+    waits = sequence.committed_len - sequence.prompt_len < rules.min_tokens
+    given = {
+        "min_tokens": waits,
+        "bad_words": bool(rules.bad_words),
+        "allowed_token_ids": rules.allowed_token_ids is not None,
+    }
+    names = [name for name, forbids in given.items() if forbids]
+    forbid = f"{_listed(names)} forbid{'s' if len(names) == 1 else ''} every token"
     if sequence.form is not None:
         constraint = sequence.request.constraint
         field = "constraint" if constraint is None else constraint.field
-        if sequence.request.sampling.rules.forbids:
-            why = f"{field}, min_tokens, bad_words and allowed_token_ids together forbid every token"
+        if names:
+            why = (
+                f"{forbid} that {field} allows here. If {field} requires a certain text here, it allows only "
+                "one way to divide this text into tokens"
+            )
         else:
             why = f"{field} allows no further token here, or is too expensive to enforce"
         message = f"No token is left to choose: {why}. Other requests are not affected."
         return InvalidRequestError(message, field=field)
-    if sequence.request.sampling.rules.forbids:
+    if names:
         message = (
-            "No token is left to choose: allowed_token_ids, bad_words and min_tokens forbid every token "
-            "whose logit is finite. Other requests are not affected."
+            f"No token is left to choose: {forbid} whose logit is finite. Other requests are not affected."
         )
-        return InvalidRequestError(message, field="allowed_token_ids")
+        return InvalidRequestError(message, field=names[-1])
     message = "The model computed NaN or infinity for this request. Other requests are not affected."
     return OutriderError(message, code=ErrorCode.INTERNAL, reason="numerical_error")
+
+
+def _listed(names: Seq[str]) -> str:
+    """Return the names as text, such as ``a, b and c``."""
+    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)

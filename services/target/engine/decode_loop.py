@@ -113,7 +113,7 @@ class DecodeLoop:
         if self._drafts.waits_for_host(entries):
             # The host requests these trees, for which it must know all earlier tokens.
             if any(isinstance(one, Round) for one in self._in_flight):
-                self._drafts.postponed(entries)
+                self._planner.keep((entry.sequence, entry.shape) for entry in entries)
                 return
             entries = [entry for entry in entries if not entry.sequence.passes_ahead]
         if entries:
@@ -164,6 +164,7 @@ class DecodeLoop:
         self._in_flight.clear()
         self._catching_up.clear()
         self._reasons.clear()
+        self._planner.keep(())
         self._drafts.abandon()
 
     def _stays_ahead(self) -> bool:
@@ -187,7 +188,7 @@ class DecodeLoop:
     def _entries(self, decodes: Seq[Sequence]) -> list[Entry]:
         if not decodes:
             return []
-        shapes = self._planner.shapes(decodes, self._drafts.path, self._drafts.planned(decodes))
+        shapes = self._planner.shapes(decodes, self._drafts.path, requested=self._drafts.requested)
         columns = self._step_runner.table.columns
         return [
             Entry(sequence, sequence.residence, shape, sequence.epoch, columns)

@@ -198,6 +198,7 @@ class TargetEngine(Steppable):
         return EngineStats(
             running=len(scheduler.active),
             waiting=scheduler.gate.requests,
+            waiting_prompt_tokens=scheduler.gate.prompt_tokens,
             pages_total=scheduler.allocator.num_pages,
             pages_free=scheduler.allocator.available_pages,
             pages_held=scheduler.allocator.num_pages - scheduler.allocator.available_pages,

@@ -16,6 +16,7 @@ class EngineStats:
 
     running: int
     waiting: int
+    waiting_prompt_tokens: int
     pages_total: int
     pages_free: int
     pages_held: int

@@ -99,8 +99,11 @@ class OutputProcessor:
             draft_tokens=None if outcome is None else outcome.num_nodes - 1,
             accepted_tokens=0 if outcome is None else len(outcome.accepted),
         )
-        self._put(sequence, event)
+        sequence.unsent.append(event)
         if step.finish is None:
+            if states is not None or now >= sequence.send_at:
+                self._send_tokens(sequence)
+                sequence.send_at = now + sequence.request.message_interval_s
             return False
         self._finish(
             sequence, step.finish, step.matched_token, sequence.committed_len - sequence.prompt_len, now
@@ -163,7 +166,16 @@ class OutputProcessor:
         self._scheduler.release(sequence, now)
         self.totals.merge(sequence.stats)
 
+    def _send_tokens(self, sequence: Sequence) -> None:
+        if sequence.unsent:
+            events, sequence.unsent = sequence.unsent, []
+            self._deliver(sequence, TokensEvent.joined(events))
+
     def _put(self, sequence: Sequence, event: Event) -> None:
+        self._send_tokens(sequence)
+        self._deliver(sequence, event)
+
+    def _deliver(self, sequence: Sequence, event: Event) -> None:
         sink = sequence.sink
         batch = self._events.get(id(sink))
         if batch is None:

@@ -16,6 +16,8 @@ from outrider.shared.spec.tree import DraftShape
 
 USUAL_MODES = (SamplingMode.NOISE, SamplingMode.GREEDY)
 """Sampling modes of requests without filters, rules and logprobs."""
+MIXED_MODES = (SamplingMode.FILTERED, *USUAL_MODES)
+"""Sampling modes in which rounds with trees are recorded in advance."""
 MOST_MIXED_ROWS = 1024
 """Largest number of packed rows of a round with trees that is recorded in advance.
 
@@ -75,12 +77,18 @@ class Recordings:
             round_recordings(self._step_runner, self._drafts, wanted, modes, captures=self._runner.captures)
         )
 
-    def mixed(self) -> list[Recording]:
-        """List the graphs of rounds that contain trees of several shapes and plain rows."""
+    def mixed(self, modes: Seq[SamplingMode] = MIXED_MODES, sizes: Seq[int] | None = None) -> list[Recording]:
+        """List the graphs of rounds that contain trees of several shapes and plain rows.
+
+        Args:
+            modes: Sampling modes.
+            sizes: Numbers of rows. None selects those that are recorded in advance.
+        """
         self._refresh()
         if not self._drafting:
             return []
-        return list(mixed_recordings(self._step_runner, captures=self._runner.captures))
+        captures = self._runner.captures
+        return list(mixed_recordings(self._step_runner, modes, sizes, captures=captures))
 
     def masked(self) -> list[Recording]:
         """List the graphs of rounds in which outputs have forms. Several ranks do not record such rounds."""
@@ -138,19 +146,29 @@ def round_recordings(
                     yield _recording(step_runner, size)
 
 
-def mixed_recordings(step_runner: StepRunner, *, captures: bool) -> Iterator[Recording]:
-    """Yield the recordings of CUDA graphs for rounds with trees, in all sampling modes except `FULL`.
+def mixed_recordings(
+    step_runner: StepRunner,
+    modes: Seq[SamplingMode] = MIXED_MODES,
+    sizes: Seq[int] | None = None,
+    *,
+    captures: bool,
+) -> Iterator[Recording]:
+    """Yield the recordings of CUDA graphs for rounds with trees.
 
     Larger rounds come first, so that the graphs of smaller rounds can reuse the memory of larger graphs.
 
     Args:
         step_runner: Records verify passes.
+        modes: Sampling modes.
+        sizes: Numbers of rows. None selects those that are recorded in advance.
         captures: True if feature rows are stored for a drafter.
     """
     most = min(MOST_MIXED_ROWS, step_runner.max_rows)
+    if sizes is None:
+        sizes = [rows for rows in step_runner.buckets if rows <= DENSE_ROWS or rows in WIDE_ROWS]
     for rows in reversed(step_runner.buckets):
-        if 1 < rows <= most and (rows <= DENSE_ROWS or rows in WIDE_ROWS):
-            for mode in (SamplingMode.FILTERED, *USUAL_MODES):
+        if 1 < rows <= most and rows in sizes:
+            for mode in modes:
                 for width in WIDTHS[1:]:
                     yield _recording(step_runner, PassSize(rows, width, mode, captures))
 

@@ -132,15 +132,11 @@ class OutputForm:
     def takes_text(self) -> bool:
         """Return whether any text may probably come next, for example within a string.
 
-        A few letters are tried, which takes microseconds. The mask of such a place can take a millisecond.
+        A few letters are tried, which takes a microsecond. The mask of such a place can take a millisecond.
         """
         if self.dead or self._tail is not None or self._may_open:
             return not self.dead
-        for token in self._letters:
-            if not self._matcher.accept(token):
-                return False
-            self._matcher.rollback(1)
-        return bool(self._letters)
+        return bool(self._letters) and self._matcher.allows(self._letters)
 
     def forced(self) -> list[int]:
         """Return tokens that the grammar probably forces next; see `Matcher.forced`."""

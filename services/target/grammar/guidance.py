@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Sequence as Seq
 from functools import cache
@@ -127,6 +128,10 @@ class GuidanceMatcher(Matcher):
         if count:
             self._matcher.rollback(count)
 
+    def allows(self, tokens: Seq[int]) -> bool:
+        """Return whether the grammar allows these tokens one after another."""
+        return self.is_open and self._matcher.validate_tokens(list(tokens)) == len(tokens)
+
     @property
     def is_open(self) -> bool:
         """True if the output has not ended, and its work has not exceeded the library's limits."""
@@ -170,7 +175,8 @@ def fill_together(work: Seq[tuple[GuidanceMatcher, Mask]]) -> None:
 
 @cache
 def _executor() -> llguidance.LLExecutor:
-    return llguidance.LLExecutor()
+    # By default, the library would use fewer threads than there are cores.
+    return llguidance.LLExecutor(num_threads=max(2, len(os.sched_getaffinity(0))))
 
 
 def _invalid(message: str, constraint: Constraint) -> InvalidRequestError:

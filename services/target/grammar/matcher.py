@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
@@ -28,6 +29,10 @@ class Matcher(Protocol):
 
     def rollback(self, count: int) -> None:
         """Remove the last `count` tokens."""
+        ...
+
+    def allows(self, tokens: Sequence[int]) -> bool:
+        """Return whether the grammar allows these tokens one after another. None of them ends the output."""
         ...
 
     def fill(self, mask: Mask) -> None:
@@ -71,5 +76,5 @@ class Grammar(Protocol):
         ...
 
     def letters(self) -> tuple[int, ...]:
-        """Return the tokens of a few letters. A grammar that allows all of them probably allows any text."""
+        """Return the tokens of unrelated letters. Where they may come next, so may probably any text."""
         ...

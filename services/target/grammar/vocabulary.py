@@ -11,7 +11,7 @@ import llguidance
 from outrider.services.target.grammar.matcher import Grammar
 
 LETTERS = "qJx"
-"""Letters that rarely begin the values of one enum, so that only free text allows all of them."""
+"""Letters that hardly any value of an enum begins with, so that they are probably free text."""
 
 
 class Vocabulary:
@@ -81,5 +81,5 @@ class VocabularyGrammar(Grammar):
         return self._vocabulary.special.get(text)
 
     def letters(self) -> tuple[int, ...]:
-        """Return the tokens of a few letters."""
+        """Return the tokens of unrelated letters."""
         return self._vocabulary.letters

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
+from itertools import takewhile
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -82,6 +84,12 @@ class XGrammarMatcher(Matcher):
         """Remove the last tokens."""
         if count:
             self._matcher.rollback(count)
+
+    def allows(self, tokens: Sequence[int]) -> bool:
+        """Return whether the grammar allows these tokens one after another."""
+        accepted = sum(1 for _ in takewhile(self.accept, tokens))
+        self.rollback(accepted)
+        return accepted == len(tokens)
 
     def fill(self, mask: Mask) -> None:
         """Write the allowed next tokens."""

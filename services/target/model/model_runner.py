@@ -14,7 +14,7 @@ import torch
 
 from outrider.kernels.token_logprobs import token_logprobs
 from outrider.services.target.model.graph_key import GraphKey
-from outrider.services.target.model.prefill_graph import PrefillGraph, library_of
+from outrider.services.target.model.prefill_graph import PrefillGraph, PromptRows, library_of
 from outrider.services.target.model.sampling import SamplingBatches
 from outrider.services.target.model.scores import ScoredPrompt, requested_logprobs, score_prompts
 from outrider.services.target.model.slot_rules import SlotRules
@@ -204,20 +204,19 @@ class ModelRunner:
         """
         finished = [chunk.sequence for chunk in chunks if chunk.is_last]
         capture = self.captures and any(chunk.sequence.stores_features for chunk in chunks)
-        prompts: Seq[ScoredPrompt] = ()
-        states: Seq[PromptStates] = ()
+        wants_experts = any(one.sequence.request.states.routed_experts for one in chunks)
         if self._recorded is not None and self._replays(self._recorded, chunks):
-            hidden = self._recorded.run(chunks, capture)
+            rows = self._recorded.run(chunks, capture)
         else:
-            with recording_routes(
-                any(one.sequence.request.states.routed_experts for one in chunks)
-            ) as routes:
+            with recording_routes(wants_experts) as routes:
                 output, ends = self._unrecorded(chunks, capture)
-            hidden, prompts = output.hidden[ends], score_prompts(self.decoder, output.hidden, chunks)
-            states = take_prompts(output.hidden, stacked(self.decoder, routes), chunks)
+            rows = PromptRows(output.hidden[ends], output.hidden, routes)
+        prompts = score_prompts(self.decoder, rows.hidden, chunks)
+        experts = stacked(self.decoder, rows.routes) if wants_experts else None
+        states = take_prompts(rows.hidden, experts, chunks)
         if not finished:
             return ChosenTokens.of(self._int64([]), None, prompts, states)
-        return self._choose(hidden, finished, rules, allowed, prompts, states)
+        return self._choose(rows.last, finished, rules, allowed, prompts, states)
 
     def _choose(
         self,

@@ -6,8 +6,9 @@ on the device, from the lengths and the slots' page tables.
 
     rows      | chunk of slot 3 | chunk of slot 0 | padding, which belongs to no slot |
 
-A graph computes the hidden states of the chunks' last rows. Tokens are chosen after the graph, and only for
-complete prompts. All sampling modes therefore share the graphs.
+A graph computes hidden states. Tokens are chosen after the graph from the chunks' last rows, and only for
+complete prompts. All sampling modes therefore share the graphs. Logprobs and states of prompt tokens are also
+computed after the graph, for the clients that want them.
 
 Some attention libraries are faster than Outrider's own kernel for a pass over one whole prompt. Such passes
 have additional graphs, which use the library.
@@ -19,7 +20,7 @@ import logging
 from bisect import bisect_right
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -34,7 +35,9 @@ from outrider.shared.attn.triton import KernelAttention
 from outrider.shared.attn.whole_prompt import WholePromptAttention
 from outrider.shared.engine.buckets import bucket, padded_size
 from outrider.shared.engine.graphs import GraphCache
+from outrider.shared.engine.recorded_graph import until_next_run
 from outrider.shared.kv.pool import KVPool
+from outrider.shared.nn.layers.routes import recording_routes
 
 _log = logging.getLogger("outrider.target")
 
@@ -53,6 +56,24 @@ _ALIGNED = 4
 def fitting(sizes: Seq[int], most: int) -> tuple[int, ...]:
     """Return those of the ascending `sizes` that suffice for passes over at most `most` rows."""
     return tuple(size for index, size in enumerate(sizes) if not index or sizes[index - 1] < most)
+
+
+@dataclass(frozen=True, slots=True)
+class PromptRows:
+    """The result of one pass over prompt chunks.
+
+    Attributes:
+        last: ``[n, hidden_size]``, the last hidden states of the n chunks that complete their prompts, in
+            order.
+        hidden: ``[rows, hidden_size]``, the hidden states of all rows, one chunk after the other. Padding
+            rows may follow.
+        routes: The experts that the routers of the sparse layers have chosen, one tensor ``[rows, top_k]
+            int64`` per layer. May be empty if no client wants them.
+    """
+
+    last: torch.Tensor
+    hidden: torch.Tensor
+    routes: Seq[torch.Tensor]
 
 
 class PrefillGraph:
@@ -81,12 +102,6 @@ class PrefillGraph:
             size is not None
             and self._graphs.replays(self._key(size))
             and all(chunk.sequence.slot >= 0 for chunk in chunks)
-            # The logprobs and the states of a prompt need the hidden states of all rows.
-            and all(
-                chunk.sequence.request.logprobs.prompt_top is None
-                and not chunk.sequence.request.states.wanted
-                for chunk in chunks
-            )
         )
 
     def takes_whole(self, chunks: Seq[PrefillChunk]) -> bool:
@@ -104,7 +119,7 @@ class PrefillGraph:
                 return size
         return None
 
-    def run(self, chunks: Seq[PrefillChunk], captures: bool) -> torch.Tensor:
+    def run(self, chunks: Seq[PrefillChunk], captures: bool) -> PromptRows:
         """Enqueue prompt chunks that `takes` accepts. Store their K/V, and feature rows if wanted.
 
         Args:
@@ -113,8 +128,7 @@ class PrefillGraph:
             captures: True to store the feature rows of sequences whose requests draft.
 
         Returns:
-            ``[n, hidden_size]``, the last hidden states of the n chunks that complete their prompts, in
-            order. Valid until the next recorded pass.
+            The rows of the chunks, valid until the next recorded pass.
         """
         size = padded_size(self._sizes, sum(chunk.stop - chunk.start for chunk in chunks))
         for chunk in chunks:
@@ -122,8 +136,8 @@ class PrefillGraph:
         self._table.flush()
         inputs, whole = self._at(size), self.takes_whole(chunks)
         complete = inputs.load(chunks, captures)
-        hidden: torch.Tensor = self._graphs.run(self._key(size, whole), lambda: self._pass(inputs, whole))
-        return hidden[:complete]
+        found = self._graphs.run(self._key(size, whole), lambda: self._pass(inputs, whole))
+        return replace(found, last=found.last[:complete])
 
     def capture(self, size: int) -> None:
         """Record the pass of one size over padding rows, which store nothing."""
@@ -143,7 +157,7 @@ class PrefillGraph:
         inputs.load((), False)
         self._graphs.capture(self._key(size, whole), lambda: self._pass(inputs, whole))
 
-    def _pass(self, inputs: _Inputs, whole: bool) -> torch.Tensor:
+    def _pass(self, inputs: _Inputs, whole: bool) -> PromptRows:
         model = self._model(True)
         if whole:
             library = library_of(model.attention)
@@ -239,14 +253,16 @@ class _Inputs:
         self._buffer.copy_(source.pin_memory() if self._buffer.is_cuda else source, non_blocking=True)
         return complete
 
-    def step(self, model: StepModel) -> torch.Tensor:
-        """Run the pass and return the hidden states of the chunks' last rows, ``[chunks, hidden_size]``."""
+    def step(self, model: StepModel) -> PromptRows:
+        """Run the pass and return its rows. `last` also contains rows of idle chunks."""
         projector = model.projector
         model.attention.plan(self.batch)
         aux_layer_ids = tuple(projector.spec.aux_layer_ids) if projector else ()
-        output = model.decoder.forward(
-            self.tokens, self.positions, model.attention, model.pool, aux_layer_ids
-        )
+        with recording_routes() as routes:
+            output = model.decoder.forward(
+                self.tokens, self.positions, model.attention, model.pool, aux_layer_ids
+            )
         if projector is not None:
             model.pool.store_some_features(projector(output), self.feature_slots)
-        return output.hidden.index_select(0, self.last)
+        last = output.hidden.index_select(0, self.last)
+        return PromptRows(last, until_next_run(output.hidden), [until_next_run(route) for route in routes])

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -12,10 +11,11 @@ from outrider.services.target.model.outcome import Outcome
 from outrider.services.target.model.packed_batch import Entry
 from outrider.services.target.model.scores import unpack_logprobs
 from outrider.services.target.model.token_states import AcceptedPathTap
-from outrider.services.target.model.verify_pass import PassSize
+from outrider.services.target.model.verify_pass import PassResult, PassSize
 from outrider.shared.base.generation import TraceNode
 from outrider.shared.base.logit_rules import TokenLogprob
 from outrider.shared.base.token_states import TokenStates
+from outrider.shared.engine.recorded_graph import Parts
 
 Moment = float | torch.cuda.Event
 """A time: seconds of `time.monotonic` on a CPU, an event on a GPU."""
@@ -106,7 +106,7 @@ class PendingVerify:
         begun: Time of the round's start. None if the round starts with its verify pass.
         provisional_runs: `GraphCache.provisional_runs` before the round.
         tap: As in `Round`.
-        work: Enqueues the forward pass, and then the rest of the verify pass.
+        work: Enqueues the forward pass, and then the rest of the verify pass. None if the round has no forms.
         drafted: Time of the end of drafting. None until the forward pass has been enqueued.
     """
 
@@ -118,7 +118,7 @@ class PendingVerify:
     begun: Moment | None
     provisional_runs: int
     tap: AcceptedPathTap | None = None
-    work: Iterator[None] = field(default_factory=lambda: iter(()))
+    work: Parts[PassResult] | None = None
     drafted: Moment | None = None
 
 

@@ -46,7 +46,7 @@ from outrider.services.target.model.rounds import (
     unpack_outcomes,
 )
 from outrider.services.target.model.slot_table import SlotTable
-from outrider.services.target.model.token_states import AcceptedPathTap, tapped
+from outrider.services.target.model.token_states import AcceptedPathTap
 from outrider.services.target.model.tree_forms import TreeForms
 from outrider.services.target.model.verify_pass import (
     PassResult,
@@ -56,8 +56,7 @@ from outrider.services.target.model.verify_pass import (
     verify_pass,
 )
 from outrider.shared.engine.buckets import padded_size, row_buckets
-from outrider.shared.engine.recorded_graph import Parts
-from outrider.shared.nn.layers.routes import recording_routes
+from outrider.shared.engine.recorded_graph import Parts, finish_parts
 
 MOST_PADDING = 4
 """A round may replay the graph of a larger round that has at most this multiple of the round's own rows."""
@@ -128,8 +127,6 @@ class StepRunner:
 
     def replays(self, entries: Seq[Entry]) -> bool:
         """Return True if the verify pass of these entries is a recorded graph, or if graphs are disabled."""
-        if tapped(entries):
-            return not self._graphs.enabled
         size = self._recorded_size(self.size_of(entries))
         return not self._graphs.enabled or (size is not None and len(entries) <= self.recorded_entries)
 
@@ -152,7 +149,7 @@ class StepRunner:
             `complete` before anything else is launched.
         """
         launched_at, size, graphs = time.monotonic(), self.size_of(entries), self._graphs
-        recorded = len(entries) <= self.recorded_entries and self._records(size) and not tapped(entries)
+        recorded = len(entries) <= self.recorded_entries and self._records(size)
         provisional_runs = graphs.provisional_runs
         if size.masked:
             self._forms.allocate()
@@ -179,11 +176,8 @@ class StepRunner:
             AcceptedPathTap.of(entries, starts),
         )
         if size.masked:
-            opened.work = (
-                graphs.run_parts(key, lambda: self._parts(size))
-                if recorded
-                else self._parts(size, opened.tap)
-            )
+            parts = self._parts(size)
+            opened.work = graphs.run_parts(key, lambda: parts) if recorded else parts
             # Trees of outputs with forms are changed before the forward pass.
             if any(entry.sequence.form is not None and entry.shape.drafts for entry in entries):
                 self._forms.fetch()
@@ -191,13 +185,9 @@ class StepRunner:
                 self._forward(opened)
             return opened
         opened.drafted = self._mark()
-        if not recorded:
-            self._verify(size, opened.tap)
-        elif graphs.replays(key):
-            graphs.run(key, lambda: self._verify(size))
-        else:
-            graphs.run_eagerly(key, lambda: self._verify(size))
-        return self._closed(opened)
+        run = graphs.run if graphs.replays(key) else graphs.run_eagerly
+        result = run(key, lambda: self._verify(size)) if recorded else self._verify(size)
+        return self._closed(opened, result)
 
     @torch.inference_mode()
     def complete(self, opened: PendingVerify) -> Round:
@@ -206,9 +196,9 @@ class StepRunner:
         if opened.drafted is None:
             self._forward(opened)
         self._forms.fill(formed)
-        for _ in opened.work:
-            pass
-        return self._closed(opened)
+        result = finish_parts(self._work(opened))
+        assert result is not None, "a verify pass has a result"
+        return self._closed(opened, result)
 
     def read(self, launched: Round) -> StepOutput:
         """Wait for a round and return its result."""
@@ -251,52 +241,52 @@ class StepRunner:
         # Several ranks have not been tried with passes in two parts.
         return not (size.masked and self._graphs.observed)
 
-    def _verify(self, size: PassSize, tap: AcceptedPathTap | None = None) -> None:
+    def _verify(self, size: PassSize) -> PassResult:
         model = self._runner.step_model(size.capture)
-        with recording_routes(tap is not None and tap.wants_experts) as routes:
-            result = verify_pass(model, self.table, self.batch, size)
-        self._post(size, result, tap, routes)
+        return self._posted(size, verify_pass(model, self.table, self.batch, size))
 
-    def _parts(self, size: PassSize, tap: AcceptedPathTap | None = None) -> Parts[None]:
+    def _parts(self, size: PassSize) -> Parts[PassResult]:
         """Run a verify pass with masks in two parts."""
         model, allowed = self._runner.step_model(size.capture), self._forms.masks(size.rows)
-        with recording_routes(tap is not None and tap.wants_experts) as routes:
-            forward = forward_pass(model, self.table, self.batch, size)
+        forward = forward_pass(model, self.table, self.batch, size)
         yield
-        result = choose_pass(model, self.table, self.batch, size, forward, allowed)
-        self._post(size, result, tap, routes)
+        return self._posted(size, choose_pass(model, self.table, self.batch, size, forward, allowed))
 
     def _forward(self, opened: PendingVerify) -> None:
         """Enqueue the forward pass of a pending round."""
         opened.drafted = self._mark()
-        next(opened.work)
+        next(self._work(opened))
 
-    def _post(
-        self, size: PassSize, result: PassResult, tap: AcceptedPathTap | None, routes: Seq[torch.Tensor]
-    ) -> None:
-        if tap is not None:
-            tap.take(self._runner.decoder, result, routes)
+    @staticmethod
+    def _work(opened: PendingVerify) -> Parts[PassResult]:
+        assert opened.work is not None, "the round has no forms"
+        return opened.work
+
+    def _posted(self, size: PassSize, result: PassResult) -> PassResult:
+        """Post the result to the host, and return what later work may still read."""
         self._ring(size.rows).post(result.packed)
         if result.logprobs is not None:
             self._logprobs_ring(size.rows).post(result.logprobs)
+        return result.until_next_run()
 
-    def _closed(self, opened: PendingVerify) -> Round:
-        """Return a round whose work has been enqueued."""
+    def _closed(self, opened: PendingVerify, result: PassResult) -> Round:
+        """Return a round whose verify pass has been enqueued. No other pass may have been enqueued since."""
         entries, size, drafted = opened.entries, opened.size, opened.drafted
         assert drafted is not None, "the forward pass has been enqueued"
+        if opened.tap is not None:
+            opened.tap.take(self._runner.decoder, result)
         traced = any(entry.sequence.request.speculation.trace for entry in entries)
         nodes = self._post_nodes(size.rows) if traced else None
-        result = self._ring(size.rows).take()
+        posted = self._ring(size.rows).take()
         logprobs = self._logprobs_ring(size.rows).take() if size.mode is SamplingMode.FULL else None
         marks = Marks(drafted if opened.begun is None else opened.begun, drafted, self._mark())
-        never_recorded = opened.tap is not None or not self._records(size)
-        provisional = never_recorded or self._graphs.provisional_runs > opened.provisional_runs
+        provisional = not self._records(size) or self._graphs.provisional_runs > opened.provisional_runs
         return Round(
             opened.number,
             entries,
             opened.starts,
             opened.launched_at,
-            result,
+            posted,
             nodes,
             marks,
             provisional,

@@ -1,7 +1,7 @@
 """Copies states of tokens from forward passes: hidden states, routed experts, and logprobs of named tokens.
 
-This work happens only in passes that have a sequence whose client requests such data. These passes are not
-recorded into CUDA graphs.
+This work happens only after passes that have a sequence whose client requests such data. The passes may be
+CUDA graphs, whose results are still in memory, so other sequences of these passes lose little time.
 """
 
 from __future__ import annotations
@@ -154,24 +154,19 @@ class AcceptedPathTap:
     @classmethod
     def of(cls, entries: Seq[Entry], starts: Seq[int]) -> AcceptedPathTap | None:
         """Return the tap of a round, or None if no client wants such data."""
-        return cls(entries, starts) if tapped(entries) else None
+        return cls(entries, starts) if any(entry.sequence.tapped for entry in entries) else None
 
-    @property
-    def wants_experts(self) -> bool:
-        """True if the routers' choices must be recorded."""
-        return any(entry.sequence.request.states.routed_experts for _, _, entry in self._entries)
-
-    def take(self, decoder: Decoder, result: PassResult, routes: Seq[torch.Tensor]) -> None:
-        """Enqueue the copies to the host, after the verify pass of the round.
+    def take(self, decoder: Decoder, result: PassResult) -> None:
+        """Enqueue the copies to the host, just after the verify pass of the round.
 
         Args:
             decoder: The target model.
             result: The result of the verify pass, which had the sampling mode `FULL`.
-            routes: The experts that the routers of the layers have chosen. Empty if they were not recorded.
         """
         assert result.rows is not None, "the sampling mode was not FULL"
         assert result.logits is not None
-        experts = stacked(decoder, routes)
+        wanted = any(entry.sequence.request.states.routed_experts for _, _, entry in self._entries)
+        experts = stacked(decoder, result.routes) if wanted else None
         for index, start, entry in self._entries:
             request = entry.sequence.request
             # Row c of an entry is the one from which its token c was chosen.
@@ -197,11 +192,6 @@ class AcceptedPathTap:
         """Return the logprobs of named tokens at the first `count` tokens of an entry, or None."""
         found = self._requested.get(index)
         return None if found is None else found[:count]
-
-
-def tapped(entries: Seq[Entry]) -> bool:
-    """Return True if a client wants states, or logprobs of named tokens."""
-    return any(entry.sequence.tapped for entry in entries)
 
 
 def to_host(values: torch.Tensor) -> torch.Tensor:

@@ -107,11 +107,14 @@ class TreeForms:
         self._find_roots(drafted)
         if sum(entries[one.index].rows for one in drafted) > MOST_FITTED:
             drafted = [one for one in drafted if one.form.forced()]
+        changed: dict[int, HostTree] = {}
         for one in drafted:
-            entry = entries[one.index]
-            one.tree = fitted(one.form, self._tree_of(one), entry.rows, entry.columns - 1, one.known)
-        if drafted:
-            self._write({one.index: one.tree for one in drafted if one.tree is not None})
+            entry, tree = entries[one.index], self._tree_of(one)
+            one.tree = fitted(one.form, tree, entry.rows, entry.columns - 1, one.known)
+            if one.tree != tree:
+                changed[one.index] = one.tree
+        if changed:
+            self._write(changed)
         return formed
 
     def fill(self, formed: Seq[FormedEntry]) -> None:
@@ -174,6 +177,7 @@ class FetchedTrees:
     def __init__(self, batch: PackedBatch) -> None:
         self._batch = batch
         self._copied: torch.cuda.Event | None = None
+        self._lists: tuple[list[list[int]], list[float], list[int]] | None = None
         pinned = batch.nodes.is_cuda
         with torch.inference_mode(False):
             self._nodes = torch.zeros(batch.nodes.shape, dtype=torch.int32, pin_memory=pinned)
@@ -183,6 +187,7 @@ class FetchedTrees:
         """Enqueue the copy to the host."""
         self._nodes.copy_(self._batch.nodes, non_blocking=True)
         self._counts.copy_(self._batch.trees(self._batch.rows).num_nodes, non_blocking=True)
+        self._lists = None
         if self._batch.nodes.is_cuda:
             self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._copied.record()
@@ -197,12 +202,13 @@ class FetchedTrees:
         if self._copied is not None:
             self._copied.synchronize()
             self._copied = None
-        part = self._nodes[:, start : start + int(self._counts[index])]
-        tokens, parents, _ = part[:3].tolist()
-        logprobs = part[3].view(torch.float32).tolist()
-        tree = HostTree.of_root(tokens[0])
-        for token, parent, logprob in zip(tokens[1:], parents[1:], logprobs[1:], strict=True):
-            tree.add(token, parent, logprob)
+        if self._lists is None:
+            numbers, logprobs = self._nodes[:2].tolist(), self._nodes[3].view(torch.float32).tolist()
+            self._lists = numbers, logprobs, self._counts.tolist()
+        (tokens, parents), logprobs, counts = self._lists
+        tree = HostTree.of_root(tokens[start])
+        for row in range(start + 1, start + counts[index]):
+            tree.add(tokens[row], parents[row], logprobs[row])
         return tree
 
 
@@ -233,7 +239,10 @@ def prompt_masks(sequences: Seq[Sequence], device: torch.device) -> torch.Tensor
 
 
 def forms_at(form: OutputForm, tree: HostTree, nodes: Collection[int]) -> Iterator[tuple[OutputForm, int]]:
-    """Yield copies of a form that have followed the path to some nodes of a tree, each with its node.
+    """Yield forms that have followed the path to some nodes of a tree, each with its node.
+
+    They are copies of the given form, except that the root gets the form itself, which remembers what it has
+    computed. Use the forms after the last one.
 
     Nodes that the form forbids, nodes whose tokens end the output, and nodes below these are left out.
     Forbidden nodes are never accepted, and tokens after the end of the output are dropped.
@@ -252,7 +261,7 @@ def forms_at(form: OutputForm, tree: HostTree, nodes: Collection[int]) -> Iterat
 
     def visit(node: int) -> Iterator[tuple[OutputForm, int]]:
         if node in nodes:
-            yield form.fork(), node
+            yield (form.fork() if node else form), node
         for child in children[node]:
             token = tree.tokens[child]
             if child in passed and token not in form.ends and form.accept(token):

@@ -20,9 +20,11 @@ from outrider.services.target.model.packed_batch import PackedBatch, SamplingMod
 from outrider.services.target.model.slot_table import SlotTable
 from outrider.services.target.model.synthetic_acceptance import SyntheticAcceptance
 from outrider.shared.attn.base import AttentionBackend, AttentionBatch
+from outrider.shared.engine.recorded_graph import until_next_run
 from outrider.shared.kv.pool import KVPool
 from outrider.shared.nn.decoder import Decoder, DecoderOutput
 from outrider.shared.nn.feature_projector import FeatureProjector
+from outrider.shared.nn.layers.routes import recording_routes
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +74,8 @@ class PassResult:
         logits: ``[M, V]``, V logits per packed row. None unless the sampling mode is `FULL`.
         rows: ``[M] int64``. Element ``starts[e] + c`` is the packed row from which the token at column c of
             entry e was chosen. None unless the sampling mode is `FULL`.
+        routes: The experts that the routers of the sparse layers have chosen, one tensor ``[M, top_k] int64``
+            per layer. Empty unless the sampling mode is `FULL`.
     """
 
     packed: torch.Tensor
@@ -79,6 +83,22 @@ class PassResult:
     hidden: torch.Tensor
     logits: torch.Tensor | None = None
     rows: torch.Tensor | None = None
+    routes: Seq[torch.Tensor] = ()
+
+    def until_next_run(self) -> PassResult:
+        """Return the result for a graph cache, which keeps no memory for it."""
+
+        def kept(tensor: torch.Tensor | None) -> torch.Tensor | None:
+            return None if tensor is None else until_next_run(tensor)
+
+        return PassResult(
+            until_next_run(self.packed),
+            kept(self.logprobs),
+            until_next_run(self.hidden),
+            kept(self.logits),
+            kept(self.rows),
+            [until_next_run(route) for route in self.routes],
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,12 +110,14 @@ class ForwardResult:
         output: Hidden states after the final norm, and the captured hidden states of other layers.
         sampling: Sampling parameters of the packed rows.
         logits: ``[M, V]`` in the data type of the weights. None unless the sampling mode is `FULL`.
+        routes: As in `PassResult`.
     """
 
     placed: PlacedEntries
     output: DecoderOutput
     sampling: SamplingTensors
     logits: torch.Tensor | None
+    routes: Seq[torch.Tensor]
 
 
 def verify_pass(model: StepModel, table: SlotTable, batch: PackedBatch, size: PassSize) -> PassResult:
@@ -148,12 +170,13 @@ def forward_pass(
     if layers is None:
         layers = model.projector.spec.aux_layer_ids if size.capture and model.projector else ()
     model.attention.plan(attention_batch)
-    output = model.decoder.forward(trees.tokens, placed.positions, model.attention, pool, tuple(layers))
+    with recording_routes(size.mode is SamplingMode.FULL) as routes:
+        output = model.decoder.forward(trees.tokens, placed.positions, model.attention, pool, tuple(layers))
     sampling, logits = _sampling(placed.sampling, size.mode), None
     if size.mode is SamplingMode.FULL:
         sampling = replace(sampling, rules=_rules(table, entries.starts, trees, placed))
         logits = model.decoder.logits(output.hidden)
-    return ForwardResult(placed, output, sampling, logits)
+    return ForwardResult(placed, output, sampling, logits, routes)
 
 
 def choose_pass(
@@ -220,7 +243,7 @@ def choose_pass(
         pool.scatter_features(
             projector.parts(picked), accepted.feature_slots, accepted.feature_places, table.features
         )
-    return PassResult(accepted.packed, logprobs, forward.output.hidden, logits, rows)
+    return PassResult(accepted.packed, logprobs, forward.output.hidden, logits, rows, forward.routes)
 
 
 def _sampling(rows: SamplingTensors, mode: SamplingMode) -> SamplingTensors:

@@ -15,8 +15,9 @@ Batch buckets are powers of 2. The times of sizes that were never executed are i
 
 An estimate is *unsure* if it has few or only old measurements. The estimates of larger work limit an unsure
 estimate. The estimate for a pass is at most the estimate for a pass over more rows. The estimate for a draft
-is at most the estimate for a deeper draft. Without these limits, one slow measurement could end the use of a
-shape. The shape would then never be measured again.
+is at most the estimate for a deeper draft or for more sequences. The rest of a round with drafts is at most
+the rest of a round without drafts, and the reverse. Without these limits, one slow measurement could end the
+use of a shape or of plain decoding, which would then never be measured again.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Mapping
 from enum import Enum
+from itertools import chain
 from typing import TypeVar
 
 from outrider.services.target.policy.estimate import Estimate
@@ -147,18 +149,26 @@ class StepCosts:
         pass without drafts, return the duration of the shortest verify pass. Return None if no verify pass
         has been measured.
         """
-        exact = self._plain.get(batch_size)
-        if exact is not None:
-            return exact.seconds
+        if batch_size in self._plain:
+            return self._plain_s(batch_size)
         if not self._plain:  # if some rows always draft, no pass is plain
             passes = [one.seconds for by_rows in self._verify.values() for one in by_rows.values()]
             return min(passes, default=None)
         below = max((size for size in self._plain if size < batch_size), default=None)
         above = min((size for size in self._plain if size > batch_size), default=None)
         if below is None or above is None:
-            return self._plain[below or above or 0].seconds
-        low, high = self._plain[below].seconds, self._plain[above].seconds
+            return self._plain_s(below or above or 0)
+        low, high = self._plain_s(below), self._plain_s(above)
         return low + (high - low) * (batch_size - below) / (above - below)
+
+    def _plain_s(self, batch_size: int) -> float:
+        """Return the estimate for a batch size that has been measured."""
+        by_rows = self._verify.get(power_of_2(batch_size), {})
+        larger = chain(
+            (one for size, one in self._plain.items() if size >= batch_size),
+            (one for rows, one in by_rows.items() if rows > batch_size),
+        )
+        return self._bounded(self._plain[batch_size], larger)
 
     def most_rows(self, batch_size: int) -> int:
         """Return the rows of the largest pass measured in this batch bucket, but at least `batch_size`."""
@@ -185,8 +195,8 @@ class StepCosts:
     def rest(self, batch_size: int, drafts: bool) -> float:
         """Estimate how much longer a round takes than its drafts and its verify pass together."""
         bucket = power_of_2(batch_size)
-        rest = self._rest.get((bucket, drafts)) or self._rest.get((bucket, not drafts))
-        return 0.0 if rest is None else rest.seconds
+        known = [self._rest[key] for key in ((bucket, drafts), (bucket, not drafts)) if key in self._rest]
+        return self._bounded(known[0], known) if known else 0.0
 
     def verify(self, batch_size: int, rows: int) -> float:
         """Estimate the duration of a verify pass, interpolated between the plain pass and measured passes."""
@@ -216,10 +226,10 @@ class StepCosts:
 
     def draft(self, shape: DraftShape, count: int) -> float:
         """Estimate the duration of a draft for `count` sequences."""
-        chain = shape.topk == 1
         if not self._draft:
             return UNSEEN_LEVEL_COST * shape.depth * (self.plain(count) or 0.0)
-        key = min(self._draft, key=lambda known: (known[1] != chain, abs(known[0] - shape.depth)))
+        form = shape.topk == 1
+        key = min(self._draft, key=lambda known: (known[1] != form, abs(known[0] - shape.depth)))
         by_count = self._draft[key]
         size = power_of_2(count)
         if size not in by_count:
@@ -227,22 +237,27 @@ class StepCosts:
         depth, is_chain = key
         # A draft of a tree does at least the work of a chain of the same depth.
         larger = (
-            held[size]
+            one
             for (other, form), held in self._draft.items()
-            if other >= depth and form <= is_chain and size in held
+            if other >= depth and form <= is_chain
+            for number, one in held.items()
+            if number >= size
         )
         growth = FIXED_DRAFT_SHARE + (1 - FIXED_DRAFT_SHARE) * shape.depth / depth
         return self._bounded(by_count[size], larger) * growth
 
     def doubts(self, batch_size: int, rows: int, shape: DraftShape) -> bool:
-        """Return True if verify passes of this size or drafts of this shape were measured, but too few times.
+        """Return True if passes of this size or drafts of this shape were measured, but too few times.
 
         Args:
             batch_size: Number of sequences.
             rows: Number of tree nodes of all sequences.
-            shape: A tree shape.
+            shape: A tree shape, or `NO_DRAFT`.
         """
-        verify = self._verify.get(power_of_2(batch_size), {}).get(_size_class(rows))
+        if rows == batch_size:
+            verify = self._plain.get(batch_size)
+        else:
+            verify = self._verify.get(power_of_2(batch_size), {}).get(_size_class(rows))
         drafts = self._draft.get((shape.depth, shape.topk == 1), {})
         measured = [one for one in (verify, *drafts.values()) if one is not None]
         return any(not one.is_sure(self._now) for one in measured)

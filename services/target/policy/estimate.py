@@ -5,6 +5,8 @@ first measurements. The estimate is therefore close to the short measurements:
 
 - The shortest of the first `FEW_SAMPLES` measurements is the estimate.
 - Afterwards, a shorter measurement has a larger weight than a longer one.
+- A measurement that is much longer than the estimate is an *outlier*. A single outlier is ignored. A second
+  one in a row shows that the work has become slower, and counts.
 
 An estimate that is not updated for a long time becomes *unsure* again. Its next measurements count as first
 measurements.
@@ -25,6 +27,8 @@ CHEAPER_WEIGHT = 0.5
 """Weight of a measurement that is below the moving average."""
 DEARER_WEIGHT = 0.05
 """Weight of a measurement that is above the moving average."""
+OUTLIER = 1.5
+"""A measurement above this multiple of the estimate is an outlier."""
 LARGEST_RISE = 4.0
 """A measurement counts as at most this multiple of the moving average."""
 
@@ -40,16 +44,21 @@ class Estimate:
         seconds: The estimate, in seconds.
     """
 
-    __slots__ = ("_measured_at", "_samples", "seconds")
+    __slots__ = ("_after_outlier", "_measured_at", "_samples", "seconds")
 
     def __init__(self, seconds: float, now: int) -> None:
         self.seconds = seconds
         self._samples = 1.0
         self._measured_at = now
+        self._after_outlier = False
 
     def observe(self, seconds: float, now: int) -> None:
         """Include a measurement. `now` is the number of the controller's decisions so far."""
         known = self._known(now)
+        is_first = not self._after_outlier
+        self._after_outlier = seconds > OUTLIER * self.seconds
+        if self._after_outlier and is_first:
+            return
         if known < FEW_SAMPLES:
             # The old estimate of work that has not run for long may be outdated in both directions.
             self.seconds = min(self.seconds, seconds) if known >= 1 else seconds

@@ -74,8 +74,10 @@ class LookOptions:
                 if option.loss_s < (options[shape].loss_s if shape in options else math.inf):
                     options[shape] = option
         if best.shapes and self._others.nodes == self._others.count:
-            loss_s = partitions.plain.seconds - partitions.batch_size / best.rate
-            options[NO_DRAFT] = LookOption(loss_s, able, unsure=False)
+            batch_size = partitions.batch_size
+            loss_s = partitions.plain.seconds - batch_size / best.rate
+            unsure = self._costs.doubts(batch_size, batch_size, NO_DRAFT)
+            options[NO_DRAFT] = LookOption(loss_s, able, unsure=unsure)
         return options
 
     def _option(self, looking: Sequence[int], shape: DraftShape) -> LookOption:

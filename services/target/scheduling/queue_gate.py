@@ -32,6 +32,11 @@ class QueueGate:
         """Number of waiting requests."""
         return self._requests
 
+    @property
+    def prompt_tokens(self) -> int:
+        """Number of prompt tokens of the waiting requests."""
+        return self._tokens
+
     def enter(self, prompt_tokens: int, tenant: str = "", *, resumed: bool = False) -> None:
         """Count a request that enters the queue, or refuse it if the queue is full.
 

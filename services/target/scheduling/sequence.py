@@ -26,7 +26,7 @@ from enum import Enum
 from outrider.services.target.grammar.form import OutputForm
 from outrider.services.target.policy.controller import SequenceState
 from outrider.services.target.policy.speculation_stats import SpeculationStats
-from outrider.services.target.request import EngineRequest, EventSink
+from outrider.services.target.request import EngineRequest, EventSink, TokensEvent
 from outrider.shared.base.generation import FinishReason, SpeculationMode
 from outrider.shared.kv.pages import PageLease
 from outrider.shared.spec.fence import FNV_OFFSET, Fence, extend_prefix_hash
@@ -102,9 +102,11 @@ class Sequence:
         form: The form that the output must have, i.e. the constraint on its tokens. None without a
             constraint.
         prompt_scored: Index of the next prompt token whose logprob the client has not received.
-        tapped: True if the client wants data that no recorded pass computes: states of tokens, or logprobs of
-            named tokens.
+        tapped: True if the client wants data that are copied for it after each pass: states of tokens, or
+            logprobs of named tokens.
         states_len: Index of the next token whose states the client has not received, if it wants states.
+        unsent: Events with tokens that wait for the request's `message_interval_s` to pass.
+        send_at: Time from which new tokens no longer wait, from `time.monotonic()`.
     """
 
     __slots__ = (
@@ -136,6 +138,7 @@ class Sequence:
         "residence",
         "resumptions",
         "ruled",
+        "send_at",
         "session_id",
         "shares_features",
         "sink",
@@ -148,6 +151,7 @@ class Sequence:
         "tapped",
         "tokens",
         "tokens_ahead",
+        "unsent",
         "wants_drafts",
     )
 
@@ -210,6 +214,8 @@ class Sequence:
         self.admitted_at = 0.0
         self.first_token_at = 0.0
         self.last_emit_at = 0.0
+        self.send_at = 0.0
+        self.unsent: list[TokensEvent] = []
         self.paused_at: float | None = None
         self.prefix_hash = FNV_OFFSET
         self._hashed_len = 0

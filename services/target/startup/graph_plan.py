@@ -6,7 +6,7 @@ The module also compiles kernels before they are launched for the first time.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -35,6 +35,10 @@ from outrider.shared.spec.tree import NO_DRAFT, DraftShape
 FIRST_SIZES = (1, 4, 16, 64)
 """Batch sizes whose plain rounds are recorded before the server is ready."""
 
+MIXED_SIZES = (*range(8, 65, 8), 96, 128, 160, 192, 256, 384, 768)
+"""Numbers of rows of mixed rounds whose kernels are compiled in the background from the start on. Rounds with
+other numbers of rows mostly need the same kernels."""
+
 POLL_S = 0.02
 
 _log = get_logger("outrider.target")
@@ -53,7 +57,7 @@ class GraphPlan:
             `auto`.
         prefills: Sizes, in rows, of the passes over prompts that are recorded.
         other_trees: Trees with other numbers of branches than the usual shapes, which clients may ask for.
-            Their kernels are compiled while the server is idle.
+            Their kernels are compiled in the background from the start on.
         waits: True if the attention backend makes the host wait for the device.
     """
 
@@ -177,6 +181,7 @@ def record_graphs(
     engine: TargetEngine,
     graphs: GraphCache,
     plan: GraphPlan,
+    prompts: Sequence[Callable[[], object]] = (),
     *,
     to_console: bool,
     stopped: Callable[[], bool] = lambda: False,
@@ -192,6 +197,7 @@ def record_graphs(
         engine: Provides the recordings.
         graphs: Stores the CUDA graphs.
         plan: Sizes and shapes of the rounds to record.
+        prompts: Passes over prompts, whose kernels are compiled for all sizes in the background.
         to_console: True to show a progress bar if standard error is a terminal.
         stopped: Function that returns True once the process must end. No further graph is recorded then.
     """
@@ -204,8 +210,8 @@ def record_graphs(
     )
     if rehearses:
         # These kernels are compiled in the background, so that the first requests find them.
-        compile_ahead(graphs.device, _recordings_of_one(engine.recordings, plan), limit_s=None)
-        recorder.prepare(_compile_other_trees(engine.recordings, graphs, plan))
+        for works, all_sizes in background_works(engine.recordings, plan, prompts):
+            compile_ahead(graphs.device, works, limit_s=None, all_sizes=all_sizes)
     total = recorder.num_first
     with Progress("recording CUDA graphs", bar=to_console, report=log_lines(_log)) as progress:
         while recorder.num_first:
@@ -254,8 +260,8 @@ def compile_kernels(
     """Compile the kernels that the server's start needs, in several processes.
 
     These are the kernels of the passes in `more`, of the first graphs of `list_graphs`, and of the same
-    rounds with sampled requests. They are compiled even if no CUDA graphs are recorded. Kernels of further
-    graphs are compiled while the engine is idle.
+    rounds with sampled requests. They are compiled even if no CUDA graphs are recorded. `record_graphs`
+    compiles other kernels in the background.
 
     A rehearsal finds the kernels: it runs passes without launching kernels. A rehearsal is impossible if the
     model has several ranks, or if attention needs values that a rehearsal does not compute. Kernels are then
@@ -299,15 +305,31 @@ def _log_late_compilations() -> None:
     log_late_compilations()
 
 
-def _recordings_of_one(recordings: Recordings, plan: GraphPlan) -> list[Callable[[], None]]:
-    """Return the recordings of all rounds of a single request, in every sampling mode."""
-    batches = [(1, shape) for shape in plan.shapes_at(1)]
-    return [record for _, record in recordings.rounds(batches, list(SamplingMode))]
+def background_works(
+    recordings: Recordings, plan: GraphPlan, prompts: Sequence[Callable[[], object]]
+) -> list[tuple[list[Callable[[], object]], bool]]:
+    """Return work whose kernels are compiled in the background from the start on, the most urgent first.
 
+    Many requests may come before any graph except the first ones is recorded. Their rounds and prompts then
+    run kernel by kernel, with any number of rows.
 
-def _compile_other_trees(recordings: Recordings, graphs: GraphCache, plan: GraphPlan) -> Iterator[None]:
-    """Compile the kernels of `GraphPlan.other_trees` in the background, one tree at a time."""
-    for shape in plan.other_trees:
-        works = [record for _, record in recordings.rounds([(1, shape)])]
-        compile_ahead(graphs.device, works, limit_s=None)
-        yield
+    Args:
+        recordings: Lists the recordings of rounds.
+        plan: Sizes and shapes of the rounds.
+        prompts: Passes over prompts.
+
+    Returns:
+        Pairs of works, and whether their kernels are needed for all sizes (see `compile_ahead`).
+    """
+    of_one = [(1, shape) for shape in plan.shapes_at(1)]
+    others = [(1, shape) for shape in plan.other_trees]
+    # The start of the draft has compiled the kernels for batches of 1, 2, 4 … sequences.
+    others += [(size, shape) for size in plan.batch_sizes if size & (size - 1) for shape in plan.shapes[1:]]
+    rounds = recordings.rounds(of_one, list(SamplingMode))
+    usual = recordings.rounds([(1, shape) for shape in plan.shapes[1::-1]], [SamplingMode.GREEDY])
+    mixed = recordings.mixed([SamplingMode.GREEDY], MIXED_SIZES)
+    return [
+        ([record for _, record in rounds], False),
+        ([*(record for _, record in usual), *prompts[:1]], True),
+        ([record for _, record in (*mixed, *recordings.rounds(others))], False),
+    ]

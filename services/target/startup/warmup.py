@@ -30,12 +30,6 @@ from outrider.shared.base.generation import SamplingParams, SpeculationMode
 
 REHEARSED_PROMPTS = ((300,), (2000,), (40, 50), (300, 400), (1,), (10,))
 """Rehearsed passes. Each entry contains the lengths of the prompts of one pass, in tokens."""
-REHEARSED_REMAINDERS = ((2000, 1), (2000, 20), (2000, 200))
-"""Rehearsed passes over the end of a prompt whose other tokens are cached. Each entry contains the length of
-the prompt and the length of its end.
-
-Attention divides the cached tokens among several programs, which needs other kernels.
-"""
 RUN_THROUGH_PROMPT = 48
 RUN_THROUGH_TOKENS = 32
 RUN_THROUGH_TIMEOUT_S = 5.0
@@ -131,32 +125,27 @@ def warm_up_requests(limits: SpeculationLimits, *, measures_shapes: bool) -> lis
 
 
 def prompt_rehearsals(runner: ModelRunner) -> list[Callable[[], object]]:
-    """Return passes over whole prompts and ends of prompts, to find the kernels that prompts need.
+    """Return passes over prompts, to find the kernels that prompts need.
 
-    The passes are those of `REHEARSED_PROMPTS` and `REHEARSED_REMAINDERS` that fit into the KV pool.
-    `compile_kernels` rehearses the returned passes.
+    The passes are those of `REHEARSED_PROMPTS` that fit into the KV pool. `compile_kernels` rehearses the
+    returned passes.
     """
     pool = runner.pool
-    passes = [tuple((0, length) for length in lengths) for lengths in REHEARSED_PROMPTS]
-    passes += [((length - end, length),) for length, end in REHEARSED_REMAINDERS]
     return [
-        partial(_prefill_together, runner, chunks)
-        for chunks in passes
-        if sum(pool.pages_for(stop + WARM_UP_ROOM) for _start, stop in chunks) <= pool.num_pages
+        partial(_prefill_together, runner, lengths)
+        for lengths in REHEARSED_PROMPTS
+        if sum(pool.pages_for(length + WARM_UP_ROOM) for length in lengths) <= pool.num_pages
     ]
 
 
-def _prefill_together(runner: ModelRunner, chunks: Seq[tuple[int, int]]) -> None:
+def _prefill_together(runner: ModelRunner, lengths: Seq[int]) -> None:
     sequences: list[Sequence] = []
     try:
-        for index, (_start, stop) in enumerate(chunks):
-            sequences.append(trial_sequence(runner, index, stop))
+        for index, length in enumerate(lengths):
+            sequences.append(trial_sequence(runner, index, length))
             sequences[-1].wants_drafts = runner.captures
         runner.prefill(
-            [
-                PrefillChunk(sequence, start, stop)
-                for sequence, (start, stop) in zip(sequences, chunks, strict=True)
-            ]
+            [PrefillChunk(sequence, 0, length) for sequence, length in zip(sequences, lengths, strict=True)]
         )
     finally:
         for sequence in sequences:

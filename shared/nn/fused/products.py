@@ -13,20 +13,21 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
-from outrider.kernels._launch import ceil_div
+from outrider.kernels._launch import ceil_div, next_power_of_2
 from outrider.kernels.add_norm import add_sums
 from outrider.kernels.rope_store import rope_store
 from outrider.kernels.skinny_gemm import (
     Epilogue,
     Rotary,
     Tile,
+    choose_tile,
     project,
     project_add,
     project_gated,
     project_rotated,
 )
 from outrider.kernels.skinny_gemm.table import Product
-from outrider.kernels.stream import ResidualStream, normed_on_write
+from outrider.kernels.stream import MANY_ROWS, ResidualStream, normed_on_write
 from outrider.shared.nn.config.model_config import Activation
 from outrider.shared.nn.layers.linear import Linear
 from outrider.shared.nn.layers.modules import Attention, GatedMLP
@@ -38,6 +39,9 @@ _FEW_SUMS, _MANY_SUMS = 64, 4
 
 `_MANY_SUMS` is used with one or two rows, and `_FEW_SUMS` with more rows.
 """
+
+_DIVISOR = 16
+"""Triton compiles separate kernels for numbers that are divisible by this number."""
 
 RunTile = Callable[[torch.Tensor, torch.Tensor | None, Tile], object]
 """A function that computes a product. It takes a weight ``[out, in]``, its scales, and the tile to use."""
@@ -113,6 +117,22 @@ def merged(uses: Iterable[ProductUse]) -> list[ProductUse]:
             use if known is None else ProductUse(use.epilogue, known.linears + use.linears, known.prepare)
         )
     return list(found.values())
+
+
+def row_classes(uses: Sequence[ProductUse]) -> list[int]:
+    """Return numbers of rows, one for each set of compiled kernels with which these products are computed.
+
+    Any other number of rows up to `MANY_ROWS` needs the same kernels as one of these.
+
+    Args:
+        uses: The products of a model.
+    """
+    found: dict[object, int] = {}
+    for rows in range(MANY_ROWS, 0, -1):
+        x = torch.empty((rows, 0), device="meta")
+        tiles = [choose_tile(use.epilogue, x, use.linears[0].weight) for use in uses]
+        found.setdefault((*tiles, next_power_of_2(rows), rows % _DIVISOR == 0), rows)
+    return sorted(found.values())
 
 
 def _rows(rows: int, width: int, linear: Linear, dtype: torch.dtype) -> torch.Tensor:

@@ -18,7 +18,7 @@ _record: ContextVar[list[torch.Tensor] | None] = ContextVar("routes", default=No
 def recording_routes(wanted: bool = True) -> Iterator[list[torch.Tensor]]:
     """Context manager: record the experts that routers choose on this thread inside the ``with`` block.
 
-    A forward pass inside the block must not be captured into a CUDA graph.
+    If a forward pass inside the block is captured into a CUDA graph, each replay writes the tensors again.
 
     Args:
         wanted: If False, nothing is recorded.

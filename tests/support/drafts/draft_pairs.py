@@ -28,21 +28,21 @@ class Pair:
 
 def eagle3(folder: Path) -> tuple[Path, Path]:
     """Save a target and an EAGLE3 head."""
-    target = make_toy_target(folder / "target", vocab_size=64, seed=3, planted=3.0)
+    target = make_toy_target(folder / "target", vocab_size=64, seed=3, planted=3.0, num_layers=3)
     return target, make_toy_eagle3(folder / "head", target, planted=3.0, draft_vocab_size=64)
 
 
 def eagle(folder: Path) -> tuple[Path, Path]:
     """Save a target and an EAGLE head."""
     target = make_toy_target(
-        folder / "target", vocab_size=toy_heads.VOCAB, hidden_size=toy_heads.HIDDEN, seed=3
+        folder / "target", vocab_size=toy_heads.VOCAB, hidden_size=toy_heads.HIDDEN, seed=3, num_layers=3
     )
     return target, toy_heads.write_head(folder / "head", toy_heads.base_config(), toy_heads.eagle_tensors())
 
 
 def standalone(folder: Path) -> tuple[Path, Path]:
     """Save a target and a smaller model."""
-    target = make_toy_target(folder / "target", vocab_size=64, seed=3, planted=2.5, num_layers=4)
+    target = make_toy_target(folder / "target", vocab_size=64, seed=3, planted=2.5, num_layers=3)
     return target, make_toy_target(
         folder / "small", vocab_size=64, num_layers=2, head_dim=8, seed=9, planted=2.5
     )

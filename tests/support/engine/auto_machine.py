@@ -56,11 +56,7 @@ class Machine:
 
     def rate(self, shape: DraftShape, batch_size: int, law: Law) -> float:
         """Return the expected tokens per second of a batch whose entries all have one shape."""
-        tokens, reach = 1.0, 1.0
-        for depth in range(1, shape.depth + 1):
-            reach *= law(depth)
-            tokens += reach
-        return batch_size * tokens / sum(self.round_s([shape] * batch_size))
+        return batch_size * tokens_of(shape, law) / sum(self.round_s([shape] * batch_size))
 
     def best_rate(self, batch_size: int, law: Law) -> float:
         """Return the best rate of plain decoding, chains of 3 and 5 and the tree."""
@@ -181,6 +177,15 @@ class Server:
             made.state.drafted_len = made.fed = made.prompt
             self.seconds += CATCH_UP_S * made.prompt
         return made
+
+
+def tokens_of(shape: DraftShape, law: Law) -> float:
+    """Return the expected tokens of a round of one request."""
+    tokens, reach = 1.0, 1.0
+    for depth in range(1, shape.depth + 1 if shape.drafts else 1):
+        reach *= law(depth)
+        tokens += reach
+    return tokens
 
 
 def law_of(accept_length: float) -> Law:

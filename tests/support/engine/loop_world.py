@@ -64,9 +64,10 @@ class LoopWorld:
         metrics: Any = SimpleNamespace(observe_round=lambda *given: self.log.append("metrics"))
         prefill: Any = Prompts(self)
         planner: Any = SimpleNamespace(
-            shapes=lambda decodes, path, planned: [
+            keep=lambda planned: self.log.append("postponed"),
+            shapes=lambda decodes, path, requested: [
                 self.shapes.get(one.session_id, NO_DRAFT) for one in decodes
-            ]
+            ],
         )
         step_runner: Any = SimpleNamespace(
             table=self.table,
@@ -122,14 +123,10 @@ class LoopWorld:
 
     path = DraftPath.DEVICE
 
-    def planned(self, decodes: Sequence[EngineSequence]) -> list[DraftShape | None]:
-        return [None] * len(decodes)
+    requested = False
 
     def waits_for_host(self, entries: Sequence[Entry]) -> bool:
         return self.waits and any(entry.shape.drafts for entry in entries)
-
-    def postponed(self, entries: Sequence[Entry]) -> None:
-        self.log.append("postponed")
 
     def prepare(self, entries: Sequence[Entry]) -> PreparedDrafts:
         ids = " ".join(str(entry.sequence.session_id) for entry in entries)

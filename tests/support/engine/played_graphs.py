@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,9 +32,10 @@ class PlayedGraphs(GraphCache):
 
 
 class Observed(GraphObserver):
-    """Records the numbers of dropped graphs."""
+    """Records the numbers of replayed and of dropped graphs."""
 
     def __init__(self) -> None:
+        self.replayed: list[int] = []
         self.gone: list[int] = []
 
     def recording(self, graph: int) -> None:
@@ -44,7 +45,7 @@ class Observed(GraphObserver):
         """Do nothing."""
 
     def replaying(self, graph: int) -> None:
-        """Do nothing."""
+        self.replayed.append(graph)
 
     def dropped(self, graph: int) -> None:
         self.gone.append(graph)
@@ -78,17 +79,18 @@ class BoundedGraphs(GraphCache):
         super().run(key, record)
         return record()
 
-    def run_parts(self, key: Hashable, record: Callable[[], Parts[Any]]) -> Iterator[None]:
+    def run_parts(self, key: Hashable, record: Callable[[], Parts[Any]]) -> Parts[Any]:
         """Do the parts again, while the graphs count as replayed."""
         if key not in self._recorded:
-            yield from super().run_parts(key, record)
-            return
-        work, ended = record(), False
-        for _ in super().run_parts(key, record):
-            assert not ended, "the work must have as many parts as when it was recorded"
-            ended, _result = next_part(work)
-            yield
-        assert ended, "the work must have as many parts as when it was recorded"
+            return (yield from super().run_parts(key, record))
+        work, ended, result = record(), False, None
+        replay = super().run_parts(key, record)
+        while not ended:
+            ended, result = next_part(work)
+            assert next_part(replay)[0] is ended, "the work must have as many parts as when it was recorded"
+            if not ended:
+                yield
+        return result
 
     def _captured(
         self, key: Hashable, record: Callable[[], Parts[Any]], warm_up_runs: int

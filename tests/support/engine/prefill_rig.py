@@ -62,7 +62,7 @@ def make_runner(decoder: Decoder, graphs: GraphCache, sizes: tuple[int, ...]) ->
     )
     runner.use_slots(SlotTable(SLOTS, 2, pool, 32, decoder.config.vocab_size))
     runner.set_feature_spec(
-        FeatureSpec(aux_layer_ids=(1, 3), feature_size=2 * decoder.config.hidden_size, fingerprint="raw")
+        FeatureSpec(aux_layer_ids=(0, 2), feature_size=2 * decoder.config.hidden_size, fingerprint="raw")
     )
     for plane in pool.planes():
         plane.fill_(UNTOUCHED)

@@ -15,6 +15,8 @@ from outrider.services.target.model.step_runner import StepRunner
 from outrider.services.target.scheduling.scheduler import PrefillChunk
 from outrider.services.target.scheduling.sequence import Sequence
 from outrider.shared.attn.create import create_backend
+from outrider.shared.base.logit_rules import NO_LOGPROBS, LogprobParams
+from outrider.shared.base.token_states import NO_STATES, StateParams
 from outrider.shared.engine.graphs import GraphCache
 from outrider.shared.nn.decoder import Decoder
 from outrider.shared.spec.drafter import FeatureSpec
@@ -35,6 +37,8 @@ class SlotRig:
         recorded_entries: Largest number of entries of a round that is recorded.
         features: Whether feature rows are stored.
         trace: Whether the clients want traces.
+        states: The states of tokens that the first client wants.
+        logprobs: The logprobs that the first client wants.
     """
 
     def __init__(
@@ -45,13 +49,15 @@ class SlotRig:
         *,
         features: bool = False,
         trace: bool = False,
+        states: StateParams = NO_STATES,
+        logprobs: LogprobParams = NO_LOGPROBS,
     ) -> None:
         pool = decoder.make_pool(64, 4)
         self.runner = ModelRunner(decoder, pool, create_backend("auto", decoder.device), graphs=graphs)
         if features:
             size = 2 * decoder.config.hidden_size
             self.runner.set_feature_spec(
-                FeatureSpec(aux_layer_ids=(1, 3), feature_size=size, fingerprint="raw")
+                FeatureSpec(aux_layer_ids=(0, 2), feature_size=size, fingerprint="raw")
             )
         self.step_runner = StepRunner(
             self.runner,
@@ -63,7 +69,16 @@ class SlotRig:
             recorded_entries=recorded_entries,
         )
         self.sequences = [
-            seated_sequence(pool, index, 2 - index, prompt=prompt, room=24, trace=trace)
+            seated_sequence(
+                pool,
+                index,
+                2 - index,
+                prompt=prompt,
+                room=24,
+                trace=trace,
+                states=NO_STATES if index else states,
+                logprobs=NO_LOGPROBS if index else logprobs,
+            )
             for index, prompt in enumerate(PROMPTS)
         ]
         self.prefill()

@@ -7,6 +7,8 @@ from collections.abc import Sequence as Seq
 from outrider.services.target.request import EngineRequest, SpeculationParams
 from outrider.services.target.scheduling.sequence import Sequence, SequenceStatus
 from outrider.shared.base.generation import SamplingParams, SpeculationMode
+from outrider.shared.base.logit_rules import NO_LOGPROBS, LogprobParams
+from outrider.shared.base.token_states import NO_STATES, StateParams
 from outrider.shared.kv.pool import KVPool
 from outrider.shared.spec.tree import DraftShape
 from support.engine.target_harness import Collector
@@ -26,6 +28,8 @@ def seated_sequence(
     shape: DraftShape = TREE,
     trace: bool = False,
     follow: bool = True,
+    states: StateParams = NO_STATES,
+    logprobs: LogprobParams = NO_LOGPROBS,
 ) -> Sequence:
     """Return a running sequence with a whole prompt in the cache.
 
@@ -40,6 +44,8 @@ def seated_sequence(
         shape: The tree that the request asks for.
         trace: Whether the client wants a trace.
         follow: Whether a drafter may follow the sequence.
+        states: The states of tokens that the client wants.
+        logprobs: The logprobs that the client wants.
     """
     request = EngineRequest(
         request_id=str(session_id),
@@ -47,6 +53,8 @@ def seated_sequence(
         max_new_tokens=max_new_tokens,
         sampling=sampling or SamplingParams(temperature=0.0),
         speculation=SpeculationParams(SpeculationMode.ON, shape, trace=trace),
+        states=states,
+        logprobs=logprobs,
     )
     sequence = Sequence(request, Collector(), session_id=session_id, page_size=pool.page_size, follow=follow)
     sequence.lease = pool.lease(len(prompt) + room)

@@ -201,7 +201,10 @@ class Harness:
     sink: Collector
     limits: SpeculationLimits = field(default_factory=SpeculationLimits)
 
-    def submit(
+    def submit(self, *request: Any, **fields: Any) -> int:
+        return self.engine.submit(self.request(*request, **fields), self.sink)
+
+    def request(
         self,
         prompt: Sequence[int],
         max_new_tokens: int = 16,
@@ -219,9 +222,9 @@ class Harness:
         salt: str = "",
         resume: Sequence[int] = (),
         **form: Any,
-    ) -> int:
+    ) -> EngineRequest:
         depth, topk, max_nodes = shape or (None, None, None)
-        request = EngineRequest(
+        return EngineRequest(
             request_id=request_id or f"r{len(self.sink.tokens) + self.engine.num_live}",
             prompt_ids=tuple(prompt),
             max_new_tokens=max_new_tokens,
@@ -236,7 +239,6 @@ class Harness:
             resume_ids=tuple(resume),
             **form,
         )
-        return self.engine.submit(request, self.sink)
 
     def step(self) -> None:
         self.engine.step()

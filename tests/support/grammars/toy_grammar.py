@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from functools import cache
+from itertools import takewhile
 
 import numpy as np
 
@@ -99,6 +101,11 @@ class ToyMatcher(Matcher):
     def rollback(self, count: int) -> None:
         del self._path[len(self._path) - count :]
         assert self._path, "more tokens were removed than added"
+
+    def allows(self, tokens: Sequence[int]) -> bool:
+        accepted = sum(1 for _ in takewhile(self.accept, tokens))
+        self.rollback(accepted)
+        return accepted == len(tokens)
 
     def fill(self, mask: Mask) -> None:
         mask.fill(0)

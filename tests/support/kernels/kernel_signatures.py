@@ -11,6 +11,7 @@ and those that only the parity check needs. It changes Triton, so it needs a pro
 from __future__ import annotations
 
 import ast
+import contextlib
 import importlib
 import inspect
 import json
@@ -33,8 +34,12 @@ from outrider.kernels._launch import outputs_of_zeros
 from outrider.services.draft.inproc import drafter_beside
 from outrider.services.draft.warmup import _first_works, _further_works
 from outrider.services.target.engine.loop_plan import LoopPlan
-from outrider.services.target.model.packed_batch import SamplingMode
-from outrider.services.target.startup.graph_plan import GraphPlan, list_graphs, other_trees
+from outrider.services.target.startup.graph_plan import (
+    GraphPlan,
+    background_works,
+    list_graphs,
+    other_trees,
+)
 from outrider.services.target.startup.parity_check import check_parity
 from outrider.services.target.startup.warmup import prompt_rehearsals
 from outrider.shared.attn.triton import KernelAttention
@@ -66,7 +71,7 @@ class KernelVariants:
         self.stage = ""
         self.found: dict[Variant, str] = {}
         self.parameters: dict[tuple[str, str], list[str]] = {}
-        self._launching = False
+        self._launching = self._rehearsing = False
         driver.set_active(AbsentGpu())  # type: ignore[no-untyped-call]
         knobs.runtime.jit_cache_hook = self._meet
         run = JITFunction.run
@@ -80,6 +85,18 @@ class KernelVariants:
             module = importlib.import_module(info.name)
             if getattr(module, "use_triton", None) is original and module is not _dispatch:
                 module.use_triton = self._use_triton  # type: ignore[attr-defined]
+
+    @contextlib.contextmanager
+    def rehearsal(self, *, all_sizes: bool = False) -> Iterator[None]:
+        """Context manager in which operations launch nothing and compute nothing, as in `compile_ahead`."""
+        self._rehearsing = ahead._rehearsing = True
+        ahead._covered = set() if all_sizes else None
+        try:
+            with outputs_of_zeros():
+                yield
+        finally:
+            self._rehearsing = ahead._rehearsing = False
+            ahead._covered = None
 
     def first_in(self, stage: str) -> list[list[str]]:
         """Return (kernel, difference) of each variant that a stage was the first to need.
@@ -116,7 +133,7 @@ class KernelVariants:
 
     def _use_triton(self, _tensor: torch.Tensor) -> bool:
         """Call the operation that asks, with Triton but without launches. Then let its reference compute."""
-        if self._launching:
+        if self._launching or self._rehearsing:
             return True
         frame = inspect.currentframe()
         assert frame is not None
@@ -156,22 +173,17 @@ class NoGraphs(GraphCache):
         return key in self._captured
 
     def capture_parts(self, key: Hashable, record: Callable[[], Parts[Any]]) -> None:
-        if key not in self._captured:
+        if ahead.rehearsing():  # as in `GraphCache`
+            finish_parts(record())
+        elif key not in self._captured:
             self._captured.add(key)
             finish_parts(record())
 
     def run(self, key: Hashable, record: Callable[[], Any]) -> Any:
         return record()
 
-    def run_parts(self, key: Hashable, record: Callable[[], Parts[Any]]) -> Iterator[None]:
-        work = record()
-        while True:
-            try:
-                next(work)
-            except StopIteration:
-                yield
-                return
-            yield
+    def run_parts(self, key: Hashable, record: Callable[[], Parts[Any]]) -> Parts[Any]:
+        return record()
 
 
 RUNNING = 4
@@ -193,14 +205,14 @@ def compile_plan(variants: KernelVariants, harness: Harness) -> None:
         other_trees=other_trees(tree, 8, 128),
     )
     variants.stage = "plan"
-    listed = list_graphs(harness.engine.recordings, plan)
-    recordings = [*listed.first, *listed.further]
-    # As `record_graphs` does in the background.
-    of_one = [(1, shape) for shape in (*plan.shapes_at(1), *plan.other_trees)]
-    recordings += harness.engine.recordings.rounds(of_one, list(SamplingMode))
-    works = [*prompt_rehearsals(harness.runner), *(record for _, record in recordings)]
-    for work in works:
+    recordings, prompts = harness.engine.recordings, prompt_rehearsals(harness.runner)
+    listed = list_graphs(recordings, plan)
+    for work in [*prompts, *(record for _, record in (*listed.first, *listed.further))]:
         work()
+    for works, all_sizes in background_works(recordings, plan, prompts):
+        with variants.rehearsal(all_sizes=all_sizes):
+            for rehearse in works:
+                rehearse()
 
 
 def main(kind: str) -> None:

@@ -32,7 +32,10 @@ def default_aux_layers(num_layers: int) -> list[int]:
     """Return the three layers of which a toy head reads the *outputs*.
 
     They are EAGLE-3's defaults 1, L//2 - 1 and L - 4. A target of 5 to 7 layers has the defaults of 8 layers.
+    A target of 3 or 4 layers, which has no such defaults, has its first three layers.
     """
+    if num_layers < 5:
+        return [0, 1, 2]
     layers = max(num_layers, 8)
     return [1, layers // 2 - 1, layers - 4]
 
@@ -59,8 +62,8 @@ def make_toy_target(
     Args:
         path: Folder to write.
         seed: Seed of the weights.
-        num_layers: Number of layers. Tests that generate many tokens take five, the fewest for the layers
-            that a toy head reads.
+        num_layers: Number of layers. Tests that generate many tokens take three, the fewest for a head
+            that reads three layers.
         planted: 0 for random weights, otherwise the scale of the planted rule in the logits. 2 to 3 makes the
             distribution at temperature 1 sharp, but not deterministic. Needs ``vocab_size <= hidden_size``
             and untied embeddings.

@@ -50,7 +50,7 @@ class Crowd:
     def drafter(self, features: bool = False) -> AnswerDrafter:
         size = 3 * self.decoder.config.hidden_size
         spec = (
-            FeatureSpec(aux_layer_ids=(1, 3, 4), feature_size=size, fingerprint="raw") if features else None
+            FeatureSpec(aux_layer_ids=(0, 1, 2), feature_size=size, fingerprint="raw") if features else None
         )
         return AnswerDrafter(
             [prompt + answer for prompt, answer in zip(self.prompts, self.plain, strict=True)],

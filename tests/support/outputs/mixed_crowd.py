@@ -12,12 +12,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from unittest import mock
 
+import numpy as np
+import torch
+
 from outrider.services.target.model.packed_batch import Entry
 from outrider.services.target.model.step_runner import Round, StepRunner
 from outrider.shared.base.generation import FinishReason, SamplingParams, SpeculationMode
+from outrider.shared.base.logit_rules import NO_LOGPROBS, LogprobParams
+from outrider.shared.base.token_states import StateParams
 from outrider.shared.nn.decoder import Decoder
 from outrider.shared.spec.tree import NO_DRAFT, DraftShape
-from support.engine.target_harness import Harness, assert_same_tokens
+from support.engine.target_harness import Harness, assert_same_tokens, hidden_of
 from support.outputs.traces import check_traces
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -31,13 +36,17 @@ SAMPLINGS = (
 )
 SHAPES = ((5, 1, 6), (3, 1, 4), (1, 4, 4), (3, 2, 7), (5, 4, 16), (5, 8, 33))
 MODES = (SpeculationMode.ON, SpeculationMode.ON, SpeculationMode.AUTO, SpeculationMode.OFF)
+NAMED = LogprobParams(top=0, token_ids=(3, 0))
 LONGEST_PAUSE = 60
 """Longest pause of a client, in rounds."""
 
 
 @dataclass(frozen=True)
 class Client:
-    """One request. A client that cancels does so after `cancel_after` rounds."""
+    """One request. A client that cancels does so after `cancel_after` rounds.
+
+    A client with `wants_data` wants hidden states, and logprobs of `NAMED` tokens.
+    """
 
     name: str
     prompt: list[int]
@@ -48,6 +57,7 @@ class Client:
     trace: bool
     stop: int | None
     cancel_after: int | None
+    wants_data: bool = False
 
     def expected(self, plain: Sequence[int]) -> list[int]:
         """Return the output, given the output of plain decoding without a stop token."""
@@ -65,8 +75,12 @@ def draw_clients(
     most_tokens: int = 50,
     shapes: Sequence[tuple[int, int, int]] = SHAPES,
     start: int = 0,
+    data_every: int = 0,
 ) -> list[Client]:
-    """Draw requests at random. Their names are numbers from `start` on."""
+    """Draw requests at random. Their names are numbers from `start` on.
+
+    Every client with a number that is divisible by `data_every` has `wants_data`. None if it is 0.
+    """
     return [
         Client(
             name=str(start + number),
@@ -78,6 +92,7 @@ def draw_clients(
             trace=rng.random() < 0.25,
             stop=rng.randrange(vocab_size) if rng.random() < 0.3 else None,
             cancel_after=rng.randrange(40) if rng.random() < 0.1 else None,
+            wants_data=bool(data_every) and number % data_every == 0,
         )
         for number in range(count)
     ]
@@ -121,6 +136,8 @@ class Crowd:
             shape=client.shape,
             trace=client.trace,
             stop=() if client.stop is None else (client.stop,),
+            logprobs=NAMED if client.wants_data else NO_LOGPROBS,
+            states=StateParams(hidden_states=client.wants_data),
         )
         self.handles = [*self.handles, handle][-self.most_live :]
         if client.cancel_after is not None:
@@ -243,6 +260,7 @@ def check_outputs(
             expected = expected[: len(found)]
         assert_same_tokens(decoder, client.prompt, expected, found, client.sampling)
         check_client_traces(harness, client, found)
+        check_client_data(decoder, harness, client, found)
 
 
 def check_client_traces(harness: Harness, client: Client, found: Sequence[int]) -> None:
@@ -252,3 +270,25 @@ def check_client_traces(harness: Harness, client: Client, found: Sequence[int]) 
         check_traces(rounds, [*client.prompt, *found], len(client.prompt))
     else:
         assert not rounds
+
+
+def check_client_data(decoder: Decoder, harness: Harness, client: Client, found: Sequence[int]) -> None:
+    """Assert that a client gets states and logprobs only if it wants them, and those of one pass."""
+    states, scored = harness.sink.states.get(client.name, []), harness.sink.logprobs.get(client.name, [])
+    if not client.wants_data:
+        assert not states
+        assert not scored
+        return
+    assert len(scored) == len(found)
+    if not states:
+        assert harness.sink.finished[client.name].reason is FinishReason.CANCELLED
+        return
+    hidden = hidden_of(decoder, [*client.prompt, *found])
+    assert [one.first for one in states] == [0, *[one.stop for one in states[:-1]]]
+    rows = np.frombuffer(b"".join(one.hidden_states for one in states), "<f4")
+    stop = states[-1].stop
+    np.testing.assert_allclose(rows.reshape(stop, -1), hidden[:stop].cpu(), atol=5e-3, rtol=5e-3)
+    if found:
+        logprobs = decoder.logits(hidden[len(client.prompt) - 1 : -1]).float().log_softmax(-1)
+        requested = torch.tensor([one.requested for one in scored])
+        torch.testing.assert_close(requested, logprobs[:, list(NAMED.token_ids)].cpu(), atol=5e-3, rtol=0)

@@ -1,7 +1,8 @@
-"""Drawn mixtures of requests, and an engine that serves them and checks every round that it launches.
+"""An engine that serves drawn mixtures of requests, and checks every round that it launches.
 
-`hypothesis` draws the requests, the events and the limits of the engine. Nothing depends on measured times: a
-seeded generator takes the place of the controller, and the prefill budget is a drawn number of tokens.
+`drawn_requests` draws the requests, the events and the limits of the engine. Nothing depends on measured
+times: a seeded generator takes the place of the controller, and the prefill budget is a drawn number of
+tokens.
 """
 
 from __future__ import annotations
@@ -11,16 +12,13 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
 from unittest import mock
-
-import torch
-from hypothesis import strategies as st
 
 from outrider.services.target.engine.committer import Committer
 from outrider.services.target.engine.inbox import Submit
 from outrider.services.target.engine.loop_plan import LoopPlan
 from outrider.services.target.model.packed_batch import Entry
+from outrider.services.target.model.prefill_graph import PromptRows
 from outrider.services.target.model.step_runner import Round
 from outrider.services.target.policy.controller import EntryBound
 from outrider.services.target.policy.cost_model import DraftPath, StepCosts
@@ -28,147 +26,21 @@ from outrider.services.target.policy.offered_shapes import cut
 from outrider.services.target.scheduling.scheduler import PrefillChunk
 from outrider.services.target.scheduling.sequence import Advance
 from outrider.services.target.scheduling.sequence import Sequence as TargetSequence
-from outrider.shared.base.generation import RoundTrace, SamplingParams, SpeculationMode
-from outrider.shared.base.logit_rules import LogitRules, TokenLogprob
+from outrider.shared.base.generation import RoundTrace
+from outrider.shared.base.logit_rules import TokenLogprob
+from outrider.shared.base.token_states import TokenStates
 from outrider.shared.nn.decoder import Decoder
-from outrider.shared.spec.drafter import DrafterState, ProposalRow
+from outrider.shared.spec.drafter import DrafterState, FeatureSpec, ProposalRow
 from outrider.shared.spec.tree import NO_DRAFT, DraftShape
 from support.engine.device_toys import AnswerDrafter
 from support.engine.played_graphs import PlayedGraphs
 from support.engine.target_harness import Harness, Node, make_harness
+from support.outputs.drawn_requests import LONGEST, PROMPTS, VOCAB, Asked, Machine
 
-T = TypeVar("T")
-VOCAB = 64
-MOST_TOKENS = 30
-MOST_NODES = 21
-PROMPTS = tuple(
-    tuple(random.Random(length).randrange(VOCAB) for _ in range(length)) for length in (1, 2, 7, 17, 40)
-)
-LONGEST = 96
-"""Slots that the longest request needs: its prompt, its output, and the nodes of a tree."""
-SHAPES = ((1, 1, 2), (5, 1, 6), (3, 2, 7), (5, 4, 21), (2, 5, 11))
-SAMPLINGS = (
-    SamplingParams(temperature=0.0),
-    SamplingParams(temperature=1.0, seed=11),
-    SamplingParams(temperature=1.0, seed=11, choice_index=3),
-    SamplingParams(temperature=0.7, top_k=5, seed=(1 << 64) - 3),
-    SamplingParams(temperature=1.0, top_p=0.8, seed=5),
-    SamplingParams(temperature=1.3, min_p=0.1, seed=6),
-    SamplingParams(temperature=0.9, top_k=20, top_p=0.9, min_p=0.02, seed=7),
-    SamplingParams(temperature=0.0, rules=LogitRules(1.2, 0.7, 1.3)),
-    SamplingParams(
-        temperature=0.8,
-        top_p=0.95,
-        seed=8,
-        rules=LogitRules(-0.5, 0.4, logit_bias=((3, 4.0), (7, -100.0)), bad_words=((3, 3), (5,), (3, 9, 3))),
-    ),
-    SamplingParams(
-        temperature=1.0, seed=9, rules=LogitRules(0.0, 1.5, 0.8, allowed_token_ids=tuple(range(0, 64, 3)))
-    ),
-)
 BROKEN_CHANCE = 0.3
 """Probability that a drafter on the host answers with a random tree, or with no tree."""
 KEEPS_TREE_CHANCE = 0.8
 """Probability that an entry of a fixed shape keeps its tree in a round that limits such trees."""
-
-
-@dataclass(frozen=True)
-class Asked:
-    """One request. Steps count from the first step of the engine, or from the step at which it joins.
-
-    Attributes:
-        prompt: Index in `PROMPTS`.
-        stop_at: Index of the output token that becomes a stop token. None for no stop token.
-        joins: Step at which the request is submitted.
-        cancels: Step at which the client cancels, and the number of tokens that are billed.
-        pauses: Step at which the client pauses, and for how many steps.
-    """
-
-    prompt: int
-    new_tokens: int
-    sampling: SamplingParams
-    mode: SpeculationMode
-    shape: tuple[int, int, int]
-    trace: bool
-    priority: int
-    stop_at: int | None
-    joins: int
-    cancels: tuple[int, int | None] | None
-    pauses: tuple[int, int] | None
-
-
-@dataclass(frozen=True)
-class Machine:
-    """Limits of the engine, and a drafter with its failures.
-
-    Attributes:
-        spare_slots: Number of slots of the pool beyond those of the longest request.
-        prefill_budget: Largest number of prompt tokens in a step while others decode.
-        prefill_sizes: Numbers of rows of the recorded passes over prompts.
-        refuse_every: Refuse every n-th session that drafts on the device; 0 refuses none.
-        losses: Steps at which the drafter loses a session.
-        down: Steps from the first to the second, during which the drafter is down.
-        seed: Seeds the choices of the controller, and the broken trees of a drafter on the host.
-    """
-
-    max_running: int
-    page_size: int
-    spare_slots: int
-    prefill_chunk: int
-    prefill_budget: int
-    prefill_sizes: tuple[int, ...]
-    max_packed_rows: int
-    features: bool
-    accuracy: float
-    refuse_every: int
-    losses: tuple[int, ...]
-    down: tuple[int, int]
-    seed: int
-
-
-def requests() -> st.SearchStrategy[Asked]:
-    """Draw a request. Most are long and join early, so that many of them share the rounds."""
-    steps = st.integers(0, 40)
-    return st.builds(
-        Asked,
-        prompt=st.integers(0, len(PROMPTS) - 1),
-        new_tokens=st.sampled_from([*range(12, MOST_TOKENS + 1), 1, 2, 3, 6, 9]),
-        sampling=st.sampled_from(SAMPLINGS),
-        mode=st.sampled_from([SpeculationMode.ON, SpeculationMode.AUTO, SpeculationMode.OFF]),
-        shape=st.sampled_from(SHAPES),
-        trace=st.booleans(),
-        priority=st.sampled_from([0, 0, 0, 1]),
-        stop_at=rarely(st.integers(0, MOST_TOKENS - 1)),
-        joins=st.integers(0, 12),
-        cancels=rarely(st.tuples(steps, st.one_of(st.none(), st.integers(0, 9)))),
-        pauses=rarely(st.tuples(steps, st.integers(1, 20))),
-    )
-
-
-def rarely(values: st.SearchStrategy[T]) -> st.SearchStrategy[T | None]:
-    """Draw a value in one of five cases, otherwise None."""
-    return st.sampled_from(range(5)).flatmap(lambda case: values if case == 4 else st.none())
-
-
-def machines() -> st.SearchStrategy[Machine]:
-    """Draw an engine and a drafter."""
-    steps = st.integers(0, 60)
-    return st.builds(
-        Machine,
-        max_running=st.sampled_from([6, 5, 4, 3, 1]),
-        page_size=st.sampled_from([4, 1, 16]),
-        spare_slots=st.sampled_from([0, 8, 20, 40, 1000]),
-        prefill_chunk=st.sampled_from([3, 16, 512]),
-        prefill_budget=st.sampled_from([1, 5, 64]),
-        prefill_sizes=st.sampled_from([(), (8,), (4, 16, 64)]),
-        max_packed_rows=st.sampled_from([2048, 2048, 2048, 40, 8]),
-        features=st.booleans(),
-        accuracy=st.sampled_from([0.4, 0.8, 1.0]),
-        refuse_every=st.sampled_from([0, 0, 2, 5]),
-        losses=st.lists(steps, max_size=2).map(tuple),
-        down=st.sampled_from([(0, 0), (0, 0), (0, 0), (4, 20)]),
-        seed=st.integers(0, 1 << 20),
-    )
 
 
 @dataclass
@@ -207,6 +79,7 @@ class Service:
             graphs=PromptGraphs(),
             prefill_sizes=machine.prefill_sizes,
         )
+        self.harness.engine.recordings.rounds(())  # adopts the draft, whose features the graphs store
         for size in machine.prefill_sizes:
             self.harness.runner.capture_prefill(size)
         # Slots that no one has written contain large numbers, so that reading them changes tokens.
@@ -276,6 +149,13 @@ class Service:
         if step in self.machine.losses and drafter.sequences:
             drafter.lost.append(self._rng.choice(sorted(drafter.sequences)))
             self.seen["losses"] += 1
+        if step in self.machine.changes and not self.plan.drafts_on_device:
+            # A drafter on the device stays until the target ends.
+            names, size = ("other", 1) if drafter.spec.fingerprint != "other" else ("raw", 3)
+            layers = tuple(range(1, 1 + size))
+            width = size * self.decoder.config.hidden_size
+            drafter.spec = FeatureSpec(aux_layer_ids=layers, feature_size=width, fingerprint=names)
+            self.seen["draft changes"] += bool(drafter.sequences)
         first, stop = self.machine.down
         drafter.current_state = DrafterState.DOWN if first <= step < stop else DrafterState.ON
 
@@ -290,6 +170,9 @@ class Service:
             trace=one.trace,
             stop=sorted(stops),
             priority=one.priority,
+            logprobs=one.logprobs,
+            states=one.states,
+            grammar=one.grammar,
         )
         message = self.harness.engine._inbox[-1]
         assert isinstance(message, Submit)
@@ -326,11 +209,11 @@ class Service:
         return checked
 
     def _noted(
-        self, run: Callable[[Sequence[PrefillChunk], bool], torch.Tensor]
-    ) -> Callable[[Sequence[PrefillChunk], bool], torch.Tensor]:
+        self, run: Callable[[Sequence[PrefillChunk], bool], PromptRows]
+    ) -> Callable[[Sequence[PrefillChunk], bool], PromptRows]:
         """Return `PrefillGraph.run` that notes what it packs."""
 
-        def noted(chunks: Sequence[PrefillChunk], captures: bool) -> torch.Tensor:
+        def noted(chunks: Sequence[PrefillChunk], captures: bool) -> PromptRows:
             self.seen["recorded prompts"] += 1
             self.seen["packed prompts"] += len(chunks) > 1
             self.seen["recorded chunks behind others"] += any(chunk.start for chunk in chunks)
@@ -390,3 +273,9 @@ class _Counting(Committer):
     ) -> None:
         self._counts[sequence.request.request_id] += len(step.kept)
         self._inner.emit(sequence, step, trace, logprobs)
+
+    def emit_prompt(self, sequence: TargetSequence, logprobs: Sequence[TokenLogprob]) -> None:
+        self._inner.emit_prompt(sequence, logprobs)
+
+    def emit_states(self, sequence: TargetSequence, states: TokenStates) -> None:
+        self._inner.emit_states(sequence, states)

@@ -29,6 +29,8 @@ QUERIES = {
     for panel in DASHBOARD["panels"]
     for target in panel.get("targets", ())
 }
+# The gateway adds these to the metrics of each target and its draft.
+TARGET_LABELS = {"model", "target"}
 # Prometheus adds these itself.
 SCRAPED = {"up": {"job", "instance"}}
 SCRAPE_LABELS = {"job", "instance"}
@@ -38,6 +40,7 @@ SCRAPE_LABELS = {"job", "instance"}
 def exposed() -> dict[str, set[str]]:
     """Sample → labels of all metrics that the gateway and the target register."""
     found = dict(SCRAPED)
+    added = TARGET_LABELS
     with pytest.MonkeyPatch.context() as patch:
         for kind, suffixes, extra in (
             ("counter", ("_total",), set()),
@@ -57,13 +60,14 @@ def exposed() -> dict[str, set[str]]:
             ) -> Any:
                 metric = _real(self, name, *rest, **more)
                 for suffix in _suffixes:
-                    found[f"outrider_{name}{suffix}"] = {*metric._labelnames, *_extra, *SCRAPE_LABELS}
+                    found[f"outrider_{name}{suffix}"] = {*metric._labelnames, *_extra, *added, *SCRAPE_LABELS}
                 return metric
 
             patch.setattr(Metrics, kind, note)
-        GatewayMetrics()
         TargetMetrics()
         DraftMetrics()
+        added = set()
+        GatewayMetrics()  # last, because the gateway's own metrics hide those with the same names
     assert len(found) > 40
     return found
 
@@ -84,7 +88,9 @@ def selectors(node: Any) -> Iterator[Any]:
 
 def check(query: str, exposed: dict[str, set[str]]) -> set[str]:
     """Check an expression, and return the names of its samples."""
-    parsed = promql_parser.parse(query.replace("$__rate_interval", "1m").replace("$instance", ".+"))
+    parsed = promql_parser.parse(
+        query.replace("$__rate_interval", "1m").replace("$instance", ".+").replace("$model", ".*")
+    )
     names = set()
     for selector in selectors(parsed):
         assert selector.name in exposed, query
@@ -110,6 +116,13 @@ def test_an_alert_asks_for_metrics_that_exist(rule: dict[str, Any], exposed: dic
     assert rule["annotations"]["summary"].count("{{") == rule["annotations"]["summary"].count("}}")
     page = (ROOT / "docs" / "operations.md").read_text()
     assert f"| `{rule['alert']}` |" in page, "the page says what to do"
+
+
+def test_a_panel_shows_the_chosen_models(exposed: dict[str, set[str]]) -> None:
+    for query in QUERIES.values():
+        for selector in selectors(promql_parser.parse(query.replace("$__rate_interval", "1m"))):
+            labels = {matcher.name for matcher in selector.matchers.matchers}
+            assert ("model" in labels) == ("model" in exposed[selector.name]), query
 
 
 def test_a_wrong_query_is_found(exposed: dict[str, set[str]]) -> None:

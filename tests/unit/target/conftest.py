@@ -13,7 +13,7 @@ from outrider.shared.nn.decoder import Decoder
 @pytest.fixture(scope="module")
 def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
     """A toy target with a vocabulary of 64 tokens."""
-    return load_toy(make_toy_target(tmp_path_factory.mktemp("target"), vocab_size=64, seed=3))
+    return load_toy(make_toy_target(tmp_path_factory.mktemp("target"), vocab_size=64, seed=3, num_layers=3))
 
 
 @pytest.fixture(params=[0, 1], ids=["read first", "one ahead"])

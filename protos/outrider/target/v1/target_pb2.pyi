@@ -66,6 +66,7 @@ class GenerateRequest(_message.Message):
     TENANT_FIELD_NUMBER: _builtins.int
     CONSTRAINT_FIELD_NUMBER: _builtins.int
     STATES_FIELD_NUMBER: _builtins.int
+    MESSAGE_INTERVAL_MS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     max_new_tokens: _builtins.int
     ignore_eos: _builtins.bool
@@ -78,6 +79,10 @@ class GenerateRequest(_message.Message):
     tenant: _builtins.str
     """Name of the party that sent the request. Tenants share the server fairly, by tokens. A target that does
     not know this field treats all requests as those of one tenant.
+    """
+    message_interval_ms: _builtins.int
+    """Least time between two messages with tokens, for answers that nobody reads before their end. The first
+    tokens are sent at once. A target that does not know this field sends all tokens at once.
     """
     @_builtins.property
     def prompt_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
@@ -123,10 +128,11 @@ class GenerateRequest(_message.Message):
         tenant: _builtins.str = ...,
         constraint: _common_pb2.Constraint | None = ...,
         states: _common_pb2.StateOptions | None = ...,
+        message_interval_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["constraint", b"constraint", "logprobs", b"logprobs", "sampling", b"sampling", "speculation", b"speculation", "states", b"states"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "constraint", b"constraint", "ignore_eos", b"ignore_eos", "logprobs", b"logprobs", "max_new_tokens", b"max_new_tokens", "priority", b"priority", "prompt_ids", b"prompt_ids", "request_id", b"request_id", "resume_ids", b"resume_ids", "sampling", b"sampling", "speculation", b"speculation", "states", b"states", "stop_token_ids", b"stop_token_ids", "tenant", b"tenant", "timeout_ms", b"timeout_ms", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "constraint", b"constraint", "ignore_eos", b"ignore_eos", "logprobs", b"logprobs", "max_new_tokens", b"max_new_tokens", "message_interval_ms", b"message_interval_ms", "priority", b"priority", "prompt_ids", b"prompt_ids", "request_id", b"request_id", "resume_ids", b"resume_ids", "sampling", b"sampling", "speculation", b"speculation", "states", b"states", "stop_token_ids", b"stop_token_ids", "tenant", b"tenant", "timeout_ms", b"timeout_ms", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -577,6 +583,7 @@ class GetStatsReply(_message.Message):
     PREFIX_CACHE_FIELD_NUMBER: _builtins.int
     RESOURCES_FIELD_NUMBER: _builtins.int
     UPTIME_S_FIELD_NUMBER: _builtins.int
+    WAITING_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     running: _builtins.int
     waiting: _builtins.int
     pages_total: _builtins.int
@@ -589,6 +596,8 @@ class GetStatsReply(_message.Message):
     """The target's metrics in Prometheus text format. The gateway appends them to its own."""
     uptime_s: _builtins.float
     """Seconds since the target's process began to load. Absent in releases that do not report it."""
+    waiting_prompt_tokens: _builtins.int
+    """Prompt tokens of the waiting requests."""
     @_builtins.property
     def speculation(self) -> _common_pb2.SpeculationStats: ...
     @_builtins.property
@@ -614,10 +623,11 @@ class GetStatsReply(_message.Message):
         prefix_cache: Global___PrefixCacheStats | None = ...,
         resources: Global___ResourceStats | None = ...,
         uptime_s: _builtins.float | None = ...,
+        waiting_prompt_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_uptime_s", b"_uptime_s", "auto", b"auto", "prefix_cache", b"prefix_cache", "resources", b"resources", "speculation", b"speculation", "uptime_s", b"uptime_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_uptime_s", b"_uptime_s", "auto", b"auto", "draft_state", b"draft_state", "generated_tokens", b"generated_tokens", "pages_free", b"pages_free", "pages_held", b"pages_held", "pages_total", b"pages_total", "prefix_cache", b"prefix_cache", "prometheus_text", b"prometheus_text", "resources", b"resources", "rounds", b"rounds", "running", b"running", "speculation", b"speculation", "uptime_s", b"uptime_s", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_uptime_s", b"_uptime_s", "auto", b"auto", "draft_state", b"draft_state", "generated_tokens", b"generated_tokens", "pages_free", b"pages_free", "pages_held", b"pages_held", "pages_total", b"pages_total", "prefix_cache", b"prefix_cache", "prometheus_text", b"prometheus_text", "resources", b"resources", "rounds", b"rounds", "running", b"running", "speculation", b"speculation", "uptime_s", b"uptime_s", "waiting", b"waiting", "waiting_prompt_tokens", b"waiting_prompt_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__uptime_s: _TypeAlias = _typing.Literal["uptime_s"]  # noqa: Y015
     _WhichOneofArgType__uptime_s: _TypeAlias = _typing.Literal["_uptime_s", b"_uptime_s"]  # noqa: Y015

@@ -8,7 +8,13 @@ from pydantic import BaseModel, Field
 
 from outrider.services.gateway.schemas.chat_messages import Message
 from outrider.services.gateway.schemas.constraint_types import JsonSchema, ResponseFormat, StructuredOutputs
-from outrider.services.gateway.schemas.field_types import ExpertsStart, ReasoningEffort, Salt, Truncation
+from outrider.services.gateway.schemas.field_types import (
+    ExpertsStart,
+    ReasoningEffort,
+    Salt,
+    Salts,
+    Truncation,
+)
 from outrider.services.gateway.schemas.option_fields.speculation import SpeculationOptions
 from outrider.services.gateway.schemas.stream_options import StreamOptions
 from outrider.services.gateway.schemas.tools import Tool, ToolChoice
@@ -55,10 +61,6 @@ class OpenAIFields(BaseModel):
     priority: int | None = Field(
         default=None, description="Requests with a higher number start first. Default: 0."
     )
-    cache_salt: Salt | None = Field(
-        default=None, description="Requests share the K/V of a prompt only if they have the same salt."
-    )
-    extra_key: Salt | None = Field(default=None, description="SGLang's other name of `cache_salt`.")
     min_tokens: int | None = Field(
         default=None,
         description="Number of tokens before which no stop token or stop string ends the answer.",
@@ -110,6 +112,10 @@ class ChatFields(BaseModel):
     max_completion_tokens: int | None = Field(
         default=None, description="OpenAI's newer name of `max_tokens`."
     )
+    cache_salt: Salt | None = Field(
+        default=None, description="Requests share the K/V of a prompt only if they have the same salt."
+    )
+    extra_key: Salt | None = Field(default=None, description="SGLang's other name of `cache_salt`.")
     logprobs: bool | None = Field(default=None, description="Return the logprobs of the answer.")
     top_logprobs: int | None = Field(
         default=None, description="Number of alternatives per token, 0 to 20. Requires logprobs: true."
@@ -153,6 +159,11 @@ class CompletionFields(BaseModel):
     prompt: str | list[str] | list[int] | list[list[int]] = Field(
         description="The prompt, or a list of prompts. A prompt is a text or a list of token ids."
     )
+    cache_salt: Salts | None = Field(
+        default=None,
+        description="Requests share the K/V of a prompt only if they have the same salt. May be a list.",
+    )
+    extra_key: Salts | None = Field(default=None, description="SGLang's other name of `cache_salt`.")
     logprobs: int | None = Field(default=None, description="Number of alternatives per token, 0 to 20.")
     echo: bool | None = Field(default=None, description="Begin the answer with the prompt.")
     best_of: int | None = Field(
@@ -167,6 +178,10 @@ class ResponseFields(BaseModel):
         default=None, description="The largest number of tokens of the answer."
     )
     n: int | None = Field(default=None, ge=1, le=1, description="A response has one answer.")
+    cache_salt: Salt | None = Field(
+        default=None, description="Requests share the K/V of a prompt only if they have the same salt."
+    )
+    extra_key: Salt | None = Field(default=None, description="SGLang's other name of `cache_salt`.")
     top_logprobs: int | None = Field(
         default=None,
         description="Number of alternatives per token, 0 to 20. Requires 'message.output_text.logprobs' in "

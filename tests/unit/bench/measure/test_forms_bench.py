@@ -100,7 +100,8 @@ def test_errors_of_the_prompts_name_the_flag(tmp_path: Path) -> None:
 
 def test_a_run_writes_both_accept_lengths(tmp_path: Path) -> None:
     out = tmp_path / "forms.json"
-    flags = ["--num-prompts", "1", "--tokens", "40", "--device", "cpu", "--output", str(out)]
+    flags = ["--num-prompts", "1", "--tokens", "40", "--device", "cpu", "--transport", "inproc"]
+    flags += ["--output", str(out)]
     result = CliRunner().invoke(app, ["bench", "forms", *flags])
     assert result.exit_code == 0, result.output
     written = json.loads(out.read_text())

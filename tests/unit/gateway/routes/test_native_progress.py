@@ -53,4 +53,4 @@ def test_every_event_contains_the_whole_part_so_far(wanted: LogprobParams, with_
         if count < len(CHUNKS):
             progress.add(CHUNKS[count])
     assert progress.event({"id": "r"}, {}).endswith("}}")
-    assert (progress.num_tokens, progress.speculation.accepted_histogram) == (3, (0, 2, 1))
+    assert (progress.num_tokens, progress.rounds.histogram) == (3, [0, 2, 1])

@@ -90,7 +90,7 @@ class Placement:
         if self.on_wait:
             self.on_wait()
 
-    def moved(self, reason: str) -> None:
+    def moved(self, model: str, reason: str) -> None:
         self.moves.append(reason)
 
     def forget(self, request_id: str, member: Member | None) -> None:

@@ -49,9 +49,15 @@ class Room:
         self.path = path
 
     def shapes(
-        self, entries: list[Sequence], planned: list[DraftShape | None] | tuple[()] = ()
+        self,
+        entries: list[Sequence],
+        kept: list[DraftShape | None] | tuple[()] = (),
+        *,
+        requested: bool = False,
     ) -> list[DraftShape]:
-        return self.planner.shapes(entries, self.path, planned)
+        pairs = zip(entries, kept or [None] * len(entries), strict=True)
+        self.planner.keep((entry, shape) for entry, shape in pairs if shape is not None)
+        return self.planner.shapes(entries, self.path, requested=requested)
 
     def _choose(
         self, entries: list[EntryBound], others: list[DraftShape], path: DraftPath
@@ -153,6 +159,26 @@ def test_a_planned_entry_is_not_chosen_again() -> None:
     assert not room.counted, "the fallback was counted when the entry was planned"
     assert room.shapes(entries, [CHAIN, CHAIN, NO_DRAFT]) == [CHAIN, CHAIN, NO_DRAFT]
     assert len(room.asked) == 1
+
+
+def test_shapes_are_kept_for_a_single_round() -> None:
+    room = Room()
+    entries = [room.sequence(0, auto=True), room.sequence(1)]
+    room.chosen = [TREE]
+    room.planner.keep(zip(entries, [CHAIN, NO_DRAFT], strict=True))
+    room.planner.forget(entries[1])
+    assert room.planner.shapes(entries, room.path) == [CHAIN, TREE]
+    assert room.planner.shapes(entries, room.path) == [TREE, TREE]
+
+
+def test_nobody_joins_a_round_whose_trees_have_been_requested() -> None:
+    room = Room()
+    entries = [room.sequence(0), room.sequence(1, auto=True), room.sequence(2, follow=False)]
+    assert room.shapes(entries, [CHAIN, None, None], requested=True) == [CHAIN, NO_DRAFT, NO_DRAFT]
+    assert [one.stats.reason for one in entries] == ["", "joined", "no_draft"]
+    assert not room.asked
+    assert not room.counted
+    assert room.shapes(entries[:1]) == [TREE], "the next round is open again"
 
 
 def test_entries_of_auto_give_way_first() -> None:

@@ -326,7 +326,7 @@ def test_plain_rounds_by_choice_say_whose(
 
 def test_sequences_that_the_draft_lost_are_reopened_with_all_rows(decoder: Decoder, plain: list[int]) -> None:
     spec = FeatureSpec(
-        aux_layer_ids=(1, 3, 4), feature_size=3 * decoder.config.hidden_size, fingerprint="raw"
+        aux_layer_ids=(0, 1, 2), feature_size=3 * decoder.config.hidden_size, fingerprint="raw"
     )
     drafter = FakeDrafter(oracle_plan([PROMPT + plain], VOCAB, 0.7), spec)
     harness = make_harness(decoder, drafter)

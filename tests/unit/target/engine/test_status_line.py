@@ -13,6 +13,7 @@ from outrider.shared.spec.drafter import DrafterState
 IDLE = EngineStats(
     running=0,
     waiting=0,
+    waiting_prompt_tokens=0,
     pages_total=100,
     pages_free=100,
     pages_held=0,

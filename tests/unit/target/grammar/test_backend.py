@@ -91,6 +91,7 @@ def test_strings_take_text_and_enums_do_not(compiled: Compile, tokenizer: Tokeni
         output += tokenizer.encode(text, add_special_tokens=False).ids
         form.settle(output)
         assert form.takes_text() == free
+        assert form.next_mask().any(), "the form is where it was"
     form.settle([*output, 0])
     assert form.dead
     assert not form.takes_text()

@@ -31,6 +31,8 @@ from outrider.shared.attn.padded import PaddedRows
 from outrider.shared.attn.tiles import TileShape, shapes_of
 from outrider.shared.attn.triton import KernelAttention
 from outrider.shared.base.generation import SpeculationMode
+from outrider.shared.base.logit_rules import LogprobParams
+from outrider.shared.base.token_states import StateParams
 from outrider.shared.engine.graphs import GraphCache
 from outrider.shared.nn.decoder import Decoder
 
@@ -87,6 +89,33 @@ def test_takes_passes_of_recorded_sizes(decoder: Decoder) -> None:
     assert [runner.recorded_rows(most) for most in (31, 32, 100)] == [None, 32, 32]
     sequences[1].slot = -1
     assert not recorded.takes([one, two]), "the pages of a sequence without a slot are not on the device"
+
+
+def test_states_and_logprobs_of_prompts_need_no_pass_without_a_graph(decoder: Decoder) -> None:
+    graphs = PlayedGraphs()
+    runners = (
+        make_runner(decoder, GraphCache(decoder.device, enabled=False), ()),
+        make_runner(decoder, graphs, SIZES),
+    )
+    runners[1].capture_prefill(32)
+    found = []
+    for runner in runners:
+        sequences = [make_sequence(runner, index, 20, SAMPLINGS[0], SpeculationMode.ON) for index in range(2)]
+        asking = sequences[1]
+        asking.request = replace(
+            asking.request,
+            states=StateParams(hidden_states=True),
+            logprobs=LogprobParams(prompt_top=2, token_ids=(3, 5)),
+        )
+        chosen = runner.begin_prefill([PrefillChunk(sequences[0], 2, 13), PrefillChunk(asking, 0, 20)])
+        (scored,), (states,) = chosen.prompts, chosen.states
+        assert scored.requested is not None
+        assert states.rows.hidden is not None
+        assert (scored.first, states.first, states.count) == (1, 0, 20)
+        found.append((scored.logprobs, scored.requested, states.rows.hidden, chosen.on_device))
+    assert len(graphs.runs) == 1
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=5e-5)
 
 
 @pytest.mark.parametrize(("start", "long"), [(0, False), (10, False), (0, True)])

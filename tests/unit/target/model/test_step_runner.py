@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from support.engine.played_graphs import BoundedGraphs
 from support.engine.slot_rig import PROMPTS, SlotRig, produced
 from support.engine.slot_sequences import TREE, seated_sequence
-from support.engine.target_harness import generate_plain
+from support.engine.target_harness import generate_plain, hidden_of, next_logits
 
 from outrider.services.target.drafting.no_drafter import NoDrafter
 from outrider.services.target.model.graph_key import GraphKey
@@ -17,6 +18,8 @@ from outrider.services.target.model.rounds import unpack_outcomes
 from outrider.services.target.model.verify_pass import PassSize
 from outrider.services.target.scheduling.sequence import Sequence
 from outrider.shared.base.generation import SamplingParams, TraceNode
+from outrider.shared.base.logit_rules import LogprobParams
+from outrider.shared.base.token_states import StateParams
 from outrider.shared.engine.graphs import RECORD_AFTER
 from outrider.shared.nn.decoder import Decoder
 from outrider.shared.spec.tree import NO_DRAFT, DraftShape
@@ -227,6 +230,31 @@ def test_a_round_without_a_graph_is_padded_to_a_recorded_one(
     )
     for sequence, answer in zip(rig.sequences, plain, strict=True):
         assert produced(sequence)[:NEW_TOKENS] == answer[: len(produced(sequence))]
+
+
+@pytest.mark.parametrize(("shape", "width"), [(NO_DRAFT, 1), (TREE, 8)])
+def test_a_client_that_wants_states_does_not_take_a_round_off_its_graph(
+    decoder: Decoder, shape: DraftShape, width: int
+) -> None:
+    graphs = BoundedGraphs(8)
+    wanted, named = StateParams(hidden_states=True), LogprobParams(top=0, token_ids=(9, 40))
+    rig = SlotRig(decoder, graphs, states=wanted, logprobs=named)
+    with graphs.keeping():
+        rig.step_runner.capture(PassSize(4 if width == 1 else 16, width, SamplingMode.FULL, False))
+    sequence = rig.sequences[0]
+    tokens = list(sequence.tokens)
+    launched = rig.launch(NO_DRAFT, shape, NO_DRAFT, draft=rig.drafting(1, [(7, 0)]) if width > 1 else None)
+    assert rig.step_runner.replays(launched.entries)
+    assert (len(graphs.captured), len(graphs.observer.replayed), launched.provisional) == (1, 1, False)
+    rig.read(launched)
+    states = launched.states_of(0, len(tokens) - 1, 1)
+    assert states is not None
+    found = np.frombuffer(states.hidden_states, "<f4")
+    np.testing.assert_allclose(found, hidden_of(decoder, tokens)[-1].cpu(), rtol=1e-4, atol=1e-5)
+    raw = next_logits(decoder, tokens)[-1].log_softmax(-1)[[9, 40]]
+    torch.testing.assert_close(
+        torch.tensor(launched.logprobs_of(0, 1)[0].requested), raw, rtol=1e-4, atol=1e-5
+    )
 
 
 def test_rounds_above_the_recorded_size_run_without_a_graph(decoder: Decoder, plain: list[list[int]]) -> None:

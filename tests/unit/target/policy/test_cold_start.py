@@ -115,6 +115,6 @@ def test_a_long_slow_phase_is_forgotten(batch_size: int) -> None:
     server.run(3000)
     assert sum(shapes[0].drafts for shapes in server.rounds[-100:]) < 20
     phase[0] = 1.0
-    server.run(4000)
+    server.run(8000)
     last = server.rounds[-100:]
     assert sum(shapes[0].drafts for shapes in last) > 80

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from outrider.services.target.policy.cost_model import DraftPath, StepCosts
-from outrider.shared.spec.tree import DraftShape
+from outrider.services.target.policy.estimate import FEW_SAMPLES
+from outrider.shared.spec.tree import NO_DRAFT, DraftShape
 
 CHAIN, LONG, TREE = DraftShape(3, 1, 4), DraftShape(6, 1, 7), DraftShape(3, 4, 16)
 DEVICE, HOST = DraftPath.DEVICE, DraftPath.HOST
@@ -84,3 +85,36 @@ def test_the_rest_of_a_round_is_learnt_apart_for_drafts() -> None:
     costs.observe_drafts({CHAIN: 1}, DEVICE, 0.001)
     costs.observe_rest(1, True, 0.0)
     assert costs.round(1, 1, {CHAIN: 1}, DEVICE) == pytest.approx(0.005)
+
+
+def test_a_single_slow_plain_pass_does_not_make_drafts_look_cheap() -> None:
+    """Sequences that draft never measure the plain pass again, so the wrong estimate would last."""
+    costs = StepCosts()
+    costs.observe_verify(16, 16, 0.035)
+    costs.observe_verify(16, 32, 0.0045)
+    costs.observe_verify(64, 64, 0.005)
+    assert costs.plain(16) == 0.0045, "a pass over more rows takes at least as long"
+    assert costs.plain(20) <= 0.005
+    assert costs.doubts(16, 16, NO_DRAFT), "so plain decoding is measured again soon"
+    for _ in range(FEW_SAMPLES):
+        costs.observe_verify(16, 16, 0.0042)
+    assert costs.plain(16) == 0.0042
+    assert not costs.doubts(16, 16, NO_DRAFT)
+
+
+def test_a_prompt_before_the_first_round_with_drafts_does_not_count_as_its_cost() -> None:
+    costs = StepCosts()
+    for _ in range(FEW_SAMPLES):
+        costs.observe_rest(8, False, 0.0001)
+    costs.observe_rest(8, True, 0.15)
+    assert costs.rest(8, True) == 0.0001
+    for _ in range(FEW_SAMPLES):
+        costs.observe_rest(8, True, 0.002)
+    assert costs.rest(8, True) == 0.002
+
+
+def test_a_draft_for_more_sequences_limits_an_unsure_estimate() -> None:
+    costs = StepCosts()
+    costs.observe_drafts({CHAIN: 4}, DEVICE, 0.03)
+    costs.observe_drafts({CHAIN: 64}, DEVICE, 0.0015)
+    assert costs.draft(CHAIN, 4) == pytest.approx(0.0015)

@@ -20,6 +20,7 @@ from outrider.services.target.settings import TargetSettings
 from outrider.services.target.startup import graph_plan
 from outrider.services.target.startup.graph_plan import (
     GraphPlan,
+    background_works,
     compile_kernels,
     list_graphs,
     other_trees,
@@ -98,8 +99,10 @@ class ListedGraphs:
     ) -> list[Recording]:
         return [self._one((*batch, mode)) for batch in batches for mode in modes]
 
-    def mixed(self) -> list[Recording]:
-        return [self._one(("mixed", rows)) for rows in (512, 448)]
+    def mixed(
+        self, _modes: Sequence[SamplingMode] = (), sizes: Sequence[int] = (512, 448)
+    ) -> list[Recording]:
+        return [self._one(("mixed", rows)) for rows in sizes]
 
     def prompt(self, size: int) -> Recording:
         return self._one(("prompt", size))
@@ -357,7 +360,7 @@ def test_batch_sizes_are_rounded_up_to_buckets() -> None:
     assert [bucket(batch_buckets(20), count) for count in (1, 3, 17, 20, 21)] == [1, 4, 20, 20, None]
 
 
-def test_every_number_of_branches_has_a_tree_whose_kernels_are_compiled_while_idle() -> None:
+def test_every_number_of_branches_has_a_tree_whose_kernels_are_compiled_ahead() -> None:
     tree = DraftShape(5, 4, 16)
     assert other_trees(tree, 16, 128) == (DraftShape(5, 2, 11), DraftShape(5, 8, 41), DraftShape(5, 16, 81))
     assert other_trees(tree, 6, 30) == (DraftShape(5, 2, 11), DraftShape(5, 6, 30))
@@ -366,15 +369,30 @@ def test_every_number_of_branches_has_a_tree_whose_kernels_are_compiled_while_id
     assert plan_graphs(settings(), cuda=True, waits=False).shapes[1] == tree
 
 
-def test_kernels_of_other_trees_are_compiled_one_tree_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled: list[Any] = []
-    monkeypatch.setattr(graph_plan, "compile_ahead", lambda _device, works, **_: compiled.append(works))
-    recordings: Any = SimpleNamespace(rounds=lambda batches: [("drafts", batch) for batch in batches])
-    plan = plan_graphs(settings(max_topk=8), cuda=True, waits=False)
-    graphs: Any = SimpleNamespace(device=torch.device("cuda"))
-    work = graph_plan._compile_other_trees(recordings, graphs, plan)
-    next(work)
-    assert compiled == [[(1, DraftShape(5, 2, 11))]]
-    next(work)
-    assert compiled[1:] == [[(1, DraftShape(5, 8, 41))]]
-    assert next(work, None) is None
+def test_the_most_urgent_kernels_are_compiled_first_in_the_background() -> None:
+    """If the first pieces of a list miss no kernel, the rest of the list is skipped."""
+    plan = plan_graphs(settings(max_topk=8, max_running_requests=24), cuda=True, waits=False)
+    listed = ListedGraphs()
+    lists = background_works(cast(Recordings, listed), plan, [lambda: listed.made.append("prompt"), fail])
+    assert [all_sizes for _works, all_sizes in lists] == [False, True, False]
+    made = []
+    for works, _all_sizes in lists:
+        listed.made.clear()
+        for work in works:
+            work()
+        made.append(list(listed.made))
+    of_one, usual, more = made
+    assert {size for size, _shape, _mode in of_one} == {1}
+    assert {mode for _size, _shape, mode in of_one} == set(SamplingMode)
+    assert usual[0][:2] == (1, plan.shapes[1])
+    assert usual[-1] == "prompt"
+    mixed = [what[1] for what in more if what[0] == "mixed"]
+    assert {8, 64, 256} < set(mixed)
+    assert {what[:2] for what in more[len(mixed) :]} == {
+        *((1, shape) for shape in plan.other_trees),
+        *((24, shape) for shape in plan.shapes[1:]),
+    }
+
+
+def fail() -> None:
+    raise AssertionError("one prompt is enough")
