@@ -122,6 +122,7 @@ class TextAssembler:
         self._decoder = IncrementalDecoder(tokenizer, rules.skip_special_tokens) if tokenizer else None
         self._matcher = StopMatcher(rules.strings, rules.include_stop_string)
         self._search = StopSearch(rules.regexes) if rules.regexes else None
+        self._never_stops = not (rules.strings or rules.regexes)
         self._silent = silent_token_ids
         self._min_tokens = rules.min_tokens
         self._text = ""
@@ -131,7 +132,7 @@ class TextAssembler:
         self.matched_stop: str | None = None
 
     def push(self, token_ids: Iterable[int]) -> Chunk:
-        """Add emitted tokens and return the chunk that is now final. Ignore tokens after a match."""
+        """Add emitted tokens and return a new chunk with what is now final. Ignore tokens after a match."""
         text = ""
         released: list[int] = []
         for token_id in token_ids:
@@ -143,28 +144,32 @@ class TextAssembler:
                 continue
             self._undecoded.append(token_id)
             piece = self._decoder.flush() if token_id in self._silent else self._decoder.push(token_id)
-            more_text, more_tokens = self._append(piece)
+            if not piece:
+                continue
+            if self._never_stops:
+                more_text, more_tokens, self._undecoded = piece, self._undecoded, []
+            else:
+                more_text, more_tokens = self._append(piece)
             text += more_text
             released += more_tokens
-        return Chunk(text, tuple(released))
+        return Chunk(text, released)
 
     def finish(self) -> Chunk:
         """Return all text and tokens that are still held back. Call this once the sequence has ended."""
         text = ""
         released: list[int] = []
-        if self._decoder is not None and self.matched_stop is None:
-            text, released = self._append(self._decoder.flush())
+        if self._decoder is not None and self.matched_stop is None and (piece := self._decoder.flush()):
+            text, released = self._append(piece)
         if self.matched_stop is None:
             text += self._text
         released += [token for group in self._pending for token in group.token_ids] + self._undecoded
         self._text = ""
         self._pending.clear()
         self._undecoded.clear()
-        return Chunk(text, tuple(released))
+        return Chunk(text, released)
 
     def _append(self, piece: str) -> tuple[str, list[int]]:
-        if not piece:
-            return "", []
+        """Add the text of the undecoded tokens, and return the text and the tokens that are now final."""
         self._text += piece
         self._pending.append(_Pending(self._undecoded, len(self._text)))
         self._undecoded = []

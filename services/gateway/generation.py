@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 
@@ -28,7 +28,7 @@ from outrider.services.gateway.round_tally import RoundTally
 from outrider.services.gateway.target_client.movable_stream import MovableStream
 from outrider.services.gateway.target_client.pool import ModelTargets
 from outrider.services.gateway.trace_text import TraceTexts
-from outrider.shared.base.errors import DeadlineExceededError, OutriderError
+from outrider.shared.base.errors import OutriderError
 from outrider.shared.base.generation import FinishReason, RoundTrace, SpeculationReport
 from outrider.shared.base.logit_rules import TokenLogprob
 from outrider.shared.base.token_states import TokenStates
@@ -45,10 +45,8 @@ class Generator:
         self._tokenizer = tokenizer
         self._metrics = metrics
 
-    async def run(
-        self, requests: Sequence[GenerationRequest], slot: Slot
-    ) -> AsyncGenerator[ChoiceEvent, None]:
-        """Run all sequences of a request concurrently and yield their events as they arrive.
+    def run(self, requests: Sequence[GenerationRequest], slot: Slot) -> AsyncGenerator[ChoiceEvent, None]:
+        """Return a generator that runs all sequences of a request concurrently and yields their events.
 
         The events of each sequence are in order. Closing the generator cancels the running sequences.
         If one sequence fails, the whole request fails.
@@ -57,9 +55,7 @@ class Generator:
             OutriderError: If the target reports an error, or the deadline passes.
         """
         sequences = [self._sequence(index, request, slot) for index, request in enumerate(requests)]
-        async with aclosing(sequences[0] if len(sequences) == 1 else _merge(sequences)) as events:
-            async for event in events:
-                yield event
+        return sequences[0] if len(sequences) == 1 else _merge(sequences)
 
     async def _sequence(
         self, index: int, request: GenerationRequest, slot: Slot
@@ -79,7 +75,7 @@ class Generator:
         cached_tokens = 0
         try:
             while True:
-                event = await _next(stream, request.deadline)
+                event = await stream.next()
                 now = loop.time()
                 # 1. The first event of a sequence, of any kind, ends its wait in the target's queue.
                 if not started:
@@ -112,7 +108,8 @@ class Generator:
                     if event.states is not None:
                         yield ChoiceEvent(index, Chunk("", (), states=event.states))
                     continue
-                scores.extend(event.logprobs)
+                if event.logprobs:
+                    scores.extend(event.logprobs)
                 if not counted:
                     cached_tokens = event.cached_tokens
                 delivered.add(event)
@@ -125,10 +122,9 @@ class Generator:
                     metrics.generation_tokens.inc(assembler.num_tokens - counted)
                     counted = assembler.num_tokens
                     if piece.text or piece.token_ids or rounds:
-                        piece = replace(
-                            piece, rounds=rounds, drafts=tuple(drafts), cached_tokens=cached_tokens
-                        )
-                        drafts.clear()
+                        piece.rounds, piece.cached_tokens = rounds, cached_tokens
+                        if drafts:
+                            piece.drafts, drafts = drafts, []
                         yield ChoiceEvent(index, _scored(piece, scores))
                     if assembler.matched_stop is not None:
                         break
@@ -238,14 +234,6 @@ async def _merge(sequences: Sequence[AsyncGenerator[ChoiceEvent, None]]) -> Asyn
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _next(stream: MovableStream, deadline: float) -> TargetDelta | TargetFinish:
-    try:
-        async with asyncio.timeout_at(deadline):
-            return await stream.next()
-    except TimeoutError:
-        raise DeadlineExceededError("The request's deadline passed before it finished.") from None
-
-
 async def _last_word(stream: MovableStream, request: GenerationRequest) -> TargetFinish:
     """Return the target's final report after a cancel, or an empty report if none arrives in time."""
     try:
@@ -283,17 +271,18 @@ def _of_text(
 
 
 def _scored(chunk: Chunk, scores: deque[TokenLogprob]) -> Chunk:
-    """Return a chunk with the logprobs of its tokens, taken from the front of `scores`."""
-    if not scores:
-        return chunk
-    return replace(chunk, logprobs=tuple(scores.popleft() for _ in chunk.token_ids if scores))
+    """Give a new chunk the logprobs of its tokens, taken from the front of `scores`, and return it."""
+    if scores:
+        chunk.logprobs = [scores.popleft() for _ in chunk.token_ids if scores]
+    return chunk
 
 
-def _by_round(delta: TargetDelta) -> Iterator[tuple[tuple[int, ...], tuple[RoundTrace, ...]]]:
+def _by_round(delta: TargetDelta) -> Iterable[tuple[Sequence[int], Sequence[RoundTrace]]]:
     """Split a delta into its traced rounds. Tokens of the prefill come first, in a part without a round."""
-    if not delta.rounds:
-        yield delta.token_ids, ()
-        return
+    return _traced_parts(delta) if delta.rounds else ((delta.token_ids, ()),)
+
+
+def _traced_parts(delta: TargetDelta) -> Iterator[tuple[Sequence[int], Sequence[RoundTrace]]]:
     at = max(0, len(delta.token_ids) - sum(len(one.emitted) for one in delta.rounds))
     if at:
         yield delta.token_ids[:at], ()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
@@ -193,7 +192,7 @@ def _name(token: int, raw: bytes, ids_as_text: bool) -> str:
 
 
 def _finite(logprob: float) -> float:
-    return max(logprob, LEAST_LOGPROB) if not math.isnan(logprob) else LEAST_LOGPROB
+    return logprob if logprob > LEAST_LOGPROB else LEAST_LOGPROB  # also replaces nan
 
 
 @cache

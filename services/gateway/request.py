@@ -1,4 +1,8 @@
-"""Checked requests and their results: frozen data that REST, gRPC, the core and the target client share."""
+"""Checked requests and their results: data that REST, gRPC, the core and the target client share.
+
+Records of which each token needs one are not frozen, because creating a frozen record takes about three times
+as long.
+"""
 
 from __future__ import annotations
 
@@ -129,7 +133,7 @@ class Usage:
     cached_tokens: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class TargetDelta:
     """A message of the target with new tokens of one sequence.
 
@@ -141,10 +145,10 @@ class TargetDelta:
     not report the numbers.
     """
 
-    token_ids: tuple[int, ...]
-    rounds: tuple[RoundTrace, ...] = ()
-    logprobs: tuple[TokenLogprob, ...] = ()
-    prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    token_ids: Sequence[int]
+    rounds: Sequence[RoundTrace] = ()
+    logprobs: Sequence[TokenLogprob] = ()
+    prompt_logprobs: Sequence[TokenLogprob] = ()
     states: TokenStates | None = None
     cached_tokens: int = 0
     drafts: tuple[int, int] | None = None
@@ -182,7 +186,7 @@ class Started:
     prompt_ids: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Chunk:
     """A piece of one sequence: final text, its tokens, and at most one round if the request is traced.
 
@@ -195,13 +199,13 @@ class Chunk:
     """
 
     text: str
-    token_ids: tuple[int, ...]
-    rounds: tuple[RoundTrace, ...] = ()
-    logprobs: tuple[TokenLogprob, ...] = ()
-    prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    token_ids: Sequence[int]
+    rounds: Sequence[RoundTrace] = ()
+    logprobs: Sequence[TokenLogprob] = ()
+    prompt_logprobs: Sequence[TokenLogprob] = ()
     prompt_ids: tuple[int, ...] = ()
     states: TokenStates | None = None
-    drafts: tuple[tuple[int, int], ...] = ()
+    drafts: Sequence[tuple[int, int]] = ()
     cached_tokens: int = 0
 
 
@@ -224,7 +228,7 @@ class Finished:
     e2e_s: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ChoiceEvent:
     """An event of one sequence. `index` is the position of the sequence in its request."""
 

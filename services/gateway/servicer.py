@@ -44,7 +44,7 @@ from outrider.shared.obs.tracing import traceparent_of
 from outrider.shared.rpc.common_messages import report_to_proto, round_to_proto
 from outrider.shared.rpc.constraint_messages import constraint_from_proto
 from outrider.shared.rpc.interceptors import OnError
-from outrider.shared.rpc.logprob_messages import logprob_to_proto, logprobs_from_proto
+from outrider.shared.rpc.logprob_messages import logprobs_from_proto, write_logprob
 from outrider.shared.rpc.state_messages import state_params_from_proto, states_to_proto
 
 SERVICE_NAME = "outrider.gateway.v1.Inference"
@@ -241,10 +241,12 @@ class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
                             index=index,
                             token_ids=token_ids,
                             rounds=[round_to_proto(each) for each in rounds],
-                            logprobs=[logprob_to_proto(each) for each in event.logprobs],
-                            prompt_logprobs=[logprob_to_proto(each) for each in event.prompt_logprobs],
                             states=states_to_proto(event.states),
                         )
+                        for each in event.logprobs:
+                            write_logprob(each, first.logprobs.add())
+                        for each in event.prompt_logprobs:
+                            write_logprob(each, first.prompt_logprobs.add())
                         for position, piece in enumerate(pieces or [Text("")]):
                             chunk = gateway_pb2.Chunk(index=index) if position else first
                             shown = Text("") if hide_reasoning and isinstance(piece, Reasoning) else piece

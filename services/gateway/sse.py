@@ -25,15 +25,19 @@ _LINE_BREAKS = {ord(one): f"\\u{ord(one):04x}" for one in "\x85\u2028\u2029"}
 _JSON = json.JSONEncoder(allow_nan=False, separators=(",", ":"), ensure_ascii=False)
 
 
-def encode_event(event: dict[str, Any]) -> bytes:
-    """Encode one event as one data line.
+def json_line(value: Any) -> str:
+    """Return a value as JSON without line breaks.
 
     JSON escapes ASCII's line breaks. The other characters that Python's `str.splitlines` treats as line
     breaks are escaped, too, because some clients split events there, for example those that use httpx.
     """
-    text = _JSON.encode(event)
-    if not text.isascii():
-        text = text.translate(_LINE_BREAKS)
+    text = _JSON.encode(value)
+    return text if text.isascii() else text.translate(_LINE_BREAKS)
+
+
+def encode_event(event: dict[str, Any] | str) -> bytes:
+    """Encode one event as one data line. An event that is text is JSON already, from `json_line`."""
+    text = event if isinstance(event, str) else json_line(event)
     return b"data: " + text.encode("utf-8", "backslashreplace") + b"\n\n"
 
 
@@ -50,7 +54,7 @@ class EventStream(Response):
 
     def __init__(
         self,
-        events: AsyncGenerator[dict[str, Any], None],
+        events: AsyncGenerator[dict[str, Any] | str, None],
         keep_alive_s: float,
         headers: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
@@ -59,8 +63,8 @@ class EventStream(Response):
         self._events = events
         self._keep_alive_s = keep_alive_s
 
-    def encode(self, event: dict[str, Any]) -> bytes:
-        """Return the bytes of an event."""
+    def encode(self, event: dict[str, Any] | str) -> bytes:
+        """Return the bytes of an event. An event that is text is JSON already, from `json_line`."""
         return encode_event(event)
 
     def failure(self, error: OutriderError) -> dict[str, Any]:
@@ -76,41 +80,70 @@ class EventStream(Response):
             await run_until_disconnect(receive, self._stream(scope, receive, send))
 
     async def _stream(self, scope: Scope, receive: Receive, send: Send) -> None:
-        begun = False
-        pending: asyncio.Task[dict[str, Any] | None] | None = None
+        reply = _Reply(scope, send, self.raw_headers)
+        # A task for the comments costs less than a timeout for each event.
+        comments = asyncio.create_task(reply.fill_silence(self._keep_alive_s))
+        ended = False
         try:
-            while True:
-                pending = pending or asyncio.create_task(_next(self._events))
-                done, _ = await asyncio.wait({pending}, timeout=self._keep_alive_s)
-                if done:
-                    try:
-                        event, pending = pending.result(), None
-                        data = self.done if event is None else self.encode(event)
-                        ended = event is None
-                    except Exception as error:
-                        failure = as_outrider_error(error)
-                        if not begun:
-                            await self.refuse(failure)(scope, receive, send)
-                            return
-                        note_error(scope, failure)
-                        data, pending = self.encode(self.failure(failure)) + self.done, None
-                        ended = True
-                else:
-                    data, ended = KEEP_ALIVE, False
-                if not begun:
-                    begun = True
-                    await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-                    scope.setdefault("state", {})[EVENT_STREAM] = True
-                if ended:
-                    scope["state"].pop(EVENT_STREAM)
-                await send({"type": "http.response.body", "body": data, "more_body": not ended})
-                if ended:
-                    return
+            while not ended:
+                try:
+                    event = await anext(self._events, None)
+                    data = self.done if event is None else self.encode(event)
+                    ended = event is None
+                except Exception as error:
+                    failure = as_outrider_error(error)
+                    if not reply.begun:
+                        comments.cancel()
+                        await self.refuse(failure)(scope, receive, send)
+                        return
+                    note_error(scope, failure)
+                    data, ended = self.encode(self.failure(failure)) + self.done, True
+                await reply.send(data, ended)
         finally:
-            if pending:
-                pending.cancel()
-                await asyncio.gather(pending, return_exceptions=True)
+            comments.cancel()
+            await asyncio.gather(comments, return_exceptions=True)
             await self._events.aclose()
+
+
+class _Reply:
+    """The messages of one streamed reply.
+
+    Attributes:
+        begun: Whether the status of the reply has been sent.
+    """
+
+    def __init__(self, scope: Scope, send: Send, raw_headers: list[tuple[bytes, bytes]]) -> None:
+        self.begun = False
+        self._scope = scope
+        self._send = send
+        self._raw_headers = raw_headers
+        self._clock = asyncio.get_running_loop().time
+        self._last = self._clock()
+        self._sending = asyncio.Lock()
+
+    async def send(self, data: bytes, ended: bool = False) -> None:
+        """Send a part of the body, and the status before the first part."""
+        async with self._sending:
+            if not self.begun:
+                self.begun = True
+                head = {"type": "http.response.start", "status": 200, "headers": self._raw_headers}
+                await self._send(head)
+                self._scope.setdefault("state", {})[EVENT_STREAM] = True
+            if ended:
+                self._scope["state"].pop(EVENT_STREAM)
+            await self._send({"type": "http.response.body", "body": data, "more_body": not ended})
+            self._last = self._clock()
+
+    async def fill_silence(self, keep_alive_s: float) -> None:
+        """Send a comment whenever nothing has been sent for `keep_alive_s` seconds, until cancelled."""
+        while True:
+            wait_s = self._last + keep_alive_s - self._clock()
+            if wait_s > 0:
+                await asyncio.sleep(wait_s)
+            elif self._sending.locked():
+                await asyncio.sleep(keep_alive_s)
+            else:
+                await self.send(KEEP_ALIVE)
 
 
 class NamedEventStream(EventStream):
@@ -118,7 +151,8 @@ class NamedEventStream(EventStream):
 
     done = b""
 
-    def encode(self, event: dict[str, Any]) -> bytes:
+    def encode(self, event: dict[str, Any] | str) -> bytes:
+        assert isinstance(event, dict), "the name of an event is a field"
         return b"event: " + str(event["type"]).encode("ascii") + b"\n" + encode_event(event)
 
 
@@ -144,7 +178,3 @@ async def run_until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -
 async def _disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-async def _next(events: AsyncGenerator[dict[str, Any], None]) -> dict[str, Any] | None:
-    return await anext(events, None)

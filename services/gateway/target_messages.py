@@ -118,10 +118,10 @@ def request_to_proto(request: GenerationRequest, timeout_s: float) -> target_pb2
 def delta_from_proto(delta: target_pb2.TokenDelta) -> TargetDelta:
     """Convert the tokens of one message."""
     return TargetDelta(
-        tuple(delta.token_ids),
-        tuple(round_from_proto(one) for one in delta.rounds),
-        tuple(logprob_from_proto(one) for one in delta.logprobs),
-        tuple(logprob_from_proto(one) for one in delta.prompt_logprobs),
+        delta.token_ids[:],  # a slice is copied at once, not token by token
+        [round_from_proto(one) for one in delta.rounds] if delta.rounds else (),
+        [logprob_from_proto(one) for one in delta.logprobs] if delta.logprobs else (),
+        [logprob_from_proto(one) for one in delta.prompt_logprobs] if delta.prompt_logprobs else (),
         states_from_proto(delta.states) if delta.HasField("states") else None,
         delta.cached_tokens,
         (delta.draft_tokens, delta.accepted_tokens) if delta.HasField("draft_tokens") else None,

@@ -6,6 +6,9 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+YOUNG_OBJECTS = 20_000
+"""New objects after which the collector runs. Visiting so many takes about a millisecond."""
+
 
 @contextmanager
 def without_collections() -> Iterator[None]:
@@ -35,10 +38,12 @@ def without_collections() -> Iterator[None]:
 
 
 def freeze_objects() -> None:
-    """Exempt all objects that exist now from later garbage collections.
+    """Exempt all objects that exist now from later garbage collections, and make these collections rare.
 
     Call this function when most objects of the process will stay until its end. Otherwise, every full
-    collection visits them, which stops all threads for tens of milliseconds.
+    collection visits them, which stops all threads for tens of milliseconds. Python's own interval, 700 new
+    objects, suits small programs: the tokens of answers that are not complete yet would be visited many times
+    a second.
 
     Example:
         >>> import gc
@@ -50,3 +55,4 @@ def freeze_objects() -> None:
     """
     gc.collect()
     gc.freeze()
+    gc.set_threshold(YOUNG_OBJECTS)

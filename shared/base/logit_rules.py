@@ -194,17 +194,27 @@ class LogprobParams:
 NO_LOGPROBS = LogprobParams()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class TokenLogprob:
     """The log-probability of one token, and the most likely tokens at the same position.
 
+    The record is not frozen, because creating a frozen record takes about three times as long, and each token
+    needs one.
+
     Attributes:
         logprob: The natural logarithm of the token's probability.
-        top: The most likely tokens and their logprobs, the most likely first. Tokens of equal probability are
-            in the order of their ids.
+        top_ids: The most likely tokens, the most likely first. Tokens of equal probability are in the order
+            of their ids.
+        top_logprobs: The logprobs of `top_ids`.
         requested: The logprobs of `LogprobParams.token_ids`, in the order of the request.
     """
 
     logprob: float
-    top: Sequence[tuple[int, float]] = ()
+    top_ids: Sequence[int] = ()
+    top_logprobs: Sequence[float] = ()
     requested: Sequence[float] = ()
+
+    @property
+    def top(self) -> list[tuple[int, float]]:
+        """The most likely tokens, each with its logprob. Ids and logprobs without a partner are left out."""
+        return list(zip(self.top_ids, self.top_logprobs, strict=False))

@@ -64,17 +64,17 @@ def logprobs_to_proto(wanted: LogprobParams) -> common_pb2.LogprobOptions | None
     )
 
 
-def logprob_to_proto(one: TokenLogprob) -> common_pb2.TokenLogprob:
-    """Return the message of one token's logprobs."""
-    return common_pb2.TokenLogprob(
-        logprob=one.logprob,
-        top_ids=[token for token, _ in one.top],
-        top_logprobs=[logprob for _, logprob in one.top],
-        requested=one.requested,
-    )
+def write_logprob(one: TokenLogprob, message: common_pb2.TokenLogprob) -> None:
+    """Write one token's logprobs into a new message."""
+    message.logprob = one.logprob
+    if one.top_ids:
+        message.top_ids.extend(one.top_ids)
+        message.top_logprobs.extend(one.top_logprobs)
+    if one.requested:
+        message.requested.extend(one.requested)
 
 
 def logprob_from_proto(message: common_pb2.TokenLogprob) -> TokenLogprob:
-    """Return the logprobs of one token. Ids without a logprob are dropped, and logprobs without an id."""
-    top = tuple(zip(message.top_ids, message.top_logprobs, strict=False))
-    return TokenLogprob(message.logprob, top, tuple(message.requested))
+    """Return the logprobs of one token."""
+    # A slice is copied at once, not number by number.
+    return TokenLogprob(message.logprob, message.top_ids[:], message.top_logprobs[:], message.requested[:])

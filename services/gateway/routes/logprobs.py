@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 from outrider.services.gateway.core import GatewayCore, Job
@@ -60,7 +59,11 @@ def completion_reply_logprobs(core: GatewayCore, job: Job, one: Completion) -> d
     prompt: Sequence[int] = ()
     logprobs: list[TokenLogprob | None] = []
     if wanted.echoed is not None:
-        echoed = [replace(each, top=each.top[: wanted.echoed]) for each in one.prompt_logprobs]
+        most = wanted.echoed
+        echoed = [
+            TokenLogprob(each.logprob, each.top_ids[:most], each.top_logprobs[:most])
+            for each in one.prompt_logprobs
+        ]
         prompt, logprobs = one.prompt_ids, [None, *echoed]
     return completion_logprobs(
         [*prompt, *one.token_ids], [*logprobs, *one.logprobs], core.token_bytes, wanted.ids_as_text
@@ -113,29 +116,58 @@ def native_meta(
     with_text: bool,
 ) -> dict[str, Any]:
     """Return the fields of `meta_info` that contain logprobs. Empty if the client wants no logprobs."""
+    return native_output(core, wanted, chunks, with_text) | native_input(
+        core, wanted, prompt_ids, chunks, with_text
+    )
+
+
+def native_output(
+    core: GatewayCore, wanted: LogprobParams, chunks: Sequence[Chunk], with_text: bool
+) -> dict[str, list[Any]]:
+    """Return the fields of `meta_info` with one entry per token of the answer's `chunks`.
+
+    Empty if the client wants no logprobs.
+    """
     if wanted.top is None:
         return {}
     bytes_of = core.token_bytes if with_text else None
     token_ids = [token for chunk in chunks for token in chunk.token_ids]
     emitted = [one for chunk in chunks for one in chunk.logprobs]
     own, tops = native_logprobs(token_ids, emitted, bytes_of)
-    meta: dict[str, Any] = {"output_token_logprobs": own}
+    meta: dict[str, list[Any]] = {"output_token_logprobs": own}
     if wanted.top:
         meta["output_top_logprobs"] = tops
     if wanted.token_ids:
         meta["output_token_ids_logprobs"] = token_ids_logprobs(wanted.token_ids, emitted, bytes_of)
-        meta["input_token_ids_logprobs"] = []
+    return meta
+
+
+def native_input(
+    core: GatewayCore,
+    wanted: LogprobParams,
+    prompt_ids: Sequence[int],
+    chunks: Sequence[Chunk],
+    with_text: bool,
+) -> dict[str, list[Any]]:
+    """Return the fields of `meta_info` with the logprobs of the prompt. Empty lists if it has none.
+
+    The result is an empty dictionary if the client wants no logprobs.
+    """
+    if wanted.top is None:
+        return {}
+    bytes_of = core.token_bytes if with_text else None
+    own: list[Any] = []
+    tops: list[Any] = []
+    named: list[Any] = []
+    most = wanted.top
     if wanted.prompt_top is not None:
         scored: list[TokenLogprob | None] = [one for chunk in chunks for one in chunk.prompt_logprobs]
         own, tops = native_logprobs(prompt_ids[wanted.prompt_start - 1 :], [None, *scored], bytes_of)
-        meta["input_token_logprobs"] = own
-        if wanted.prompt_top:
-            meta["input_top_logprobs"] = tops
-        if wanted.token_ids:
-            found = token_ids_logprobs(wanted.token_ids, [None, *scored], bytes_of)
-            meta["input_token_ids_logprobs"] = found
-    else:
-        meta["input_token_logprobs"] = []
-        if wanted.top:
-            meta["input_top_logprobs"] = []
+        named = token_ids_logprobs(wanted.token_ids, [None, *scored], bytes_of)
+        most = wanted.prompt_top
+    meta = {"input_token_logprobs": own}
+    if most:
+        meta["input_top_logprobs"] = tops
+    if wanted.token_ids:
+        meta["input_token_ids_logprobs"] = named
     return meta

@@ -5,7 +5,6 @@ from __future__ import annotations
 import uuid
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -19,10 +18,10 @@ from outrider.services.gateway.keys.caller import current_caller
 from outrider.services.gateway.parameters import NATIVE, NATIVE_TEXT
 from outrider.services.gateway.render import decision_object, memory_gib, speculation_object, trace_object
 from outrider.services.gateway.request import Chunk, Completion, Finished, Started
-from outrider.services.gateway.round_tally import RoundTally
 from outrider.services.gateway.routes.completions import check_texts, encode_batch
 from outrider.services.gateway.routes.context import ERROR_RESPONSES, core_of, ignored_header, timeout_of
 from outrider.services.gateway.routes.logprobs import native_meta
+from outrider.services.gateway.routes.native_progress import NativeProgress
 from outrider.services.gateway.routes.states import StateTexts
 from outrider.services.gateway.schemas.completions import as_batch
 from outrider.services.gateway.schemas.native import NativeRequest
@@ -86,35 +85,17 @@ async def generate(body: NativeRequest, request: Request) -> Response:
     return await texts.reply(replies if as_list else replies[0], headers)
 
 
-@dataclass(slots=True)
-class _Progress:
-    """The part of one sequence that has arrived, and the counters of its rounds."""
-
-    started: Started
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    chunks: list[Chunk] = field(default_factory=list)
-    rounds: RoundTally = field(default_factory=RoundTally)
-
-    def add(self, chunk: Chunk) -> None:
-        """Append a chunk."""
-        self.chunks.append(chunk)
-        self.text += chunk.text
-        self.token_ids += chunk.token_ids
-        self.rounds.add(chunk.drafts)
-
-
 async def _stream(
     core: GatewayCore, job: Job, as_list: bool, with_text: bool, with_prompt_ids: bool
-) -> AsyncGenerator[dict[str, Any], None]:
-    found: dict[int, _Progress] = {}
+) -> AsyncGenerator[str, None]:
+    found: dict[int, NativeProgress] = {}
     wanted = _wanted(job)
     async with aclosing(core.generate(job)) as events:
         async for one in events:
             index = one.index
             match one.event:
                 case Started() as start:
-                    found[index] = _Progress(start)
+                    found[index] = NativeProgress(core, start, wanted[index], with_text)
                     continue
                 case Chunk() as chunk:
                     progress = found[index]
@@ -130,15 +111,7 @@ async def _stream(
                     extra = {"speculation": speculation_object(end.speculation)}
                     if with_prompt_ids:
                         extra["prompt_token_ids"] = list(progress.started.prompt_ids)
-            prompt_ids = progress.started.prompt_ids
-            meta |= native_meta(core, wanted[index], prompt_ids, progress.chunks, with_text)
-            yield {
-                "text": progress.text,
-                "output_ids": list(progress.token_ids),
-                "meta_info": meta,
-                **extra,
-                **({"index": index} if as_list else {}),
-            }
+            yield progress.event(meta, extra | ({"index": index} if as_list else {}))
 
 
 def _rids(rid: str | list[str] | None, as_list: bool, choices: Sequence[int]) -> tuple[str, ...]:
@@ -196,16 +169,16 @@ def _meta(core: GatewayCore, end: Finished, rid: str, seed: int) -> dict[str, An
     }
 
 
-def _meta_so_far(core: GatewayCore, progress: _Progress, rid: str) -> dict[str, Any]:
+def _meta_so_far(core: GatewayCore, progress: NativeProgress, rid: str) -> dict[str, Any]:
     """Return SGLang's `meta_info` of a sequence that continues."""
     return {
         "id": rid,
         "finish_reason": None,
         "prompt_tokens": progress.started.prompt_tokens,
-        "completion_tokens": len(progress.token_ids),
-        "cached_tokens": progress.chunks[-1].cached_tokens,
+        "completion_tokens": progress.num_tokens,
+        "cached_tokens": progress.cached_tokens,
         "weight_version": core.client.info.weight_version,
-        **_spec_meta(progress.rounds.report(), len(progress.token_ids)),
+        **_spec_meta(progress.rounds.report(), progress.num_tokens),
     }
 
 

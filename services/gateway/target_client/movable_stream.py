@@ -15,7 +15,7 @@ from typing import Protocol
 from outrider.services.gateway.request import GenerationRequest, TargetDelta, TargetFinish, Usage
 from outrider.services.gateway.target_client.member import Member
 from outrider.services.gateway.target_client.stream import TargetStream
-from outrider.shared.base.errors import ErrorCode, OutriderError
+from outrider.shared.base.errors import DeadlineExceededError, ErrorCode, OutriderError
 from outrider.shared.base.generation import FinishReason, SpeculationReport
 from outrider.shared.obs.logging import get_logger
 
@@ -65,7 +65,8 @@ class TargetChooser(Protocol):
 class MovableStream:
     """The events of one sequence on the pool of targets.
 
-    Read them with `next` until a `TargetFinish`, and always call `close`.
+    Read them with `next` until a `TargetFinish`, and always call `close`. At the request's deadline, the
+    sequence is cancelled and fails.
 
     Args:
         request: The request for the sequence.
@@ -99,11 +100,14 @@ class MovableStream:
         self._member: Member | None = None
         self._stream: TargetStream | None = None
         self._enter(member, request)
+        # One timer for the whole sequence. A timeout around each wait would take longer than the wait itself.
+        self._deadline = asyncio.get_running_loop().call_at(request.deadline, self._expire)
 
     async def next(self) -> TargetDelta | TargetFinish:
         """Wait for the next event of the sequence. If the target is lost, first move to another target.
 
         Raises:
+            DeadlineExceededError: If the request's deadline has passed.
             OutriderError: If a target rejected the sequence, or if the target was lost and no other target
                 could continue the sequence.
         """
@@ -136,7 +140,15 @@ class MovableStream:
         if self._closed:
             return
         self._closed = True
+        self._deadline.cancel()
         self._placement.forget(self.request_id, self._leave())
+
+    def _expire(self) -> None:
+        """End the sequence at its deadline. Without a target, `_move` ends it."""
+        if self._stream is not None:
+            if not self._cancelled:
+                self._stream.cancel()
+            self._stream.deliver(_overdue(), 0)
 
     def _count(self, delta: TargetDelta) -> TargetDelta:
         """Record the tokens of a delta, and number the rounds of its trace consecutively over all targets."""
@@ -160,6 +172,7 @@ class MovableStream:
         """Continue at another target. If the sequence is cancelled while it waits, return without a target.
 
         Raises:
+            DeadlineExceededError: If the request's deadline passes.
             OutriderError: The given `error`, if no other target becomes available in time.
         """
         lost = self._leave()
@@ -190,10 +203,12 @@ class MovableStream:
                 )
                 return
             give_up = began + self._placement.patience_s()
+            if clock() >= self._request.deadline:
+                raise _overdue()
             if clock() >= give_up:
                 raise error
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout_at(give_up):
+                async with asyncio.timeout_at(min(give_up, self._request.deadline)):
                     await self._placement.changed()
 
     def _enter(self, member: Member, request: GenerationRequest) -> None:
@@ -260,3 +275,7 @@ class MovableStream:
         if not self._resumed:
             return end
         return replace(end, usage=replace(end.usage, cached_tokens=self._cached_tokens))
+
+
+def _overdue() -> DeadlineExceededError:
+    return DeadlineExceededError("The request's deadline passed before it finished.")

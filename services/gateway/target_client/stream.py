@@ -39,7 +39,10 @@ class SessionOutlet(Protocol):
 
 
 class TargetStream:
-    """The events of one sequence. Read with `next` until a `TargetFinish`, and always call `close`."""
+    """The events of one sequence. Read with `next` until a `TargetFinish`, and always call `close`.
+
+    Only one task may call `next`.
+    """
 
     def __init__(self, request_id: str, session: SessionOutlet, limits: ReaderLimits) -> None:
         self.request_id = request_id
@@ -47,9 +50,10 @@ class TargetStream:
         self._limits = limits
         self._events: deque[tuple[TargetDelta | TargetFinish | OutriderError, int]] = deque()
         self._unread_bytes = 0
-        self._arrived = asyncio.Event()
         self._ended = False
         self._loop = asyncio.get_running_loop()
+        # The future on which `next` waits.
+        self._arrival: asyncio.Future[None] | None = None
         self._last_read = self._loop.time()
         self._abort_timer: asyncio.TimerHandle | None = None
 
@@ -60,8 +64,8 @@ class TargetStream:
             OutriderError: If the target rejected or lost the sequence, or if the connection was lost.
         """
         while not self._events:
-            self._arrived.clear()
-            await self._arrived.wait()
+            self._arrival = self._loop.create_future()
+            await self._arrival
         event, cost = self._events.popleft()
         self._unread_bytes -= cost
         self._last_read = self._loop.time()
@@ -106,7 +110,8 @@ class TargetStream:
         self._ended = not isinstance(event, TargetDelta)
         self._events.append((event, cost))
         self._unread_bytes += cost
-        self._arrived.set()
+        if self._arrival is not None and not self._arrival.done():
+            self._arrival.set_result(None)
         if self._unread_bytes > self._limits.max_unread_bytes and not self._abort_timer and not self._ended:
             self._session.send(target_pb2.SessionRequest(pause=target_pb2.Pause(request_id=self.request_id)))
             self._last_read = self._loop.time()
@@ -123,4 +128,5 @@ class TargetStream:
         self.cancel()
         # Drop the buffered events, because the client would not read them in time either.
         self._events.clear()
+        self._ended = False
         self.deliver(OutriderError(message, code=ErrorCode.CANCELLED, reason="slow_reader"), 0)

@@ -18,10 +18,10 @@ from outrider.services.target.api.draft_metrics import DraftMetricsCache
 from outrider.services.target.api.process_metrics import process_metrics
 from outrider.services.target.api.request_messages import (
     decision_to_proto,
-    event_to_proto,
     prefix_stats_to_proto,
     request_from_proto,
     resources_to_proto,
+    write_event,
 )
 from outrider.services.target.api.request_spans import RequestSpans
 from outrider.services.target.api.stream_sink import StreamSink
@@ -136,7 +136,10 @@ class TargetServicer(target_pb2_grpc.TargetServicer):
         try:
             async for events in session.sink.batches():
                 session.forget_ended(events)
-                yield target_pb2.SessionReply(replies=[event_to_proto(event) for event in events])
+                message = target_pb2.SessionReply()
+                for event in events:
+                    write_event(event, message.replies.add())
+                yield message
         finally:
             reader.cancel()
             session.cancel_all()
@@ -168,7 +171,9 @@ class TargetServicer(target_pb2_grpc.TargetServicer):
                     spans.end(event)
                     if isinstance(event, FailedEvent):
                         raise event.error
-                    yield event_to_proto(event)
+                    reply = target_pb2.GenerateReply()
+                    write_event(event, reply)
+                    yield reply
                     if not isinstance(event, TokensEvent):
                         return
         finally:

@@ -89,7 +89,7 @@ def _size(events: Iterable[Event]) -> int:
     return sum(
         TOKEN_BYTES * len(event.token_ids)
         + sum(
-            TOKEN_BYTES * (1 + len(one.top) + len(one.requested))
+            TOKEN_BYTES * (1 + len(one.top_ids) + len(one.requested))
             for one in (*event.logprobs, *event.prompt_logprobs)
         )
         + (event.states.nbytes if event.states is not None else 0)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from outrider.kernels.token_logprobs import MAX_TOP, token_logprobs
@@ -103,18 +104,17 @@ def unpack_logprobs(
         requested: ``[n, k] fp32`` in host memory, the logprobs of the tokens that the client has named. None
             if the client has named none.
     """
-    if requested is not None:
-        named = requested.tolist()
-        return [
-            replace(one, requested=tuple(logprobs))
-            for one, logprobs in zip(unpack_logprobs(rows, top), named, strict=True)
-        ]
-    own = rows[:, 0].contiguous().view(torch.float32).tolist()
-    if not top:
-        return [TokenLogprob(logprob) for logprob in own]
-    ids = rows[:, 1 : 1 + top].tolist()
-    logprobs = rows[:, 1 + MAX_TOP : 1 + MAX_TOP + top].contiguous().view(torch.float32).tolist()
-    return [
-        TokenLogprob(logprob, tuple(pair for pair in zip(*pairs, strict=True) if pair[0] >= 0))
-        for logprob, *pairs in zip(own, ids, logprobs, strict=True)
+    # Views of arrays take a fraction of the time of views of tensors.
+    words = rows.numpy()
+    numbers = words.view(np.float32)
+    ids = words[:, 1 : 1 + top].tolist()
+    logprobs = numbers[:, 1 + MAX_TOP : 1 + MAX_TOP + top].tolist()
+    named = [()] * len(ids) if requested is None else requested.tolist()
+    found = [
+        TokenLogprob(*of_token) for of_token in zip(numbers[:, 0].tolist(), ids, logprobs, named, strict=True)
     ]
+    for one in found:
+        if top and one.top_ids[-1] < 0:  # fewer than `top` tokens have a probability
+            count = one.top_ids.index(-1)
+            one.top_ids, one.top_logprobs = one.top_ids[:count], one.top_logprobs[:count]
+    return found

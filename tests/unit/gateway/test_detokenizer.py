@@ -143,10 +143,10 @@ def test_a_silent_token_has_no_text_but_is_told(tokenizer: Tokenizer) -> None:
 def test_without_a_tokenizer_ids_pass_through() -> None:
     _, chunks = assemble(None, [5, 6, 7], StopRules())
     assert [(chunk.text, chunk.token_ids) for chunk in chunks] == [
-        ("", (5,)),
-        ("", (6,)),
-        ("", (7,)),
-        ("", ()),
+        ("", [5]),
+        ("", [6]),
+        ("", [7]),
+        ("", []),
     ]
 
 

@@ -17,8 +17,8 @@ from outrider.services.gateway.logprobs import (
 from outrider.shared.base.logit_rules import TokenLogprob
 
 TEXTS = {0: b"a", 1: b" b", 2: "é".encode()[:1], 3: "é".encode()[1:]}
-ONE = TokenLogprob(-0.5, ((0, -0.5), (1, -1.5)))
-TWO = TokenLogprob(-3.0, ((1, -0.25),))
+ONE = TokenLogprob(-0.5, (0, 1), (-0.5, -1.5))
+TWO = TokenLogprob(-3.0, (1,), (-0.25,))
 
 
 def bytes_of(token: int) -> bytes:
@@ -36,7 +36,7 @@ def test_a_chat_lists_bytes_and_alternatives() -> None:
 
 
 def test_a_completion_has_offsets_and_its_own_token_among_the_alternatives() -> None:
-    body = completion_logprobs([1, 0, 1], [None, ONE, TokenLogprob(-2.0, ((0, -0.1),))], bytes_of, offset=3)
+    body = completion_logprobs([1, 0, 1], [None, ONE, TokenLogprob(-2.0, (0,), (-0.1,))], bytes_of, offset=3)
     assert body == {
         "tokens": [" b", "a", " b"],
         "token_logprobs": [None, -0.5, -2.0],

@@ -92,6 +92,30 @@ async def test_silence_is_filled_with_comments() -> None:
     assert body.endswith(b'data: {"a":1}\n\ndata: [DONE]\n\n')
 
 
+async def test_no_comment_waits_behind_an_event_that_the_client_does_not_read() -> None:
+    client = Client()
+    reads = asyncio.Event()
+
+    async def events() -> Events:
+        yield {"a": 1}
+
+    async def slow_send(message: Any) -> None:
+        await client.send(message)
+        if message.get("body") == b'data: {"a":1}\n\n':
+            await reads.wait()
+
+    stream = EventStream(events(), 0.001)({"type": "http"}, client.receive, slow_send)
+    task = asyncio.create_task(stream)
+    loop = asyncio.get_running_loop()
+    until = loop.time() + 0.02  # many times the interval of comments
+    while loop.time() < until:
+        await asyncio.wait({task}, timeout=0.001)
+    reads.set()
+    await task
+    bodies = [message["body"] for message in client.sent[1:]]
+    assert bodies == [b'data: {"a":1}\n\n', b"data: [DONE]\n\n"]
+
+
 async def test_a_client_that_goes_away_closes_the_generator() -> None:
     client = Client()
     closed = asyncio.Event()

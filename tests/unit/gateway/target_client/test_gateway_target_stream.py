@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from outrider.services.gateway.request import TargetDelta, TargetFinish, Usage
@@ -85,6 +87,18 @@ async def test_a_reader_that_reads_nothing_is_given_up_and_the_buffer_dropped() 
     assert outlet.sent == ["pause", "cancel"]
     stream.close()
     assert outlet.sent == ["pause", "cancel"]
+
+
+async def test_a_reader_that_reads_nothing_is_given_up_after_the_end_of_the_sequence_too() -> None:
+    stream, outlet = make(timeout_s=0.0)
+    for token in range(10):
+        stream.deliver(TargetDelta((token,)), 20)
+    stream.deliver(FINISH, 1)
+    await stream._loop.run_in_executor(None, lambda: None)
+    with pytest.raises(OutriderError) as caught:
+        await asyncio.wait_for(stream.next(), 5)
+    assert caught.value.reason == "slow_reader"
+    assert outlet.sent == ["pause"]
 
 
 async def test_closing_twice_cancels_once() -> None:

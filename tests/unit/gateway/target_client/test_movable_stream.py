@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -108,7 +109,7 @@ def request(max_new_tokens: int = 4, **fields: Any) -> GenerationRequest:
         max_new_tokens,
         SamplingParams(temperature=0.0),
         RequestedSpeculation(),
-        **({"stop": stop, "deadline": 0.0} | fields),
+        **({"stop": stop, "deadline": math.inf} | fields),
     )
 
 

@@ -195,8 +195,8 @@ def test_chi_square_tells_the_law_from_another() -> None:
 def test_logprobs_are_compared_by_rank_up_to_the_first_different_token() -> None:
     request = REQUESTS["logprobs, prompt 1"]
     name = request.request_id
-    near = [TokenLogprob(-1.0, [(7, -1.0), (8, -1.0)]), TokenLogprob(-2.0), TokenLogprob(-3.0)]
-    swapped = [TokenLogprob(-1.0, [(8, -1.0), (7, -1.0)]), TokenLogprob(-2.25), TokenLogprob(-9.0)]
+    near = [TokenLogprob(-1.0, [7, 8], [-1.0, -1.0]), TokenLogprob(-2.0), TokenLogprob(-3.0)]
+    swapped = [TokenLogprob(-1.0, [8, 7], [-1.0, -1.0]), TokenLogprob(-2.25), TokenLogprob(-9.0)]
     off = Answers({name: [7, 4, 3]}, {name: near}, {name: [TokenLogprob(-math.inf)]})
     on = Answers({name: [7, 4, 2]}, {name: swapped}, {name: [TokenLogprob(-math.inf)]})
     found = compare_logprobs({name: request}, off, on, 0.2)

@@ -9,12 +9,13 @@ from outrider.shared.base.errors import InvalidRequestError
 from outrider.shared.base.logit_rules import NO_LOGPROBS, NO_RULES, LogitRules, LogprobParams, TokenLogprob
 from outrider.shared.rpc.logprob_messages import (
     logprob_from_proto,
-    logprob_to_proto,
     logprobs_from_proto,
     logprobs_to_proto,
     rules_from_proto,
     set_rules,
+    write_logprob,
 )
+from outrider.target.v1 import target_pb2
 
 
 @pytest.mark.parametrize(
@@ -51,5 +52,9 @@ def test_wanted_logprobs() -> None:
 
 
 def test_logprobs() -> None:
-    for one in (TokenLogprob(-0.5), TokenLogprob(-2.0, ((4, -0.25), (1, -1.5)))):
-        assert logprob_from_proto(logprob_to_proto(one)) == one
+    delta = target_pb2.TokenDelta()
+    found = [TokenLogprob(-0.5, [], [], []), TokenLogprob(-2.0, [4, 1], [-0.25, -1.5], [-3.0])]
+    for one in found:
+        write_logprob(one, delta.logprobs.add())
+    assert [logprob_from_proto(one) for one in delta.logprobs] == found
+    assert found[1].top == [(4, -0.25), (1, -1.5)]
