@@ -15,6 +15,7 @@ import contextlib
 import functools
 import logging
 import math
+import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -44,12 +45,13 @@ PIECES_TO_SEE = 2
 """Number of pieces of work that are always rehearsed. If none of them misses a kernel, the rehearsal ends."""
 
 _log = logging.getLogger("outrider.kernels")
-_rehearsing = False
+_rehearsing: int | None = None
+"""The thread that rehearses. Other threads launch kernels as usual."""
 _covered: set[Hashable] | None = None
 
 
 def rehearsing() -> bool:
-    """Return True during a rehearsal, in which kernel launches are skipped.
+    """Return True during a rehearsal of this thread, in which kernel launches are skipped.
 
     During a rehearsal, do not store results that depend on outputs of kernels.
 
@@ -58,7 +60,7 @@ def rehearsing() -> bool:
         >>> rehearsing()
         False
     """
-    return _rehearsing
+    return _rehearsing == threading.get_ident()
 
 
 def covers_all_sizes(launch: Hashable) -> bool:
@@ -188,10 +190,10 @@ def _pool() -> CompilerPool:
 @contextlib.contextmanager
 def _rehearsal(pool: CompilerPool, all_sizes: bool = False) -> Iterator[None]:
     global _rehearsing, _covered
-    assert not _rehearsing, "rehearsals cannot be nested"
-    _rehearsing, _covered = True, set() if all_sizes else None
+    assert _rehearsing is None, "rehearsals can neither be nested nor run on two threads"
+    _rehearsing, _covered = threading.get_ident(), set() if all_sizes else None
     try:
         with pool.instead_of_launches(), outputs_of_zeros():
             yield
     finally:
-        _rehearsing, _covered = False, None
+        _rehearsing, _covered = None, None

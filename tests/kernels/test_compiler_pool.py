@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from triton import knobs
 
+from outrider.kernels import ahead
 from outrider.kernels.ahead import pool as compiler_pool
 from outrider.kernels.ahead.late import log_late_compilations
 from outrider.kernels.ahead.pool import CompilerPool
@@ -103,3 +104,12 @@ def test_a_kernel_that_is_compiled_at_its_launch_is_logged(
     assert caplog.messages == [
         "kernel _norm was compiled when it was launched, in 0.42 s, with BLOCK=64, SPLIT=False"
     ]
+
+
+def test_other_threads_do_not_rehearse(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[bool] = []
+    monkeypatch.setattr(ahead, "_rehearsing", threading.get_ident())
+    other = threading.Thread(target=lambda: seen.append(ahead.rehearsing()))
+    other.start()
+    other.join()
+    assert (ahead.rehearsing(), seen) == (True, [False])

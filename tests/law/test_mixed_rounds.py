@@ -248,6 +248,6 @@ def check_states(decoder: Decoder, service: Service, name: str, one: Asked, ende
     assert states[-1].stop == len(tokens) or not ended, "each token but the last has states"
     found = np.frombuffer(b"".join(part.hidden_states for part in states), "<f4")
     expected, _ = one_pass(decoder, tokens)
-    rows = expected[: states[-1].stop]
+    rows = expected[: states[-1].stop].cpu()
     np.testing.assert_allclose(found.reshape(rows.shape), rows, atol=1e-3, rtol=1e-3)
     service.seen["states"] += len(rows)

@@ -19,6 +19,7 @@ import pkgutil
 import random
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Hashable, Iterator
 from pathlib import Path
 from typing import Any
@@ -89,13 +90,13 @@ class KernelVariants:
     @contextlib.contextmanager
     def rehearsal(self, *, all_sizes: bool = False) -> Iterator[None]:
         """Context manager in which operations launch nothing and compute nothing, as in `compile_ahead`."""
-        self._rehearsing = ahead._rehearsing = True
+        self._rehearsing, ahead._rehearsing = True, threading.get_ident()
         ahead._covered = set() if all_sizes else None
         try:
             with outputs_of_zeros():
                 yield
         finally:
-            self._rehearsing = ahead._rehearsing = False
+            self._rehearsing, ahead._rehearsing = False, None
             ahead._covered = None
 
     def first_in(self, stage: str) -> list[list[str]]:
@@ -143,12 +144,12 @@ class KernelVariants:
         given = inspect.signature(operation)
         bound = given.bind_partial()
         bound.arguments.update({name: caller.f_locals[name] for name in given.parameters})
-        self._launching = ahead._rehearsing = True
+        self._launching, ahead._rehearsing = True, threading.get_ident()
         try:
             with outputs_of_zeros():
                 operation(*bound.args, **bound.kwargs)
         finally:
-            self._launching = ahead._rehearsing = False
+            self._launching, ahead._rehearsing = False, None
         return False
 
 
