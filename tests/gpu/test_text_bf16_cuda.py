@@ -14,7 +14,7 @@ import pytest
 import torch
 from support.drafts.gpu_pair import DEMO, TARGET, make_pair_drafter
 from support.engine.target_harness import Harness, generate_plain, make_harness
-from support.outputs.near_ties import differences
+from support.outputs.near_ties import NEAR_TIE, differences
 
 from outrider.services.draft.inproc import InprocDrafter
 from outrider.services.target.drafting.no_drafter import NoDrafter
@@ -29,6 +29,12 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 NEW_TOKENS = 96
 COUNT = 12
 SHAPES = [(5, 4, 16), (5, 1, 6), (3, 2, 7), (5, 8, 32)]
+ROUNDING = 3 * NEAR_TIE
+"""Largest gap of tokens that rounding can swap, relative to the best logit.
+
+In passes over these prompts on a CPU, bf16 shifts the logits of the best 8 tokens against each other by 0.05
+(standard deviation), and in one of 1000 cases by 0.26, which is two units in the last place of the best logit.
+Both tokens of a difference may be shifted."""
 HELDOUT = DEMO.parents[1] / "bench" / "prompts" / "heldout.jsonl"
 
 
@@ -117,7 +123,8 @@ def test_text_differs_at_near_ties_only(
         assert not harness.sink.failed
         for index, prompt in enumerate(prompts):
             name = f"{way}, {shape or 'plain'}, {'joining' if joining else 'at once'}, prompt {index}"
-            for line in differences(judge, prompt, plain[index], harness.sink.tokens[str(index)], name):
+            found = harness.sink.tokens[str(index)]
+            for line in differences(judge, prompt, plain[index], found, name, ROUNDING):
                 print(line)
                 record_property("near-tie", line)
                 different += 1

@@ -272,7 +272,7 @@ def test_a_crowd_with_common_prefixes_in_a_small_pool(decoder: Decoder, drafts: 
         device_pair = make_pair("EAGLE3", tmp_path)
         decoder, drafter = device_pair.decoder, drafter_beside(device_pair.decoder, device_pair.settings)
     harness = make_harness(
-        decoder, drafter, plan=plan, num_pages=36, page_size=8, max_running=6, prefill_chunk=40
+        decoder, drafter, plan=plan, num_pages=28, page_size=8, max_running=6, prefill_chunk=40
     )
     Crowd(harness, rng, haste=0.8).run(clients)
     drafter.shutdown()

@@ -6,11 +6,11 @@ import torch
 
 from outrider.kernels.post_round import post_round
 
-RESULTS_KEPT = 5
+RESULTS_KEPT = 8
 """Number of buffers.
 
-Two rounds may be in flight, and a recording between two rounds runs two more rounds. At most one graph may
-therefore be recorded between two rounds.
+Two rounds may be in flight. A recording between two rounds runs two more rounds. There may be two recordings
+between two rounds, because a round can record its own graph right after another graph was recorded.
 """
 
 
