@@ -33,8 +33,7 @@ ROUNDING = 3 * NEAR_TIE
 """Largest gap of tokens that rounding can swap, relative to the best logit.
 
 In passes over these prompts on a CPU, bf16 shifts the logits of the best 8 tokens against each other by 0.05
-(standard deviation), and in one of 1000 cases by 0.26, which is two units in the last place of the best logit.
-Both tokens of a difference may be shifted."""
+(standard deviation), and in one of 1000 cases by 0.26. The best logits are about 13."""
 HELDOUT = DEMO.parents[1] / "bench" / "prompts" / "heldout.jsonl"
 
 
